@@ -1,0 +1,55 @@
+"""Merge-aware training (SMAT) and model merging as pure functions over parameter trees."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .grad import ModuleLoss, apply_fn, value_and_grad
+    from .simulation import (
+        Draw,
+        clean_loss,
+        draw,
+        materialise,
+        mixed_loss,
+        participation,
+        reweight,
+        simulate,
+        simulated_loss,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Draw",
+    "ModuleLoss",
+    "__version__",
+    "apply_fn",
+    "clean_loss",
+    "draw",
+    "materialise",
+    "mixed_loss",
+    "participation",
+    "reweight",
+    "simulate",
+    "simulated_loss",
+    "value_and_grad",
+]
+
+_FROM_GRAD = {"ModuleLoss", "apply_fn", "value_and_grad"}
+_ROOMS = {
+    *("checkpoint", "config", "data", "evaluate", "grad", "mat", "merge", "models", "optim", "pipeline"),
+    *("random", "simulation", "testing", "tree", "types", "where"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # on first use, so that a script's --help does not wait for torch
+    if name in _ROOMS:
+        return importlib.import_module(f".{name}", __name__)
+    if name in __all__:
+        return getattr(importlib.import_module(".grad" if name in _FROM_GRAD else ".simulation", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ROOMS})

@@ -1,0 +1,143 @@
+"""Checkpoints: a folder with ``model.safetensors`` and ``manifest.json`` that appears whole or not at all."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import tree
+from .types import Params
+
+WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
+
+
+def save_expert(path: str | Path, params: Params, manifest: Mapping[str, Any], *, overwrite: bool = False) -> None:
+    """Write a checkpoint folder atomically: to a temporary sibling, then renamed.
+
+    Args: params: any tree, stored by leaf path; manifest: JSON values (see `describe`), read back as they are.
+    Raises: ValueError if the folder exists and ``overwrite`` is off, or the manifest is not JSON.
+    """
+    try:
+        text = json.dumps(dict(manifest), indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"save_expert: the manifest is not JSON: {error}") from error
+    with atomic_folder(path, overwrite=overwrite) as folder:
+        leaves = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten(params).items()}
+        # safetensors refuses two leaves over one storage
+        stored: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, leaf in leaves.items():
+            storage = leaf.untyped_storage().data_ptr()
+            stored[name] = leaf.clone() if storage in seen else leaf
+            seen.add(storage)
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / MANIFEST).write_text(text)
+
+
+def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]:
+    """Read a checkpoint against the tree it must resemble.
+
+    Args: like: tree whose structure, leaf paths, shapes and dtypes the checkpoint must have; its values are not read.
+    Returns: (params in like's structure on the CPU, manifest).
+    Raises: ValueError that lists every missing, unknown, misshapen or mistyped leaf by path; for no such folder.
+    """
+    manifest, file = load_manifest(path), Path(path) / WEIGHTS
+    expected = tree.flatten(like)
+    try:
+        with safe_open(file, framework="pt") as store:
+            leaves = {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): train or merge it again") from error
+    try:
+        tree.check_same(expected, "the expected tree", **{str(path): leaves})
+    except ValueError as error:
+        raise ValueError(f"{error}; was it made from another base?") from None
+    tree.raise_problems(
+        [
+            f"leaf {name!r} of {path} is {_name(leaves[name].dtype)}, expected {_name(leaf.dtype)}: cast it first"
+            for name, leaf in expected.items()
+            if leaves[name].dtype != leaf.dtype
+        ]
+    )
+    return tree.unflatten(like, leaves), manifest
+
+
+def load_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder. Raises: ValueError if there is none."""
+    file = Path(path) / MANIFEST
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is no checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+
+
+def fingerprint(params: Params) -> str:
+    """SHA-256 over the leaves in path order: path, dtype, shape and bytes; equal trees have equal fingerprints."""
+    digest = hashlib.sha256()
+    for path, leaf in sorted(tree.flatten(params).items()):
+        digest.update(f"{path}\0{_name(leaf.dtype)}\0{tuple(leaf.shape)}\0".encode())
+        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def describe(params: Params, **facts: Any) -> dict[str, Any]:
+    """A manifest: the given facts, the fingerprint of params, and the versions that made them."""
+    versions = {name: metadata.version(name) for name in ("torch", "safetensors")}
+    return {
+        **facts,
+        "fingerprint": fingerprint(params),
+        "versions": {"smat_fn": _own_version(), "python": platform.python_version(), **versions},
+    }
+
+
+@contextmanager
+def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling folder that takes the place of ``path`` when the block ends without an exception.
+
+    Raises: ValueError if ``path`` exists and ``overwrite`` is off.
+    """
+    target = Path(path)
+    refuse_existing(target, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("new", "old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        yield fresh
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_existing(path: Path, *, overwrite: bool) -> None:
+    """Raises: ValueError if ``path`` exists and ``overwrite`` is off."""
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists: choose another folder, or say --overwrite (overwrite=True)")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _own_version() -> str:
+    from . import __version__
+
+    return __version__

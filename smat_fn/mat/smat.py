@@ -1,0 +1,117 @@
+"""SMAT: the task loss at simulated merged states, every t-th step or mixed into every step."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import random, tree
+from ..grad import value_and_grad
+from ..simulation.apply import reweight, simulate
+from ..simulation.draws import Draw, check_strengths, draw
+from ..simulation.losses import check_lam
+from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Optimizer, Params, Where
+from . import _step
+from ._step import State
+
+__all__ = ["Info", "State", "build", "is_simulated"]
+
+
+class Info(NamedTuple):
+    """What is only looked at."""
+
+    loss: Tensor  # shape=(), the loss that was differentiated
+    aux: Aux
+    grad_norm: Tensor  # shape=(), float32, after reweighting, before clipping
+    scale: Tensor  # alpha, shape=(), float32; 1 on a clean step
+    simulated: bool
+
+
+def build(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    alpha_min: float = 0.2,
+    drop_prob: float = 0.5,
+    sigma: float = 2e-3,
+    period: int = 4,
+    noise: Noise = "uniform",
+    lam: float | None = None,
+    engine: Engine = "autograd",
+    donate: bool = False,
+) -> Method:
+    r"""Merge-aware training by Scale, Mask and Perturb.
+
+    ``(1 - lambda) L(theta) + lambda E L(theta~)``, ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon``
+    (Eqs. smat-objective, smat-state). Periodic (default): step s, counted from 0, takes the gradient
+    ``alpha m (.) grad L(theta~)`` (Eq. smat-gradient) when ``(s + 1) % period == 0``, else ``grad L(theta)``: one
+    forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
+    The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
+    Perturb all off every step is clean: the bits of `finetune`.
+
+    Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0; where: the masked set S, None masks every leaf;
+        max_grad_norm: clip by global norm after reweighting; alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw`;
+        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; engine: of
+        `value_and_grad`; donate: reuse the state's buffers (the state passed in is then spent), same bits.
+    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
+    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Source: paper sections 4.1 to 4.3.
+    """
+    problems = _step.check(optimizer, max_grad_norm) + check_strengths(alpha_min, drop_prob, sigma, noise)
+    if not (isinstance(period, int) and period >= 1):
+        problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+    if lam is not None:
+        try:
+            check_lam(lam)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("smat: " + "; ".join(problems))
+    at = value_and_grad(loss_fn, engine=engine)
+    off = alpha_min == 1 and drop_prob == 0 and sigma == 0
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        weight = float(is_simulated(state.step, period)) if lam is None else lam
+        weight = 0.0 if off else weight
+        scale, parts = torch.ones(()), []
+        if weight < 1:
+            parts.append((1 - weight, *_step.accumulate(at, state.params, batch)))
+        if weight > 0:
+            drawn = draw(
+                random.fold_in(key, state.step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise
+            )
+            scale = drawn.scale
+            parts.append((weight, *_gradient_at_simulated(at, state.params, base, batch, drawn, where)))
+        loss, aux, grads = parts[0][1:] if len(parts) == 1 else _mix(parts)
+        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        return state, Info(loss, aux, norm, scale, weight > 0)
+
+    return Method(_step.init(optimizer, base, donate=donate), update)
+
+
+def is_simulated(step: int, period: int) -> bool:
+    """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
+    return (step + 1) % period == 0
+
+
+def _gradient_at_simulated(
+    at: _step.Gradient, params: Params, base: Params, batch: Batch, drawn: Draw, where: Where | None
+) -> tuple[Tensor, Aux, Params]:
+    with torch.no_grad():
+        simulated = simulate(params, base, drawn, where=where)
+    loss, aux, grads = _step.accumulate(at, simulated, batch)
+    with torch.no_grad():
+        return loss, aux, reweight(grads, drawn, where=where)
+
+
+def _mix(parts: list[tuple[float, Tensor, Aux, Params]]) -> tuple[Tensor, Aux, Params]:
+    (w, loss, aux, grads), (v, other_loss, other_aux, other_grads) = parts
+
+    def mean(a: Tensor, b: Tensor) -> Any:
+        dtype = tree.compute_dtype(a)
+        return (w * a.to(dtype) + v * b.to(dtype)).to(a.dtype)
+
+    return w * loss + v * other_loss, (aux, other_aux), tree.tree_map(mean, grads, other_grads)

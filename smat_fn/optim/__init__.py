@@ -1,0 +1,7 @@
+"""Optimizers as pure ``init`` / ``update`` pairs over parameter trees, with torch's own arithmetic."""
+
+from .adam import AdamState, adam, adamw
+from .chain import chain, clip, clip_by_global_norm
+from .schedules import constant, cosine
+
+__all__ = ["AdamState", "adam", "adamw", "chain", "clip", "clip_by_global_norm", "constant", "cosine"]

@@ -1,0 +1,114 @@
+"""Adam and AdamW: pure faces on ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
+
+from .. import tree
+from ..types import Optimizer, Params, Schedule
+from .schedules import constant
+
+
+class AdamState(NamedTuple):
+    """State of Adam and AdamW."""
+
+    step: int  # updates done
+    mu: Params  # first moments, shapes and dtypes of params
+    nu: Params  # second moments, shapes and dtypes of params
+
+
+def adam(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    foreach: bool | None = None,
+    fused: bool | None = None,
+) -> Optimizer:
+    r"""Adam, bit-equal to ``torch.optim.Adam`` with the same arguments.
+
+    ``theta - lr * mu_hat / (sqrt(nu_hat) + eps)``.
+
+    Args: lr: number or schedule of the step counted from 0; foreach, fused: which of torch's implementations, as there.
+    Raises: ValueError for values out of range.
+    Source: Kingma and Ba, 2015.
+    """
+    return _build(torch_adam, lr, betas, eps, 0.0, foreach, fused)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    foreach: bool | None = None,
+    fused: bool | None = None,
+) -> Optimizer:
+    r"""AdamW, bit-equal to ``torch.optim.AdamW`` with the same arguments.
+
+    ``theta (1 - lr * weight_decay) - lr * mu_hat / (sqrt(nu_hat) + eps)``.
+
+    Args: as `adam`; weight_decay: decoupled, in units of 1 / lr.
+    Raises: ValueError for values out of range.
+    Source: Loshchilov and Hutter, 2019.
+    """
+    return _build(torch_adamw, lr, betas, eps, weight_decay, foreach, fused)
+
+
+def _build(
+    function: Callable[..., None],
+    lr: float | Schedule,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    foreach: bool | None,
+    fused: bool | None,
+) -> Optimizer:
+    problems = [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
+    problems += [f"eps {eps} is negative"] if not eps >= 0 else []
+    problems += [f"weight_decay {weight_decay} is negative"] if not weight_decay >= 0 else []
+    if problems:
+        raise ValueError("; ".join(problems))
+    schedule = lr if callable(lr) else constant(lr)
+
+    def init(params: Params) -> AdamState:
+        tree.check_floating(tree.flatten(params), "params")
+        return AdamState(0, tree.tree_map(torch.zeros_like, params), tree.tree_map(torch.zeros_like, params))
+
+    @torch.no_grad()
+    def update(grads: Params, state: AdamState, params: Params, *, donate: bool = False) -> tuple[Params, AdamState]:
+        own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
+        params, mu, nu = own(params), own(state.mu), own(state.nu)
+        leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
+        tree.check_same(leaves, "params", grads=flat_grads)
+        flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
+        # torch increments one counter a tensor, in place
+        device = {p: leaf.device if fused else None for p, leaf in leaves.items()}
+        counts = [torch.tensor(float(state.step), device=device[p]) for p in leaves]
+        function(
+            list(leaves.values()),
+            [flat_grads[p] for p in leaves],
+            [flat_mu[p] for p in leaves],
+            [flat_nu[p] for p in leaves],
+            [],
+            counts,
+            foreach=foreach,
+            capturable=False,
+            differentiable=False,
+            fused=fused,
+            has_complex=False,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=schedule(state.step),
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return params, AdamState(state.step + 1, mu, nu)
+
+    return Optimizer(init, update)

@@ -1,0 +1,173 @@
+r"""Counter-based random numbers: a key is a value, the same key gives the same bits on every device.
+
+Philox4x32-10 (Salmon et al., SC'11) in integer arithmetic. A key is an int64 tensor ``(..., 2)`` = (seed, offset);
+block i of a key is ``philox(seed, offset + i)``: four 32-bit words. Names and meaning follow ``jax.random``: a key is
+split, folded into, or drawn from, and only once.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def key(seed: int) -> Tensor:
+    """The key of a seed.
+
+    Args: seed: any integer, taken modulo 2**64.
+    Returns: int64 tensor (2,) = (seed, 0).
+    """
+    return torch.tensor([_int64(seed), 0], dtype=torch.int64)
+
+
+def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 of 64-bit keys and counters (upper counter words 0), elementwise.
+
+    Args: seed, counter: int64 tensors of one (broadcastable) shape.
+    Returns: four int64 tensors that hold unsigned 32-bit words.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        # int64 products wrap, their low 64 bits are those of the unsigned product
+        p, q = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = ((q >> 32) ^ c1 ^ k0) & _WORD, q & _WORD
+        c2, c3 = ((p >> 32) ^ c3 ^ k1) & _WORD, p & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """New keys, independent of each other.
+
+    Args: key: int64 (..., 2).
+    Returns: int64 (num, ..., 2); row i is block i of the key, ``fold_in(key, i)``.
+    """
+    _check_key(key)
+    if num < 1:
+        raise ValueError(f"split: num is {num}, must be at least 1")
+    counters = torch.arange(num, device=key.device).view(-1, *[1] * (key.ndim - 1))
+    return _derive(key[..., 0], key[..., 1] + counters)
+
+
+def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
+    """The child key of a number or a name.
+
+    Args: key: int64 (..., 2); data: an integer (modulo 2**64), an int64 tensor that broadcasts with ``key[..., 0]``,
+        or a string, which stands for its 64-bit BLAKE2b hash.
+    Returns: int64 (..., 2).
+    """
+    _check_key(key)
+    if isinstance(data, str):
+        data = name_hashes((data,))[0]
+    return _derive(key[..., 0], key[..., 1] + (data if isinstance(data, Tensor) else _int64(data)))
+
+
+def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
+    """The 16-bit fields of one stream: coordinate n has field n % 8 of block n // 8, little-endian halves of its words.
+
+    Args: key: int64 (2,); size: number of coordinates; start: first coordinate, any non-negative integer.
+    Returns: int64 (size,) in [0, 65536).
+    """
+    return streams(key[None], (size,), starts=(start,))[0]
+
+
+def streams(keys: Tensor, sizes: Sequence[int], *, starts: Sequence[int] | None = None) -> list[Tensor]:
+    """`bits` of many streams in one pass: ``streams(keys, sizes)[i] == bits(keys[i], sizes[i])``.
+
+    Args: keys: int64 (n, 2); sizes, starts: n integers each.
+    Returns: n int64 tensors of shapes (sizes[i],).
+    """
+    _check_key(keys)
+    starts = [0] * len(sizes) if starts is None else starts
+    assert len(keys) == len(sizes) == len(starts)
+    firsts = [start // 8 for start in starts]
+    counts = [(start + size + 7) // 8 - first for start, size, first in zip(starts, sizes, firsts, strict=True)]
+    if not sum(counts):
+        return [torch.zeros(size, dtype=torch.int64, device=keys.device) for size in sizes]
+    ranges = [torch.arange(first, first + n, device=keys.device) for first, n in zip(firsts, counts, strict=True)]
+    owners = [torch.full((n,), i, device=keys.device) for i, n in enumerate(counts)]
+    counters, owner = torch.cat(ranges), torch.cat(owners)
+    words = philox(keys[:, 0][owner], keys[:, 1][owner] + counters)
+    fields = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1).reshape(-1)
+    out, position = [], 0
+    for start, size, first, count in zip(starts, sizes, firsts, counts, strict=True):
+        skip = start - 8 * first
+        out.append(fields[8 * position + skip : 8 * position + skip + size])
+        position += count
+    return out
+
+
+def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
+    """The two streams of every leaf of a tree: its path's hash folded into the key, then split.
+
+    Args: key: int64 (2,); paths: n leaf paths.
+    Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
+    """
+    hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64, device=key.device)
+    return split(fold_in(key, hashes))
+
+
+def threshold(prob: float | Tensor) -> Tensor:
+    """The 16-bit realisation of a drop probability: a coordinate is dropped iff its field is below it.
+
+    ``T = min(round(65536 p), 65535)``; the realised probability is T / 65536. Args: prob in [0, 1]. Returns: int64.
+    """
+    prob = torch.as_tensor(prob, dtype=torch.float64)
+    return (prob * 65536).round().clamp(max=65535).to(torch.int64)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+) -> Tensor:
+    """Uniform numbers in [minval, maxval): ``minval + (maxval - minval) * u``, u = the low 24 bits of a word / 2**24.
+
+    Args: key: int64 (2,); shape: of the result, word n of the key's blocks at flat index n.
+    """
+    _check_key(key)
+    if not maxval >= minval:
+        raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
+    size = math.prod(shape)
+    counters = torch.arange(-(-size // 4), device=key.device)
+    words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
+    unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
+    return (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
+
+
+def name_hashes(names: tuple[str, ...]) -> list[int]:
+    """64-bit BLAKE2b hashes of names, as signed little-endian integers."""
+    return [int.from_bytes(hashlib.blake2b(n.encode(), digest_size=8).digest(), "little", signed=True) for n in names]
+
+
+# torch.compile takes the result as a constant instead of tracing hashlib; the public decorator for this,
+# torch.compiler.assume_constant_result, sets this attribute but imports torch._dynamo (and with it triton) to do so
+name_hashes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _derive(seed: Tensor, counter: Tensor) -> Tensor:
+    seed, counter = torch.broadcast_tensors(seed, counter)
+    w0, w1, w2, w3 = philox(seed, counter)
+    return torch.stack((w0 | (w1 << 32), w2 | (w3 << 32)), -1)
+
+
+def _int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _check_key(key: Tensor) -> None:
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.ndim == 0 or key.shape[-1] != 2:
+        got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+        raise ValueError(f"a key is an int64 tensor of shape (..., 2), got {got}: make one by smat_fn.random.key(seed)")

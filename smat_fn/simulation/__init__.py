@@ -1,0 +1,18 @@
+"""Simulated merged states: Scale, Mask and Perturb (paper section 4.1), and the losses taken at them (4.2)."""
+
+from .apply import materialise, participation, reweight, simulate
+from .draws import NOISES, Draw, draw
+from .losses import clean_loss, mixed_loss, simulated_loss
+
+__all__ = [
+    "NOISES",
+    "Draw",
+    "clean_loss",
+    "draw",
+    "materialise",
+    "mixed_loss",
+    "participation",
+    "reweight",
+    "simulate",
+    "simulated_loss",
+]

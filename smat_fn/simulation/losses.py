@@ -1,0 +1,48 @@
+"""The two losses of the SMAT objective and their mixture, as loss functions."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..types import Aux, Batch, LossFn, Params, Where
+from .apply import simulate
+from .draws import Draw
+
+SimulatedLoss = Callable[[Params, Params, Batch, Draw], tuple[Tensor, Aux]]
+
+
+def clean_loss(loss_fn: LossFn) -> Callable[[Params, Batch], tuple[Tensor, Aux]]:
+    """L(theta), the expert loss (Eq. task-loss): ``clean_loss(loss_fn)(params, batch) -> (loss, aux)``."""
+    return lambda params, batch: loss_fn(params, batch)
+
+
+def simulated_loss(loss_fn: LossFn, *, where: Where | None = None) -> SimulatedLoss:
+    """L(theta~) at one simulated state (Eq. smat-objective): ``(params, base, batch, draw) -> (loss, aux)``.
+
+    Differentiable in params (Eq. smat-gradient), base and draw.scale; where: the masked set, as in `simulate`.
+    """
+    return lambda params, base, batch, draw: loss_fn(simulate(params, base, draw, where=where), batch)
+
+
+def mixed_loss(loss_fn: LossFn, lam: float, *, where: Where | None = None) -> SimulatedLoss:
+    """``(1 - lam) L(theta) + lam L(theta~)``, one sample of Eq. smat-objective.
+
+    Args: lam: lambda in [0, 1]; where: the masked set.
+    Returns: ``(params, base, batch, draw) -> (loss, (aux of the clean loss, aux of the simulated loss))``.
+    Raises: ValueError for lam outside [0, 1].
+    """
+    check_lam(lam)
+    simulated = simulated_loss(loss_fn, where=where)
+
+    def loss(params: Params, base: Params, batch: Batch, draw: Draw) -> tuple[Tensor, Aux]:
+        clean, clean_aux = loss_fn(params, batch)
+        merged, merged_aux = simulated(params, base, batch, draw)
+        return (1 - lam) * clean + lam * merged, (clean_aux, merged_aux)
+
+    return loss
+
+
+def check_lam(lam: float) -> None:
+    """Raises: ValueError for lam outside [0, 1]."""
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam is {lam}, the weight of the simulated loss must lie in [0, 1]")

@@ -1,0 +1,191 @@
+"""Parameter trees: any nesting of mappings, sequences and NamedTuples, seen as one flat ``{path: tensor}``.
+
+A leaf's path joins mapping keys, indices and field names with "."; a flat dict's key is its own path.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .types import Params, Where
+
+NORM_BLOCK = 4096
+
+
+def flatten(tree: Params) -> dict[str, Tensor]:
+    """Leaves of a tree by path, in the tree's own order.
+
+    Raises: ValueError for a leaf that is no tensor and for two leaves of one path.
+    """
+    leaves: dict[str, Tensor] = {}
+    problems: list[str] = []
+
+    def visit(node: Any, path: str) -> None:
+        children = _children(node)
+        if children is not None:
+            for name, child in children:
+                visit(child, f"{path}.{name}" if path else name)
+        elif not isinstance(node, Tensor):
+            problems.append(
+                f"leaf {path!r} is a {type(node).__name__}, not a tensor: "
+                "a tree is made of mappings, sequences, NamedTuples and tensors"
+            )
+        elif path in leaves:
+            problems.append(f"two leaves have the path {path!r}: rename one of them")
+        else:
+            leaves[path] = node
+
+    visit(tree, "")
+    raise_problems(problems)
+    return leaves
+
+
+def unflatten(like: Params, leaves: Mapping[str, Any]) -> Params:
+    """The tree of ``like``'s structure whose leaves are ``leaves[path]``."""
+
+    def build(node: Any, path: str) -> Any:
+        children = _children(node)
+        if children is None:
+            return leaves[path]
+        built = [(name, build(child, f"{path}.{name}" if path else name)) for name, child in children]
+        if isinstance(node, Mapping):
+            rebuilt = {key: child for key, (_, child) in zip(node, built, strict=True)}
+            return rebuilt if type(node) is dict else type(node)(rebuilt)  # type: ignore[call-arg]
+        values = [child for _, child in built]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+
+    return build(like, "")
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(node, Mapping):
+        return [(str(key), child) for key, child in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, (list, tuple)):
+        return [(str(index), child) for index, child in enumerate(node)]
+    return None
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raises: ValueError that joins the problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:
+    """``fn(leaf, *other_leaves)`` on leaves of equal path; the result has the first tree's structure."""
+    others = [flatten(other) for other in rest]
+    return unflatten(tree, {path: fn(leaf, *(o[path] for o in others)) for path, leaf in flatten(tree).items()})
+
+
+def check_same(reference: Mapping[str, Tensor], name: str, **others: Mapping[str, Tensor]) -> None:
+    """All leaves of every other flat tree stand in ``reference`` with the same shape, and the other way round.
+
+    Raises: ValueError that lists every missing, unknown and misshapen leaf of every tree at once.
+    """
+    problems = []
+    for other_name, other in others.items():
+        problems += [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
+        problems += [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
+        problems += [
+            f"leaf {path!r} has shape {tuple(other[path].shape)} in {other_name} but {tuple(leaf.shape)} in {name}"
+            for path, leaf in reference.items()
+            if path in other and other[path].shape != leaf.shape
+        ]
+    raise_problems(problems)
+
+
+def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
+    """Every leaf is a real floating-point tensor. Raises: ValueError that lists the others."""
+    raise_problems(
+        [
+            f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
+            "only floating-point leaves can be trained, pass those alone"
+            for path, leaf in leaves.items()
+            if not leaf.is_floating_point()
+        ]
+    )
+
+
+def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
+    """Every floating-point leaf is finite (reads the data: for scripts). Raises: ValueError that lists the others."""
+    raise_problems(
+        [
+            f"leaf {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
+            for path, leaf in leaves.items()
+            if leaf.is_floating_point() and not bool(leaf.isfinite().all())
+        ]
+    )
+
+
+def compute_dtype(*leaves: Tensor) -> torch.dtype:
+    """float64 where a leaf is float64, else float32: the dtype of all arithmetic on parameters."""
+    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+
+
+def cast(tree: Params, dtype: torch.dtype) -> Params:
+    """Floating-point leaves in another dtype; other leaves as they are."""
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+def clone(tree: Params) -> Params:
+    """A tree of detached copies."""
+    return tree_map(lambda leaf: leaf.detach().clone(), tree)
+
+
+def partition(tree: Params, where: Where) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Flat leaves that ``where`` picks, and the others."""
+    leaves = flatten(tree)
+    picked = {path: leaf for path, leaf in leaves.items() if where(path, leaf)}
+    return picked, {path: leaf for path, leaf in leaves.items() if path not in picked}
+
+
+def combine(like: Params, *parts: Mapping[str, Tensor]) -> Params:
+    """The inverse of `partition`: flat parts put back into the structure of ``like``."""
+    return unflatten(like, {path: leaf for part in parts for path, leaf in part.items()})
+
+
+def spans(sizes: Sequence[int], limit: int) -> Iterable[list[tuple[int, int, int]]]:
+    """Groups of (index, start, stop) that cover all items, each group at most ``limit`` coordinates together.
+
+    Small items share a group, a large one is cut at multiples of ``limit``.
+    """
+    group: list[tuple[int, int, int]] = []
+    room = limit
+    for index, size in enumerate(sizes):
+        for start in range(0, size, limit):
+            stop = min(start + limit, size)
+            if stop - start > room:
+                yield group
+                group, room = [], limit
+            group.append((index, start, stop))
+            room -= stop - start
+    if group:
+        yield group
+
+
+def global_norm(tree: Params) -> Tensor:
+    """Euclidean norm of all coordinates, a 0-d float64 tensor.
+
+    ``sqrt(sum_b s_b)``: s_b is the float32 (float64 for float64 leaves) sum of squares of block b of 4,096 coordinates
+    of a leaf, coordinate i added to coordinate i + half until one is left; the s_b are added in float64 in leaf order.
+    """
+    leaves = list(flatten(tree).values())
+    if not leaves:
+        return torch.zeros((), dtype=torch.float64)
+    sums = []
+    for group in spans([leaf.numel() for leaf in leaves], NORM_BLOCK * 256):
+        rows = []
+        for index, start, stop in group:
+            leaf = leaves[index]
+            flat = leaf.reshape(-1)[start:stop].to(compute_dtype(leaf))
+            rows.append(torch.nn.functional.pad(flat, (0, -flat.numel() % NORM_BLOCK)).view(-1, NORM_BLOCK))
+        block = torch.cat(rows) if len(rows) > 1 else rows[0]
+        block = block * block
+        while block.shape[1] > 1:
+            block = block[:, : block.shape[1] // 2] + block[:, block.shape[1] // 2 :]
+        sums.append(block.squeeze(1).double())
+    return torch.cat(sums).sum().sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)
