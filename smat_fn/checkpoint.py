@@ -22,10 +22,18 @@ from .types import Params
 WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
 
 
-def save_expert(path: str | Path, params: Params, manifest: Mapping[str, Any], *, overwrite: bool = False) -> None:
+def save_expert(
+    path: str | Path,
+    params: Params,
+    manifest: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """Write a checkpoint folder atomically: to a temporary sibling, then renamed.
 
-    Args: params: any tree, stored by leaf path; manifest: JSON values (see `describe`), read back as they are.
+    Args: params: any tree, stored by leaf path; manifest: JSON values (see `describe`), read back as they are;
+        files: more texts by file name.
     Raises: ValueError if the folder exists and ``overwrite`` is off, or the manifest is not JSON.
     """
     try:
@@ -42,7 +50,8 @@ def save_expert(path: str | Path, params: Params, manifest: Mapping[str, Any], *
             stored[name] = leaf.clone() if storage in seen else leaf
             seen.add(storage)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / MANIFEST).write_text(text)
+        for file, content in {**(files or {}), MANIFEST: text}.items():
+            (folder / file).write_text(content, encoding="utf-8")
 
 
 def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]:
@@ -52,25 +61,29 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
     Returns: (params in like's structure on the CPU, manifest).
     Raises: ValueError that lists every missing, unknown, misshapen or mistyped leaf by path; for no such folder.
     """
-    manifest, file = load_manifest(path), Path(path) / WEIGHTS
+    leaves, manifest = load_leaves(path)
     expected = tree.flatten(like)
-    try:
-        with safe_open(file, framework="pt") as store:
-            leaves = {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): train or merge it again") from error
+    problems = [
+        f"leaf {name!r} of {path} is {_name(leaves[name].dtype)}, expected {_name(leaf.dtype)}: cast it first"
+        for name, leaf in expected.items()
+        if name in leaves and leaves[name].dtype != leaf.dtype
+    ]
     try:
         tree.check_same(expected, "the expected tree", **{str(path): leaves})
     except ValueError as error:
-        raise ValueError(f"{error}; was it made from another base?") from None
-    tree.raise_problems(
-        [
-            f"leaf {name!r} of {path} is {_name(leaves[name].dtype)}, expected {_name(leaf.dtype)}: cast it first"
-            for name, leaf in expected.items()
-            if leaves[name].dtype != leaf.dtype
-        ]
-    )
+        problems.append(f"{error}; was it made from another base?")
+    tree.raise_problems(problems)
     return tree.unflatten(like, leaves), manifest
+
+
+def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(leaves by path, manifest) of a checkpoint, unchecked. Raises: ValueError for no such folder, or a broken file."""
+    manifest, file = load_manifest(path), Path(path) / WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as store:
+            return {name: store.get_tensor(name) for name in store.keys()}, manifest  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): train or merge it again") from error
 
 
 def load_manifest(path: str | Path) -> dict[str, Any]:
@@ -78,7 +91,7 @@ def load_manifest(path: str | Path) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     try:
         return json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is no checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
         ) from None
@@ -121,10 +134,26 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         yield fresh
         if target.exists():
             target.rename(old)
-        fresh.rename(target)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file: readers meet the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.parent / f".{path.name}.new-{os.getpid()}"
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from . import tree
 from .types import Aux, Engine, LossFn, Params
@@ -19,7 +20,7 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`. They agree within rounding.
 
     Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch; loss is detached.
+        the loss does not touch; the loss of "autograd" is detached, that of "func" if no leaf requires grad.
     Raises: ValueError for an unknown engine, and for leaves that are no floating-point tensors.
     """
     if engine not in get_args(Engine):
@@ -30,7 +31,18 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
     def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
         tree.check_floating(tree.flatten(params), "params")
-        grads, (loss, aux) = torch.func.grad_and_value(loss_fn, has_aux=True)(params, *args)
+        parts: list[Any] = []
+
+        def tensors_apart(params: Params, *args: Any) -> tuple[Tensor, list[Tensor]]:
+            loss, aux = loss_fn(params, *args)
+            parts[:] = pytree.tree_flatten(aux)
+            return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
+
+        # torch refuses aux leaves that are no tensors
+        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(params, *args)
+        found = iter(tensors)
+        leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in parts[0]]
+        aux = pytree.tree_unflatten(leaves, parts[1])
         return (loss, aux), grads
 
     return run

@@ -77,6 +77,7 @@ def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     Args: key: int64 (2,); size: number of coordinates; start: first coordinate, any non-negative integer.
     Returns: int64 (size,) in [0, 65536).
     """
+    _check_one(key)
     return streams(key[None], (size,), starts=(start,))[0]
 
 
@@ -112,6 +113,7 @@ def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     Args: key: int64 (2,); paths: n leaf paths.
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
+    _check_one(key)
     hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64, device=key.device)
     return split(fold_in(key, hashes))
 
@@ -137,7 +139,7 @@ def uniform(
 
     Args: key: int64 (2,); shape: of the result, word n of the key's blocks at flat index n.
     """
-    _check_key(key)
+    _check_one(key)
     if not maxval >= minval:
         raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
     size = math.prod(shape)
@@ -171,3 +173,9 @@ def _check_key(key: Tensor) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.ndim == 0 or key.shape[-1] != 2:
         got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
         raise ValueError(f"a key is an int64 tensor of shape (..., 2), got {got}: make one by smat_fn.random.key(seed)")
+
+
+def _check_one(key: Tensor) -> None:
+    _check_key(key)
+    if key.ndim != 1:
+        raise ValueError(f"a draw takes one key, of shape (2,), got {key.dtype} {tuple(key.shape)}: use torch.func.vmap")

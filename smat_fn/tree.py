@@ -4,6 +4,7 @@ A leaf's path joins mapping keys, indices and field names with "."; a flat dict'
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:
     return unflatten(tree, {path: fn(leaf, *(o[path] for o in others)) for path, leaf in flatten(tree).items()})
 
 
-def check_same(reference: Mapping[str, Tensor], name: str, **others: Mapping[str, Tensor]) -> None:
+def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[str, Tensor]) -> None:
     """All leaves of every other flat tree stand in ``reference`` with the same shape, and the other way round.
 
     Raises: ValueError that lists every missing, unknown and misshapen leaf of every tree at once.
@@ -177,11 +178,13 @@ def global_norm(tree: Params) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     sums = []
-    for group in spans([leaf.numel() for leaf in leaves], NORM_BLOCK * 256):
+    groups = spans([leaf.numel() for leaf in leaves], NORM_BLOCK * 256)
+    # blocks of one dtype together: cat would widen the others
+    runs = (run for group in groups for run in groupby(group, key=lambda span: compute_dtype(leaves[span[0]])))
+    for dtype, run in runs:
         rows = []
-        for index, start, stop in group:
-            leaf = leaves[index]
-            flat = leaf.reshape(-1)[start:stop].to(compute_dtype(leaf))
+        for index, start, stop in run:
+            flat = leaves[index].reshape(-1)[start:stop].to(dtype)
             rows.append(torch.nn.functional.pad(flat, (0, -flat.numel() % NORM_BLOCK)).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
         block = block * block

@@ -28,6 +28,8 @@ Where: TypeAlias = Callable[[str, Tensor], bool]
 Schedule: TypeAlias = Callable[[int], float]
 Engine: TypeAlias = Literal["func", "autograd"]
 Noise: TypeAlias = Literal["uniform", "gaussian", "laplace"]
+Aggregate: TypeAlias = Literal["sum", "mean"]
+Scope: TypeAlias = Literal["global", "tensor"]
 
 
 class Optimizer(NamedTuple):

@@ -1,14 +1,14 @@
 """What every method does around its gradient: micro-batches, clipping, the optimizer, donation."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from .. import tree
 from ..optim.chain import check_max_norm, clip
-from ..types import Aux, Batch, Optimizer, Params
+from ..types import Aux, Batch, Engine, Optimizer, Params
 
 
 class State(NamedTuple):
@@ -28,8 +28,10 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
     def start(params: Params) -> State:
         leaves = tree.flatten(params)
         tree.check_floating(leaves, "params")
-        tree.check_same(tree.flatten(base), "base", params=leaves)
-        params = tree.clone(params) if donate else params
+        origins = tree.flatten(base)
+        tree.check_floating(origins, "base")
+        tree.check_same(origins, "base", params=leaves)
+        params = tree.clone(params) if donate else tree.tree_map(Tensor.detach, params)
         return State(params, optimizer.init(params), 0)
 
     return start
@@ -66,11 +68,13 @@ def apply(
     return State(params, opt_state, state.step + 1), norm
 
 
-def check(optimizer: Any, max_grad_norm: float | None) -> list[str]:
+def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]:
     """Problems of the arguments that all methods share."""
     problems = []
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")
+    if engine not in get_args(Engine):
+        problems.append(f"engine is {engine!r}, choose one of {', '.join(get_args(Engine))}")
     try:
         check_max_norm(max_grad_norm)
     except ValueError as error:

@@ -39,7 +39,7 @@ def build(
     Raises: ValueError for bad arguments, and in ``init`` for params that do not match base.
     Source: paper Eq. task-loss.
     """
-    problems = _step.check(optimizer, max_grad_norm)
+    problems = _step.check(optimizer, max_grad_norm, engine)
     if problems:
         raise ValueError("finetune: " + "; ".join(problems))
     gradient = value_and_grad(loss_fn, engine=engine)

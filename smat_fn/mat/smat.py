@@ -60,7 +60,7 @@ def build(
     Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
     Source: paper sections 4.1 to 4.3.
     """
-    problems = _step.check(optimizer, max_grad_norm) + check_strengths(alpha_min, drop_prob, sigma, noise)
+    problems = _step.check(optimizer, max_grad_norm, engine) + check_strengths(alpha_min, drop_prob, sigma, noise)
     if not (isinstance(period, int) and period >= 1):
         problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     if lam is not None:

@@ -1,5 +1,6 @@
 """Adam and AdamW: pure faces on ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,11 +70,14 @@ def _build(
     fused: bool | None,
 ) -> Optimizer:
     problems = [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
-    problems += [f"eps {eps} is negative"] if not eps >= 0 else []
-    problems += [f"weight_decay {weight_decay} is negative"] if not weight_decay >= 0 else []
-    if problems:
-        raise ValueError("; ".join(problems))
-    schedule = lr if callable(lr) else constant(lr)
+    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+        if not (math.isfinite(value) and value >= 0):
+            problems.append(f"{name} is {value}, must be finite and not negative")
+    try:
+        schedule = lr if callable(lr) else constant(lr)
+    except ValueError as error:
+        problems.append(str(error))
+    tree.raise_problems(problems)
 
     def init(params: Params) -> AdamState:
         tree.check_floating(tree.flatten(params), "params")

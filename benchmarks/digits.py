@@ -1,0 +1,58 @@
+"""FT against SMAT on digits by docs/protocols/digits.md: results as JSON, and the table of README.md."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from smat_fn.checkpoint import write_text
+from smat_fn.config import DIGITS
+from smat_fn.evaluate import main_table, markdown, write_results
+from smat_fn.pipeline.study import as_json, paired, run_study
+
+from . import machine
+
+ROOT = Path(__file__).parent.parent
+SEEDS = (21, 22, 23)
+METHODS = ("ft", "smat")
+MARKS = "<!-- digits: begin -->", "<!-- digits: end -->"
+COMMAND = "python -m benchmarks digits"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the protocol; an argument names a folder that keeps checkpoints, so that a stopped run goes on."""
+    from smat_fn.data.digits import TASKS
+
+    work = Path(arguments[0]) if arguments else Path(tempfile.mkdtemp(prefix="digits-study-"))
+    print(f"{len(SEEDS) * len(METHODS) * len(DIGITS.lr_grid)} trials of {len(TASKS)} experts, kept in {work}")
+    study = run_study("digits", METHODS, SEEDS, work=work, jobs=2, report=print)
+    table = main_table(study.rows)
+    first, second = (table.cells[label]["Avg"].scores for label in ("FT", "SMAT"))
+    result = {
+        **machine.describe(COMMAND),
+        "seeds": SEEDS,
+        **as_json(study),
+        "test": {m: {column: list(cell.scores) for column, cell in line.items()} for m, line in table.cells.items()},
+        "paired": paired(first, second),
+    }
+    write_text(ROOT / "benchmarks/results/digits.json", json.dumps(result, indent=1) + "\n")
+    write_results(ROOT / "benchmarks/results/digits.jsonl", study.rows)
+    text = report(result, markdown(table))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, rest = readme.split(MARKS[0])
+    write_text(ROOT / "README.md", before + MARKS[0] + "\n" + text + MARKS[1] + rest.split(MARKS[1])[1])
+    print(text)
+
+
+def report(result: dict, table: str) -> str:
+    """The README's paragraph."""
+    p = result["paired"]
+    each = ", ".join(f"{d:+.2f}" for d in p["differences"])
+    rates = ", ".join(f"{method.upper()} {lr:g}" for method, lr in result["lr"].items())
+    low, high = p["interval"]
+    return (
+        f"{table}\n"
+        f"Test score, mean over four tasks and {len(result['seeds'])} seeds ± standard deviation; learning rates chosen "
+        f"on dev: {rates}. SMAT - FT of the five-merger mean by seed: {each}; mean {p['mean']:+.2f}, standard deviation "
+        f"{p['sd']:.2f}, 95 % interval {low:+.2f} to {high:+.2f} (optimistic: seeds re-split the same images). From "
+        f"`{result['command']}` on {result['hardware']}, by [docs/protocols/digits.md](docs/protocols/digits.md).\n"
+    )

@@ -1,0 +1,61 @@
+"""Evaluate experts and merged models: a table, JSON lines, and a plot.
+
+    python eval.py runs/ft runs/smat --out runs/report --plot runs/report/merging.png
+
+Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on
+the tasks of the experts merged into them.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluate experts and merged models."""
+
+    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    """Checkpoints, or folders that hold some."""
+    out: Path | None = None
+    """Folder for results.jsonl (a line a score), results.json (means) and table.md."""
+    plot: Path | None = None
+    """PNG of experts and merged models, methods side by side."""
+    split: Literal["test", "dev"] = "test"
+    """Which examples to score."""
+    threads: int = 1
+    """CPU threads."""
+
+
+def main(args: Eval) -> None:
+    if not args.checkpoints:
+        raise ValueError("give at least one checkpoint, or a folder that holds some")
+    import torch
+    from rich.console import Console
+
+    from smat_fn.evaluate.plots import main_plot
+    from smat_fn.evaluate.tables import main_table, terminal
+    from smat_fn.pipeline import evaluation
+
+    torch.set_num_threads(args.threads)
+    folders = evaluation.find_checkpoints(args.checkpoints)
+    rows = evaluation.evaluate(folders, split=args.split)
+    table = main_table(rows, split=args.split)
+    Console(width=max(100, Console().width)).print(terminal(table))
+    if args.out:
+        evaluation.write_report(args.out, rows, table, checkpoints=folders)
+        print(f"results: {args.out}")
+    if args.plot:
+        main_plot(table, args.plot, title=f"{args.split} score, mean over tasks")
+        print(f"plot: {args.plot}")
+    print(evaluation.verdict(table))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Eval, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"eval.py: {error}")

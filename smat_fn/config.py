@@ -1,0 +1,160 @@
+"""Methods, mergers and presets as frozen dataclasses and plain values. Nothing here needs torch.
+
+A field that is ``None`` takes the preset's value; `resolve` fills them in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from .types import Aggregate, Noise, Scope
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """FT: plain fine-tuning."""
+
+    name: ClassVar[str] = "ft"
+    module: ClassVar[str] = "finetune"
+
+
+@dataclass(frozen=True)
+class Smat:
+    """SMAT: the loss at simulated merged states every t-th step (Scale, Mask, Perturb)."""
+
+    name: ClassVar[str] = "smat"
+    module: ClassVar[str] = "smat"
+
+    alpha_min: float | None = None
+    """Scale: alpha is uniform on [alpha_min, 1]; 1 switches Scale off."""
+    drop_prob: float | None = None
+    """Mask: probability of removing a coordinate of the masked set; 0 switches Mask off."""
+    sigma: float | None = None
+    """Perturb: RMS of the noise, in units of the weights; 0 switches Perturb off."""
+    period: int | None = None
+    """Every period-th step is simulated; 1: all of them."""
+    noise: Noise | None = None
+    """Distribution of the noise."""
+    lam: float | None = None
+    """Mixed objective instead of the period: weight of the simulated loss in every step."""
+
+
+@dataclass(frozen=True)
+class WeightAverage:
+    """WA: the mean of the experts."""
+
+    name: ClassVar[str] = "wa"
+
+
+@dataclass(frozen=True)
+class TaskArithmetic:
+    """TA: base + coef * sum of the task vectors."""
+
+    name: ClassVar[str] = "ta"
+    coef: float | None = None
+    """gamma; left out, it is searched on dev."""
+
+
+@dataclass(frozen=True)
+class Ties:
+    """TIES: trim, elect signs, add what agrees."""
+
+    name: ClassVar[str] = "ties"
+    coef: float | None = None
+    """gamma; left out, it is searched on dev."""
+    keep: float | None = None
+    """Fraction of coordinates that stays, by magnitude."""
+    aggregate: Aggregate | None = None
+    """Sum, or mean, of the agreeing entries."""
+    scope: Scope | None = None
+    """One threshold per expert (global), or one per tensor."""
+
+
+@dataclass(frozen=True)
+class Dare:
+    """DARE: drop and rescale at random, then task arithmetic."""
+
+    name: ClassVar[str] = "dare"
+    coef: float | None = None
+    """gamma; left out, it is searched on dev."""
+    drop_prob: float | None = None
+    """Probability of removing a coordinate."""
+
+
+@dataclass(frozen=True)
+class Della:
+    """DELLA: drop by rank of magnitude, elect signs, mean of what agrees."""
+
+    name: ClassVar[str] = "della"
+    coef: float | None = None
+    """gamma; left out, it is searched on dev."""
+    drop_prob: float | None = None
+    """Mean probability of removing a coordinate."""
+    window: float | None = None
+    """Full width of the range of keep probabilities."""
+
+
+MethodConfig: TypeAlias = Finetune | Smat
+MergerConfig: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della
+METHODS: tuple[type[MethodConfig], ...] = (Finetune, Smat)
+MERGERS: tuple[type[MergerConfig], ...] = (WeightAverage, TaskArithmetic, Ties, Dare, Della)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an expert is trained, whatever the method."""
+
+    steps: int
+    lr: float
+    optimizer: Literal["adam", "adamw"] = "adam"
+    schedule: Literal["constant", "cosine"] = "cosine"
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One experiment: a suite, the budget that all methods share, and the strengths of methods and mergers."""
+
+    suite: str
+    seed: int
+    training: Training
+    lr: Mapping[str, float]  # by method, chosen on dev
+    lr_grid: tuple[float, ...]  # what it was chosen from
+    methods: Mapping[str, MethodConfig]
+    mergers: Mapping[str, MergerConfig]
+
+
+DIGITS = Preset(
+    suite="digits",
+    seed=21,
+    training=Training(steps=400, lr=2.5e-4),
+    lr={"ft": 5e-4, "smat": 5e-4},
+    lr_grid=(1.25e-4, 2.5e-4, 5e-4),
+    methods={
+        "ft": Finetune(),
+        "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=4, noise="uniform"),
+    },
+    mergers={
+        "wa": WeightAverage(),
+        "ta": TaskArithmetic(),
+        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+        "dare": Dare(drop_prob=0.3),
+        "della": Della(drop_prob=0.1, window=0.14),
+    },
+)
+PRESETS: Mapping[str, Preset] = {"digits": DIGITS}
+
+C = TypeVar("C", bound=MethodConfig | MergerConfig)
+
+
+def resolve(config: C, defaults: Mapping[str, Any]) -> C:
+    """``config`` with the preset's value wherever it says None."""
+    default = defaults[config.name]
+    missing = {f.name for f in fields(config) if getattr(config, f.name) is None}
+    return replace(config, **{name: getattr(default, name) for name in missing})
+
+
+def settings(config: MethodConfig | MergerConfig) -> dict[str, Any]:
+    """The values of a config that are set, as JSON values."""
+    return {name: value for name, value in asdict(config).items() if value is not None}

@@ -1,0 +1,44 @@
+"""Batches by random access: which examples a step sees is a function of the key and the step number."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import random
+
+
+def permutation(key: Tensor, size: int) -> Tensor:
+    """A random order of ``size`` items, the same on every device.
+
+    The positions sorted by a 24-bit random word each, equal words by position.
+
+    Args: key: int64 (2,).
+    Returns: int64 (size,) on the key's device.
+    """
+    words = (random.uniform(key, (size,), dtype=torch.float64) * 2**24).to(torch.int64)
+    return ((words << 32) | torch.arange(size, device=key.device)).argsort()
+
+
+def batch_indices(key: Tensor, size: int, batch_size: int, step: int) -> Tensor:
+    """The examples of one step: epochs of fresh permutations, cut into batches, the last partial batch kept.
+
+    Step s is batch ``s % n`` of epoch ``s // n``, n = ceil(size / batch_size); epoch e is
+    ``permutation(fold_in(key, f"epoch:{e}"), size)``, so that a run key can serve draws and batches alike.
+
+    Args: key: int64 (2,); step: counted from 0.
+    Returns: int64 (batch_size,), or fewer in the last batch of an epoch, on the CPU.
+    Raises: ValueError for a size or batch_size below 1 and a negative step.
+    """
+    sizes = {"size": size, "batch_size": batch_size}
+    problems = [f"{name} is {n}, must be at least 1" for name, n in sizes.items() if n < 1]
+    problems += [f"step is {step}, must not be negative"] if step < 0 else []
+    if problems:
+        raise ValueError("batch_indices: " + "; ".join(problems))
+    epoch, batch = divmod(step, -(-size // batch_size))
+    return _epoch(tuple(key.tolist()), size, epoch)[batch * batch_size : (batch + 1) * batch_size].clone()
+
+
+@lru_cache(maxsize=32)  # an order costs as much as a fifth of a small training step
+def _epoch(key: tuple[int, int], size: int, epoch: int) -> Tensor:
+    return permutation(random.fold_in(torch.tensor(key), f"epoch:{epoch}"), size)

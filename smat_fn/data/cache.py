@@ -1,0 +1,66 @@
+"""Tensors that are dear to compute and cheap to store, kept in a folder by a hash of what they depend on."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..checkpoint import fingerprint
+
+log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """``$SMAT_FN_CACHE``, or ``~/.cache/smat_fn``."""
+    return Path(os.environ.get("SMAT_FN_CACHE") or Path.home() / ".cache" / "smat_fn")
+
+
+def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """``build()``, or what it gave the last time for this name and config, bit for bit.
+
+    The file is ``<name>-<hash of config>.safetensors`` in `cache_dir`, written beside itself and renamed, so that
+    readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log.
+
+    Args: config: JSON values, everything that the tensors depend on.
+    """
+    text = json.dumps(config, sort_keys=True)
+    path = cache_dir() / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.safetensors"
+    if path.exists():
+        try:
+            return _read(path, text)
+        except Exception as error:  # a broken file can fail in many ways, none of them fatal
+            log.warning("cache file %s is not usable (%s): building it again", path, error)
+    tensors = build()
+    _write(path, text, tensors)
+    return tensors
+
+
+def _read(path: Path, config: str) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in json.loads(metadata["order"])}
+    if metadata["config"] != config or metadata["fingerprint"] != fingerprint(tensors):
+        raise ValueError("config or fingerprint differ")
+    return tensors
+
+
+def _write(path: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # safetensors sorts by size and name: the order of the tree is kept beside
+    metadata = {"config": config, "fingerprint": fingerprint(tensors), "order": json.dumps(list(tensors))}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

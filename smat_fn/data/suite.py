@@ -1,0 +1,44 @@
+"""What every benchmark looks like to training, merging and evaluation."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..types import Batch, LossFn, Params, Where
+
+SUITES = ("digits",)
+
+
+class Suite(NamedTuple):
+    """A base model, K tasks on it, and how to train and score them; a value, nothing in it changes.
+
+    Functions of a task raise ValueError for a name outside ``tasks``. Only the dev and test scores read those splits.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    base: dict[str, Tensor]  # theta_0: the trainable leaves that all experts share
+    where: Where  # the masked set S
+    loss_fn: Callable[[str], LossFn]  # task -> loss_fn(params, batch) -> (loss, aux)
+    batch: Callable[[str, Tensor, int], Batch]  # (task, run key, step): a pure function of the three
+    score: Callable[[Params, str, str], float]  # (params, task, "dev" or "test") -> 0 to 100
+    recipe: Mapping[str, Any]  # JSON values; ``load_suite(**recipe)`` builds the same suite
+    seed: int  # of splits, base and heads
+
+
+def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
+    """The suite of a name, from ``load(seed=..., **options)`` of the module ``smat_fn.data.<name>``.
+
+    Raises: ValueError for a name not in `SUITES`, and for bad options.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is unknown, the suites are {', '.join(map(repr, SUITES))}")
+    return import_module(f".{name}", __package__).load(seed=seed, **options)
+
+
+def check_member(kind: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises: ValueError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"{kind} {value!r} is unknown, choose one of {', '.join(map(repr, known))}")

@@ -1,0 +1,17 @@
+"""From parameters to numbers, and from numbers to tables and plots."""
+
+from .metrics import accuracy
+from .results import Result, append_results, read_results, write_results
+from .scoring import score_models
+from .tables import main_table, markdown
+
+__all__ = [
+    "Result",
+    "accuracy",
+    "append_results",
+    "main_table",
+    "markdown",
+    "read_results",
+    "score_models",
+    "write_results",
+]

@@ -1,0 +1,73 @@
+"""One score as one row, and rows as JSON lines."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """The score of one model on one task.
+
+    Raises: ValueError for a score outside 0 to 100.
+    """
+
+    method: str  # that trained the experts
+    model: str  # "expert:<task>" or the name of a merger
+    task: str
+    split: str
+    score: float  # 0 to 100
+    seed: int  # of the training run
+    coef: float | None = None  # gamma of a merged model
+    extra: Mapping[str, Any] = field(default_factory=dict)  # anything else, JSON values
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.score <= 100:
+            raise ValueError(f"score of {self.method}, {self.model} on {self.task}: {self.score} is outside [0, 100]")
+
+
+def append_results(path: str | Path, rows: Iterable[Result]) -> None:
+    """Add rows at the end of a JSON lines file, in one write."""
+    text = _lines(rows)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_results(path: str | Path, rows: Iterable[Result]) -> None:
+    """Replace a JSON lines file: readers meet the old one or the new one, never a part."""
+    path, text = Path(path), _lines(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_results(path: str | Path) -> list[Result]:
+    """The rows of a JSON lines file. Raises: ValueError that lists every line that is no `Result`."""
+    known = {f.name for f in fields(Result)}
+    rows, problems = [], []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            values = json.loads(line)
+            if unknown := set(values) - known:
+                raise ValueError(f"unknown fields {sorted(unknown)}")
+            rows.append(Result(**values))
+        except (ValueError, TypeError) as error:
+            problems.append(f"{path}, line {number}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems) + ": remove these lines or write the file again")
+    return rows
+
+
+def _lines(rows: Iterable[Result]) -> str:
+    return "".join(json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

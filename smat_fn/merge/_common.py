@@ -1,0 +1,156 @@
+"""What the mergers share: task vectors, piece by piece, and the last line, base + coef * vector."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import random, tree
+from ..types import Params
+from ._inputs import Leaves, coef_problems, kind_problems, problems_of, raise_all
+
+CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
+
+
+class Piece(NamedTuple):
+    """Coordinates [start, start + n) of one leaf, for every expert: flat tensors (n,)."""
+
+    path: str
+    start: int
+    deltas: list[Tensor]  # task vectors in compute dtype
+    fields: list[Tensor]  # int64 in [0, 65536); none without a key
+
+
+def task_vector(params: Params, base: Params) -> Params:
+    """Δ = θ − θ₀.
+
+    Args: params, base: trees of the same leaf paths and shapes.
+    Returns: a tree of base's structure, float32 (float64 where a leaf is float64); other leaves are zeros.
+    Raises: ValueError that lists every missing, unknown or misshapen leaf.
+    """
+    start, leaves = tree.flatten(base), tree.flatten(params)
+    problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
+    raise_all(problems + kind_problems(start, "base", leaves, "params"))
+
+    def delta(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return torch.zeros_like(leaf)
+        return _delta(leaves[path], leaf, tree.compute_dtype(leaves[path], leaf))
+
+    return tree.unflatten(base, {path: delta(path, leaf) for path, leaf in start.items()})
+
+
+def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float) -> Params:
+    """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
+
+    Args: vector: a merged task vector τ, one flat entry for every floating-point leaf of base; coef: γ, finite.
+    Returns: a new tree of base's structure, shapes and dtypes; other leaves are copies of base's.
+    Raises: ValueError for a coef that is not finite and for a vector that does not fit base.
+    """
+    leaves = tree.flatten(base)
+    floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
+    raise_all(coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector)))
+    merged = {path: _scaled(vector[path].detach(), leaf.detach(), float(coef)) for path, leaf in floating.items()}
+    return tree.unflatten(base, {path: leaf.clone() for path, leaf in leaves.items() if path not in merged} | merged)
+
+
+def merge_pieces(
+    base: Leaves,
+    experts: Mapping[str, Leaves],
+    fuse: Callable[[Piece], Tensor],
+    *,
+    key: Tensor | None = None,
+    rows: bool = False,
+) -> Leaves:
+    """A merged task vector: ``fuse(piece)`` (n,) at the coordinates of every piece of every floating-point leaf."""
+    vector = {
+        path: torch.empty(leaf.shape, dtype=_dtype(path, base, experts), device=leaf.device)
+        for path, leaf in base.items()
+        if leaf.is_floating_point()
+    }
+    for piece in pieces(base, experts, key=key, rows=rows):
+        flat = vector[piece.path].view(-1)
+        flat[piece.start : piece.start + piece.deltas[0].numel()] = fuse(piece)
+    return vector
+
+
+def pieces(
+    base: Leaves, experts: Mapping[str, Leaves], *, key: Tensor | None = None, rows: bool = False
+) -> Iterator[Piece]:
+    """All floating-point coordinates once, small leaves together, large ones cut; with ``rows`` no row is cut.
+
+    With a key, the fields of an expert's leaf are its mask stream, ``leaf_streams(fold_in(key, name), paths)[0]``.
+    """
+    paths = [path for path, leaf in base.items() if leaf.is_floating_point()]
+    flat = {path: (base[path].reshape(-1), [leaves[path].reshape(-1) for leaves in experts.values()]) for path in paths}
+    keys = _mask_keys(key, list(experts), paths) if key is not None else None
+    for group in _groups([base[path] for path in paths], max(1, CHUNK // len(experts)), rows):
+        fields = _fields(keys, group, base[paths[group[0][0]]].device) if keys is not None else [[] for _ in group]
+        for (index, start, stop), field in zip(group, fields, strict=True):
+            origin, others = flat[paths[index]]
+            dtype = _dtype(paths[index], base, experts)
+            deltas = [_delta(other[start:stop], origin[start:stop], dtype) for other in others]
+            yield Piece(paths[index], start, deltas, [f.to(origin.device) for f in field])
+
+
+def add(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum in the order given."""
+    rest = iter(tensors)
+    total = next(rest).clone()
+    for tensor in rest:
+        total += tensor
+    return total
+
+
+def agreeing(tensors: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
+    """Sum, or mean, of the non-zero entries whose sign is ``sign``; 0 where there are none."""
+    total, count = torch.zeros_like(sign), torch.zeros_like(sign)
+    for tensor in tensors:
+        agrees = tensor * sign > 0
+        total += tensor.where(agrees, 0)
+        count += agrees
+    return total / count.clamp(min=1) if mean else total
+
+
+def row_length(leaf: Tensor) -> int:
+    """Length of the rows of a leaf: its last axis; a vector, or a 0-d tensor, is one row."""
+    return leaf.shape[-1] if leaf.ndim else 1
+
+
+def _groups(leaves: Sequence[Tensor], limit: int, rows: bool) -> Iterator[list[tuple[int, int, int]]]:
+    if not rows:
+        yield from tree.spans([leaf.numel() for leaf in leaves], limit)
+        return
+    small = [leaf.numel() if leaf.numel() <= limit else 0 for leaf in leaves]
+    yield from tree.spans(small, limit)
+    for index, leaf in enumerate(leaves):
+        if leaf.numel() > limit:
+            length = row_length(leaf)
+            for ((_, start, stop),) in tree.spans([leaf.numel()], max(1, limit // length) * length):
+                yield [(index, start, stop)]
+
+
+def _mask_keys(key: Tensor, names: Sequence[str], paths: Sequence[str]) -> Tensor:
+    return torch.stack([random.leaf_streams(random.fold_in(key, name), paths)[0] for name in names])
+
+
+def _fields(keys: Tensor, group: Sequence[tuple[int, int, int]], device: torch.device) -> list[list[Tensor]]:
+    count = len(keys)
+    chosen = keys[:, [index for index, _, _ in group]].reshape(-1, 2).to(device)
+    sizes = [stop - start for _, start, stop in group] * count
+    drawn = random.streams(chosen, sizes, starts=[start for _, start, _ in group] * count)
+    return [drawn[position :: len(group)] for position in range(len(group))]
+
+
+def _dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> torch.dtype:
+    return tree.compute_dtype(base[path], *(leaves[path] for leaves in experts.values()))
+
+
+def _delta(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    return leaf.to(start.device, dtype) - start.to(dtype)
+
+
+def _scaled(vector: Tensor, leaf: Tensor, coef: float) -> Tensor:
+    scaled = vector.to(leaf.device, tree.compute_dtype(vector, leaf)) * coef
+    return scaled.add_(leaf).to(leaf.dtype)

@@ -1,0 +1,36 @@
+"""DARE: drop changes at random, rescale the others, then task arithmetic."""
+
+from torch import Tensor
+
+from .. import random
+from ..types import Params
+from ._common import Piece, add, apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+
+
+def dare(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob: float) -> Params:
+    """θ₀ + γ Σ_i m_i ⊙ Δ_i / (1 − p̂), m_i = 0 with probability p̂ and else 1, rounded once to base's dtypes.
+
+    ``p̂ = T / 65536``, T = ``random.threshold(drop_prob)``; coordinate k of a leaf is dropped iff field k of its mask
+    stream under ``fold_in(key, name of the expert)`` is below T: other experts, their order and devices play no part.
+
+    Args: key: int64 (2,); experts: {name: tree} or a list of trees (names are positions); coef: γ, finite;
+        drop_prob: in [0, 1).
+    Returns: a new tree of base's structure; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Yu et al., "Language models are super Mario", 2024.
+    """
+    check(base, experts, [*key_problems(key), *coef_problems(coef), *drop_problems(drop_prob)])
+    return apply_vector(base, dare_vector(key, base, experts, drop_prob=drop_prob), coef=coef)
+
+
+def dare_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: float) -> Leaves:
+    """The merged task vector of `dare`: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, [*key_problems(key), *drop_problems(drop_prob)])
+    threshold = int(random.threshold(drop_prob))
+    kept = 1 - threshold / 65536
+
+    def fuse(piece: Piece) -> Tensor:
+        return add([(d / kept).where(f >= threshold, 0) for d, f in zip(piece.deltas, piece.fields, strict=True)])
+
+    return merge_pieces(start, flat, fuse, key=key)

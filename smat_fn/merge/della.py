@@ -1,0 +1,75 @@
+"""DELLA: drop changes at random, small ones more often, rescale the others, elect signs, take the mean."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import random
+from ..types import Params
+from ._common import Piece, add, agreeing, apply_vector, merge_pieces, row_length
+from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+
+_SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
+
+
+def della(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob: float, window: float) -> Params:
+    """θ₀ + γ · mean over i of the δ̂_i ≠ 0 whose sign is s; δ̂ = m ⊙ Δ / q̂, s = + where Σ_i δ̂_i ≥ 0 and else −.
+
+    Along each row of n coordinates (last axis; vectors are one row), the one of rank r = 0..n − 1 by ascending |Δ|,
+    equal ones by position, is kept with probability ``q = (1 − drop_prob) − window/2 + r/(n − 1)·window``
+    (1 − drop_prob if n = 1), realised as ``q̂ = 1 − T/65536``, T = ``random.threshold(1 − q)``, on the fields of `dare`.
+
+    Args: key: int64 (2,); experts: {name: tree} or a list of trees (names are positions); coef: γ, finite;
+        drop_prob: in [0, 1); window: full width of the range of q, both ends of which lie in (0, 1].
+    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Deep et al., "DELLA-Merging", 2024; its code's epsilon is window/2.
+    """
+    check(base, experts, [*key_problems(key), *coef_problems(coef), *_problems(drop_prob, window)])
+    return apply_vector(base, della_vector(key, base, experts, drop_prob=drop_prob, window=window), coef=coef)
+
+
+def della_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: float, window: float) -> Leaves:
+    """The merged task vector of `della`: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, window)])
+
+    @lru_cache(maxsize=8)
+    def table(length: int, device: torch.device) -> Tensor:
+        return thresholds(length, drop_prob=drop_prob, window=window).to(device)
+
+    def fuse(piece: Piece) -> Tensor:
+        length = row_length(start[piece.path])
+        by_rank = table(length, piece.deltas[0].device)
+        masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+        sign = torch.where(add(masked) >= 0, 1.0, -1.0).to(masked[0].dtype)
+        return agreeing(masked, sign, mean=True)
+
+    return merge_pieces(start, flat, fuse, key=key, rows=True)
+
+
+def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
+    """T of the ranks 0..length − 1 of a row, ``random.threshold(1 − q)``: int64 (length,)."""
+    rank = torch.arange(length, dtype=torch.float64)
+    keep = (1 - drop_prob) - window / 2 + rank / (length - 1) * window if length > 1 else 1 - drop_prob + 0 * rank
+    return random.threshold(1 - keep)
+
+
+def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
+    order = delta.view(-1, len(by_rank)).abs().argsort(dim=-1, stable=True)
+    drop = torch.empty_like(order).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
+    kept = 1 - drop.to(delta.dtype) / 65536
+    return (delta / kept).where(fields >= drop, 0)
+
+
+def _problems(drop_prob: float, window: float) -> list[str]:
+    problems = drop_problems(drop_prob)
+    low, high = 1 - drop_prob - window / 2, 1 - drop_prob + window / 2
+    if not window >= 0:
+        problems.append(f"window is {window}, must be at least 0: it is the full width of the keep probabilities")
+    elif not problems and not (low > _SLACK and high <= 1 + _SLACK):
+        problems.append(
+            f"drop_prob {drop_prob} and window {window} give keep probabilities from {low:g} to {high:g}, "
+            "both must be in (0, 1]: take a smaller window"
+        )
+    return problems

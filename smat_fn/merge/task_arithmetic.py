@@ -1,0 +1,22 @@
+"""Task arithmetic: the sum of the task vectors."""
+
+from ..types import Params
+from ._common import add, apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems
+
+
+def task_arithmetic(base: Params, experts: Experts, *, coef: float) -> Params:
+    """θ₀ + γ Σ_i (θ_i − θ₀), in float32 (float64 where a leaf is float64), rounded once to base's dtypes.
+
+    Args: experts: {name: tree} or a list of trees; coef: γ, finite.
+    Returns: a new tree of base's structure; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Ilharco et al., "Editing models with task arithmetic", 2023.
+    """
+    check(base, experts, coef_problems(coef))
+    return apply_vector(base, task_arithmetic_vector(base, experts), coef=coef)
+
+
+def task_arithmetic_vector(base: Params, experts: Experts) -> Leaves:
+    """Σ_i Δ_i, summed in the experts' order: flat, floating-point leaves only, for `apply_vector`."""
+    return merge_pieces(*check(base, experts), lambda piece: add(piece.deltas))

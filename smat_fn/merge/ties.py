@@ -1,0 +1,142 @@
+"""TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from ._common import Piece, add, agreeing, apply_vector, merge_pieces, pieces
+from ._inputs import Experts, Leaves, check, coef_problems
+
+Aggregate: TypeAlias = Literal["sum", "mean"]
+Scope: TypeAlias = Literal["global", "tensor"]
+
+
+class _Cut(NamedTuple):
+    """What an expert keeps of a leaf: magnitudes above ``value``, and equal ones up to flat position ``last``."""
+
+    value: Tensor
+    last: int | None  # None: all of them
+
+
+def ties(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    keep: float,
+    aggregate: Aggregate = "sum",
+    scope: Scope = "global",
+) -> Params:
+    """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂ the trimmed task vectors and s the sign of Σ_i δ̂_i, rounded once.
+
+    A zero sum takes the majority sign, sgn Σ_k sgn(Σ_i δ̂_ik) over all coordinates k; if that is 0 too, nothing agrees.
+
+    Args: keep: the fraction of coordinates that stays, in (0, 1]. An expert of d coordinates keeps those with
+        |δ| ≥ the (d − ⌊d·keep⌋)-th smallest magnitude (at least the 1st), ties included: see `ties_density`.
+        aggregate: "sum" of the agreeing entries, or their "mean". scope: "global", one threshold per expert over all
+        floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least one) coordinates of each leaf of n, equal magnitudes
+        by position, and a zero sum takes +.
+    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Yadav et al., "TIES-Merging", 2023; scope "tensor" is that of mergekit and peft.
+    """
+    check(base, experts, [*coef_problems(coef), *_problems(keep, aggregate, scope)])
+    return apply_vector(base, ties_vector(base, experts, keep=keep, aggregate=aggregate, scope=scope), coef=coef)
+
+
+def ties_vector(
+    base: Params, experts: Experts, *, keep: float, aggregate: Aggregate = "sum", scope: Scope = "global"
+) -> Leaves:
+    """The merged task vector of `ties`: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, _problems(keep, aggregate, scope))
+    cuts = _cuts(start, flat, keep, scope)
+    if scope == "tensor":
+        majority = 1
+    else:
+        net = sum(int(add(_trimmed(piece, cuts)).sign().sum(dtype=torch.int64)) for piece in pieces(start, flat))
+        majority = (net > 0) - (net < 0)
+
+    def fuse(piece: Piece) -> Tensor:
+        trimmed = _trimmed(piece, cuts)
+        sign = add(trimmed).sign()
+        return agreeing(trimmed, sign.where(sign != 0, majority), mean=aggregate == "mean")
+
+    return merge_pieces(start, flat, fuse)
+
+
+def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
+    """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
+    start, flat = check(base, experts, _problems(keep, "sum", scope))
+    cuts = _cuts(start, flat, keep, scope)
+    kept, size = [0] * len(flat), 0
+    for piece in pieces(start, flat):
+        size += piece.deltas[0].numel()
+        kept = [count + int(mask.sum()) for count, mask in zip(kept, _kept(piece, cuts), strict=True)]
+    return {name: count / max(size, 1) for name, count in zip(flat, kept, strict=True)}
+
+
+def _problems(keep: float, aggregate: str, scope: str) -> list[str]:
+    problems = [] if 0 < keep <= 1 else [f"keep is {keep}, must be in (0, 1]: it is the fraction that stays"]
+    if aggregate not in ("sum", "mean"):
+        problems.append(f"aggregate is {aggregate!r}, must be 'sum' or 'mean'")
+    if scope not in ("global", "tensor"):
+        problems.append(f"scope is {scope!r}, must be 'global' or 'tensor'")
+    return problems
+
+
+def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -> dict[str, list[_Cut]]:
+    """One cut for every floating-point leaf and, in their order, every expert."""
+    leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
+    cuts: dict[str, list[_Cut]] = {path: [] for path in leaves}
+    for name, expert in experts.items():
+        groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
+        for group in filter(None, groups):
+            magnitudes = _magnitudes({path: leaves[path] for path in group}, {name: expert})
+            cut = (_exact if scope == "tensor" else _threshold)(magnitudes, int(magnitudes.numel() * keep))
+            for path in group:
+                cuts[path].append(cut)
+    return cuts
+
+
+def _magnitudes(leaves: Leaves, expert: dict[str, Leaves]) -> Tensor:
+    # one buffer filled piece by piece: a list of pieces joined at the end would take the memory twice
+    offsets, size = {}, 0
+    for path, leaf in leaves.items():
+        offsets[path], size = size, size + leaf.numel()
+    dtypes = [leaf.dtype for flat in (leaves, *expert.values()) for path, leaf in flat.items() if path in leaves]
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    out = torch.empty(size, dtype=wide, device=next(iter(leaves.values())).device)
+    for piece in pieces(leaves, expert):
+        first = offsets[piece.path] + piece.start
+        out[first : first + piece.deltas[0].numel()] = piece.deltas[0].abs_()
+    return out
+
+
+def _threshold(magnitudes: Tensor, count: int) -> _Cut:
+    return _Cut(magnitudes.kthvalue(max(magnitudes.numel() - count, 1)).values, None)
+
+
+def _exact(magnitudes: Tensor, count: int) -> _Cut:
+    count = max(count, 1)
+    value = magnitudes.kthvalue(magnitudes.numel() - count + 1).values
+    equal = (magnitudes == value).nonzero().squeeze(1)
+    return _Cut(value, int(equal[count - int((magnitudes > value).sum()) - 1]))
+
+
+def _kept(piece: Piece, cuts: dict[str, list[_Cut]]) -> list[Tensor]:
+    masks = []
+    for delta, (value, last) in zip(piece.deltas, cuts[piece.path], strict=True):
+        # a 0-d float64 threshold would be rounded to the dtype of a float32 leaf
+        magnitude, value = delta.abs().to(value.dtype), value.to(delta.device)
+        if last is None:
+            masks.append(magnitude >= value)
+        else:
+            early = torch.arange(piece.start, piece.start + delta.numel(), device=delta.device) <= last
+            masks.append((magnitude > value) | ((magnitude == value) & early))
+    return masks
+
+
+def _trimmed(piece: Piece, cuts: dict[str, list[_Cut]]) -> list[Tensor]:
+    return [delta.where(mask, 0) for delta, mask in zip(piece.deltas, _kept(piece, cuts), strict=True)]

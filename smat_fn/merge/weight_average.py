@@ -1,0 +1,30 @@
+"""Weight averaging: the mean of the experts."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .. import tree
+from ..types import Params
+from ._common import add
+from ._inputs import Experts, check_alone
+
+
+def weight_average(experts: Experts) -> Params:
+    """(θ₁ + … + θ_N) / N, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
+
+    Args: experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
+    Returns: a new tree of the first expert's structure.
+    Raises: ValueError that lists every leaf that does not agree.
+    Source: Wortsman et al., "Model soups", 2022.
+    """
+    flat = list(check_alone(experts).values())
+
+    def mean(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf.clone()
+        values = (leaves[path].to(leaf.device, tree.compute_dtype(leaf)) for leaves in flat)
+        return add(values).div_(len(flat)).to(leaf.dtype)
+
+    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
+    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in flat[0].items()})

@@ -1,0 +1,35 @@
+"""Modules whose weights are all arguments."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..grad import ModuleLoss
+from ..types import Aux
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Detached copies of a module's trainable parameters by name, tied weights once."""
+    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+class FullLoss(ModuleLoss):
+    """A `ModuleLoss` of all trainable parameters: a name left out is an error instead of a hidden value.
+
+    Raises: ValueError that lists missing names; for unknown names and wrong shapes as `ModuleLoss`.
+    """
+
+    def __init__(self, module: nn.Module, loss: Callable[..., tuple[Tensor, Aux]]) -> None:
+        super().__init__(module, loss)
+        self._names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+
+    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
+        """``fn(module)`` while the module's parameters are ``params``."""
+        missing = self._names.difference(params)
+        if missing:
+            raise ValueError(
+                f"params lack {', '.join(map(repr, sorted(missing)))}: "
+                "give every trainable parameter of the module, by its named_parameters() name"
+            )
+        return super().within(params, fn)

@@ -1,0 +1,103 @@
+"""Evaluate checkpoints on disk: scores as JSON lines, the main table, a summary and a plot."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint, tree
+from ..data import Suite, load_suite
+from ..evaluate import Result, markdown, score_models, write_results
+from ..evaluate.tables import MainTable
+
+
+def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
+    """Checkpoints of experts and merged models at or below the given folders, in order, each once.
+
+    Raises: ValueError that lists every folder without one.
+    """
+    found: dict[Path, None] = {}
+    problems = []
+    for path in paths:
+        folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
+        folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in ("expert", "merged")]
+        problems += (
+            [] if folders else [f"{path} holds no expert or merged checkpoint: give folders of train.py or merge.py"]
+        )
+        found.update(dict.fromkeys(folders))
+    tree.raise_problems(problems)
+    return list(found)
+
+
+def evaluate(
+    folders: Sequence[Path], *, split: str = "test", on_model: Callable[[str], None] | None = None
+) -> list[Result]:
+    """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
+
+    The suite is rebuilt from each manifest, and must give the base that the checkpoint was made from.
+
+    Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored.
+    Raises: ValueError that lists every checkpoint without a suite or of another base, before any is scored.
+    """
+    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    suites: dict[str, Suite] = {}
+    problems = []
+    for folder, manifest in manifests.items():
+        recipe = manifest.get("suite")
+        if not recipe:
+            problems.append(f"{folder} names no suite: only checkpoints of a suite can be scored by name")
+            continue
+        suite = suites.setdefault(json.dumps(recipe), load_suite(**recipe))
+        if manifest.get("base_fingerprint") != checkpoint.fingerprint(suite.base):
+            problems.append(
+                f"{folder} was made from another base than suite {suite.name!r} gives here: "
+                "other library versions or threads pretrain another one, train again"
+            )
+    tree.raise_problems(problems)
+    rows = []
+    for folder, manifest in manifests.items():
+        if on_model is not None:
+            on_model(str(folder))
+        suite = suites[json.dumps(manifest["suite"])]
+        params, _ = checkpoint.load_expert(folder, suite.base)
+        expert = manifest["kind"] == "expert"
+        model = f"expert:{manifest['task']}" if expert else manifest["merger"]
+        coef = manifest["hyperparameters"].get("coef")
+        tasks = suite._replace(tasks=suite.tasks if expert else tuple(manifest["experts"]))
+        rows += score_models(
+            tasks, {model: params}, split, method=manifest["label"], seed=manifest["seed"], coefs={model: coef}
+        )
+    return rows
+
+
+def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpoints: Sequence[Path]) -> None:
+    """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder."""
+    write_results(out / "results.jsonl", rows)
+    manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
+    summary: dict[str, Any] = {
+        "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
+        "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "training" in m},
+        "versions": manifests[0]["versions"],
+        "split": table.split,
+        "means": {
+            method: {
+                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": list(cell.scores)}
+                for column, cell in line.items()
+            }
+            for method, line in table.cells.items()
+        },
+        "coefs": {f"{row.method} {row.model} seed {row.seed}": row.coef for row in rows if row.coef is not None},
+    }
+    for name, text in {"table.md": markdown(table), "results.json": json.dumps(summary, indent=2) + "\n"}.items():
+        checkpoint.write_text(out / name, text)
+
+
+def verdict(table: MainTable) -> str:
+    """One line: each method's mean over the five mergers, and its difference from the first method's."""
+    means = {method: line["Avg"].mean for method, line in table.cells.items() if "Avg" in line}
+    if not means:
+        return "no method has all five mergers"
+    first = next(iter(means))
+    parts = [f"{method} {value:.2f}" for method, value in means.items()]
+    parts += [f"{method} - {first} {value - means[first]:+.2f}" for method, value in means.items() if method != first]
+    return "mean over five mergers: " + ", ".join(parts)

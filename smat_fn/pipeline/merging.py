@@ -1,0 +1,228 @@
+"""Merge experts on disk: checked inputs, an optional search on dev, merged checkpoints with a card each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import checkpoint, merge, random, tree
+from ..config import Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAverage, settings
+from ..data import Suite, load_suite
+from ..types import Params
+from .training import BASE, mean
+
+CARD = "README.md"
+
+
+class Inputs(NamedTuple):
+    """A base and its experts, checked against each other."""
+
+    base: dict[str, Tensor]
+    experts: dict[str, dict[str, Tensor]]  # by task
+    manifests: dict[str, dict[str, Any]]  # of the experts, by task
+
+
+class Merged(NamedTuple):
+    """A merged model and how its coefficient was found."""
+
+    params: Params
+    coef: float | None  # None for WA
+    dev: dict[str, float]  # score per task on dev, empty without a search
+    curve: tuple[tuple[float, float], ...]  # (coef, mean dev score) of every candidate
+
+
+def find_inputs(run: Path) -> tuple[Path, list[Path]]:
+    """The base and the experts of a folder that train.py wrote. Raises: ValueError if it holds none."""
+    experts = [
+        path.parent
+        for path in sorted(run.glob(f"*/{checkpoint.MANIFEST}"))
+        if checkpoint.load_manifest(path.parent).get("kind") == "expert"
+    ]
+    if not experts:
+        raise ValueError(f"{run} holds no experts: give the --out folder of train.py")
+    return run / BASE, experts
+
+
+def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
+    """Read a base and experts, and check all of them before anything is merged.
+
+    Raises: ValueError that lists every expert of another base, of another shape or dtype, with values that are not
+        finite, and every task named twice.
+    """
+    origin, _ = checkpoint.load_leaves(base)
+    fingerprint = checkpoint.fingerprint(origin)
+    loaded: dict[str, dict[str, Tensor]] = {}
+    manifests: dict[str, dict[str, Any]] = {}
+    problems = [] if experts else ["no experts: give at least one folder"]
+    for path in experts:
+        try:
+            params, manifest = checkpoint.load_expert(path, origin)
+            tree.check_finite(params, str(path))
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        task = manifest.get("task", path.name)
+        if task in loaded:
+            problems.append(f"{path}: there is another expert named {task!r}, give each task once")
+        if manifest.get("base_fingerprint", fingerprint) != fingerprint:
+            problems.append(f"{path} was trained from another base than {base}")
+        loaded[task], manifests[task] = params, manifest
+    tree.raise_problems(problems)
+    return Inputs(origin, loaded, manifests)
+
+
+def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    """The merged task vector of a merger that has a coefficient."""
+    base, experts, options = inputs.base, inputs.experts, settings(config)
+    options.pop("coef", None)
+    match config:
+        case TaskArithmetic():
+            return merge.task_arithmetic_vector(base, experts)
+        case Ties():
+            return merge.ties_vector(base, experts, **options)
+        case Dare():
+            return merge.dare_vector(key, base, experts, **options)
+        case Della():
+            return merge.della_vector(key, base, experts, **options)
+        case _:
+            raise AssertionError(config)
+
+
+def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite | None = None) -> Merged:
+    """One merged model; with a suite, a coefficient that is left open is searched on its dev split.
+
+    The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Random
+    masks come from ``fold_in(key(seed), "merge")``.
+
+    """
+    scores: dict[str, float] = {}
+
+    def score(params: Params) -> float:
+        assert suite is not None
+        scores.clear()
+        scores.update({task: suite.score(params, task, "dev") for task in inputs.experts})
+        return mean(list(scores.values()))
+
+    if isinstance(config, WeightAverage):
+        params = merge.weight_average(inputs.experts)
+        if suite is not None:
+            score(params)
+        return Merged(params, None, dict(scores), ())
+    key = random.fold_in(random.key(seed), "merge")
+    vector = merged_vector(config, key, inputs)
+    curve: tuple[tuple[float, float], ...] = ()
+    coef = config.coef
+    if coef is None:
+        assert suite is not None, "merge_run checks this"
+        selection = merge.select_coef(inputs.base, vector, score)
+        coef, curve = selection.best, selection.curve
+    params = merge.apply_vector(inputs.base, vector, coef=coef)
+    if suite is not None:
+        score(params)
+    return Merged(params, coef, dict(scores), curve)
+
+
+def merge_run(
+    configs: Sequence[MergerConfig],
+    base: Path,
+    experts: Sequence[Path],
+    *,
+    out: Path,
+    search: bool,
+    seed: int,
+    overwrite: bool = False,
+) -> dict[Path, Merged]:
+    """Merge by each merger into ``out/<merger>``.
+
+    Args: search: choose open coefficients on dev, and score every merged model there; seed: of random masks.
+    Returns: merged models by folder.
+    Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
+    """
+    problems = []
+    for config in configs:
+        if not search and "coef" in vars(config) and config.coef is None:  # type: ignore[union-attr]
+            problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
+        try:
+            checkpoint.refuse_existing(out / config.name, overwrite=overwrite)
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        inputs = load_inputs(base, experts)
+        suite = _common_suite(inputs) if search else None
+    except ValueError as error:
+        problems.append(str(error))
+    tree.raise_problems(problems)
+    done = {}
+    for config in configs:
+        merged = merge_one(config, inputs, seed=seed, suite=suite)
+        write_merged(out / config.name, config, inputs, merged, seed=seed, overwrite=overwrite)
+        done[out / config.name] = merged
+    return done
+
+
+def _common_suite(inputs: Inputs) -> Suite:
+    recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items()}
+    first = next(iter(recipes.values()))
+    problems = [f"expert {task!r} names no suite, so nothing to search on" for task, r in recipes.items() if not r]
+    problems += [
+        f"expert {task!r} is of another suite than the first" for task, r in recipes.items() if r and r != first
+    ]
+    tree.raise_problems(problems)
+    assert first is not None
+    suite = load_suite(**first)
+    if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(inputs.base):
+        raise ValueError(
+            f"suite {suite.name!r} gives another base here than the experts': train again, with these versions"
+        )
+    return suite
+
+
+def write_merged(
+    path: Path, config: MergerConfig, inputs: Inputs, merged: Merged, *, seed: int, overwrite: bool = False
+) -> None:
+    """Save a merged model with its manifest and a card for people."""
+    first = next(iter(inputs.manifests.values()))
+    facts = {
+        "kind": "merged",
+        "merger": config.name,
+        "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},
+        "label": "+".join(dict.fromkeys(m.get("label", "?") for m in inputs.manifests.values())),
+        "seed": first.get("seed", seed),
+        "merge_seed": seed,
+        "suite": first.get("suite"),
+        "base_fingerprint": checkpoint.fingerprint(inputs.base),
+        "experts": {task: manifest.get("fingerprint") for task, manifest in inputs.manifests.items()},
+        "dev": merged.dev,
+        "dev_curve": [list(point) for point in merged.curve],
+    }
+    manifest = checkpoint.describe(merged.params, **facts)
+    checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})
+
+
+def card(manifest: Mapping[str, Any]) -> str:
+    """A merged model in words: what was merged, how, which coefficient, its dev scores, fingerprints."""
+    options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items()) or "no options"
+    lines = [
+        f"# {manifest['label']} experts merged by {manifest['merger'].upper()}",
+        "",
+        f"Merger: {manifest['merger']} ({options}), random masks from seed {manifest['merge_seed']}.",
+    ]
+    if manifest["dev_curve"]:
+        tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
+        lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
+    lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
+    lines += [
+        f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"
+        if task in manifest["dev"]
+        else f"| {task} | | `{print_}` |"
+        for task, print_ in manifest["experts"].items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
+    lines += [
+        "",
+        f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`.",
+        "",
+        versions + ".",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,174 @@
+"""Train the experts of a suite: one loop for every method, checkpoints with a log each."""
+
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint, optim, random, tree
+from ..config import MethodConfig, Training, settings
+from ..data import Suite
+from ..data.suite import check_member
+from ..types import Method, Optimizer, Params
+
+OnStep = Callable[[int, Any], None]
+BASE = "base"
+
+
+def make_optimizer(training: Training) -> Optimizer:
+    """The optimizer and schedule of a training configuration, with torch's fused kernels."""
+    lr = optim.cosine(training.lr, training.steps) if training.schedule == "cosine" else optim.constant(training.lr)
+    if training.optimizer == "adamw":
+        return optim.adamw(lr, weight_decay=training.weight_decay, fused=True)
+    if training.weight_decay:
+        raise ValueError(f"weight_decay is {training.weight_decay}, adam has none: take optimizer adamw, or 0")
+    return optim.adam(lr, fused=True)
+
+
+def build_method(method: MethodConfig, training: Training, suite: Suite, task: str) -> Method:
+    """The training method on one task of a suite; it donates its state's buffers from step to step."""
+    module = importlib.import_module(f"..mat.{method.module}", __package__)
+    return module.build(
+        suite.loss_fn(task),
+        make_optimizer(training),
+        suite.base,
+        where=suite.where,
+        max_grad_norm=training.max_grad_norm,
+        donate=True,
+        **settings(method),
+    )
+
+
+def train_expert(
+    suite: Suite,
+    task: str,
+    method: MethodConfig,
+    training: Training,
+    *,
+    seed: int,
+    on_step: OnStep | None = None,
+) -> Params:
+    """One expert, from the suite's base.
+
+    The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
+    see the same data in the same order.
+
+    Args: on_step: called as ``on_step(step, info)`` after every step.
+    """
+    key = random.fold_in(random.key(seed), task)
+    run = build_method(method, training, suite, task)
+    state = run.init(suite.base)
+    for step in range(training.steps):
+        state, info = run.update(key, state, suite.batch(task, key, step))
+        if on_step is not None:
+            on_step(step, info)
+    return state.params
+
+
+def train_run(
+    suite: Suite,
+    method: MethodConfig,
+    training: Training,
+    *,
+    seed: int,
+    tasks: Sequence[str],
+    out: Path,
+    label: str | None = None,
+    log_every: int = 1,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Train one expert per task into ``out/<task>``, its log beside it (``.log.jsonl``), the base in ``out/base``.
+
+    Args: label: the name of this run in tables, by default the method's in capitals; log_every: steps between lines.
+    Returns: the experts' folders.
+    Raises: ValueError that lists unknown tasks, bad numbers and existing folders, before any training; at a logged step
+        whose loss is not finite, naming it.
+    """
+    problems = [f"steps is {training.steps}, must be at least 1"] if training.steps < 1 else []
+    problems += [f"log_every is {log_every}, must be at least 1"] if log_every < 1 else []
+    problems += ["no tasks: name at least one"] if not tasks else []
+    problems += [str(error) for task in tasks for error in _refusals(suite, task, out / task, overwrite)]
+    try:
+        build_method(method, training, suite, suite.tasks[0])
+    except ValueError as error:
+        problems.append(str(error))
+    tree.raise_problems(problems)
+
+    origin = checkpoint.fingerprint(suite.base)
+    facts = {
+        "label": label or method.name.upper(),
+        "method": method.name,
+        "hyperparameters": settings(method),
+        "training": asdict(training),
+        "seed": seed,
+        "suite": dict(suite.recipe),
+        "base_fingerprint": origin,
+    }
+    _write_base(out / BASE, suite, origin)
+    folders = []
+    for task in tasks:
+        started = time.perf_counter()
+        with _log(out / f"{task}.log.jsonl", task, training, log_every) as on_step:
+            params = train_expert(suite, task, method, training, seed=seed, on_step=on_step)
+        tree.check_finite(tree.flatten(params), f"the {task} expert")
+        manifest = checkpoint.describe(
+            params, kind="expert", task=task, **facts, seconds=round(time.perf_counter() - started, 3)
+        )
+        checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)
+        folders.append(out / task)
+    return folders
+
+
+def _refusals(suite: Suite, task: str, folder: Path, overwrite: bool) -> Iterator[ValueError]:
+    try:
+        check_member(f"{suite.name} task", task, suite.tasks)
+        checkpoint.refuse_existing(folder, overwrite=overwrite)
+    except ValueError as error:
+        yield error
+
+
+def _write_base(path: Path, suite: Suite, fingerprint: str) -> None:
+    if path.exists() and checkpoint.load_manifest(path).get("fingerprint") == fingerprint:
+        return
+    manifest = checkpoint.describe(suite.base, kind="base", suite=dict(suite.recipe))
+    checkpoint.save_expert(path, suite.base, manifest, overwrite=True)
+
+
+@contextmanager
+def _log(path: Path, task: str, training: Training, every: int) -> Iterator[OnStep]:
+    """A JSON line every few steps, and a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file, tqdm(total=training.steps, desc=f"train {task}", disable=None, leave=False) as bar:
+        started = time.perf_counter()
+
+        def on_step(step: int, info: Any) -> None:
+            bar.update()
+            if (step + 1) % every and step + 1 < training.steps:
+                return
+            row = {
+                "step": step,
+                "loss": float(info.loss),
+                "grad_norm": float(info.grad_norm),
+                "simulated": bool(getattr(info, "simulated", False)),
+                "scale": float(getattr(info, "scale", 1.0)),
+                "seconds": round(time.perf_counter() - started, 4),
+            }
+            if not math.isfinite(row["loss"]):
+                raise ValueError(f"loss of {task} is {row['loss']} at step {step}: lower the learning rate")
+            file.write(json.dumps(row) + "\n")
+            kind = "simulated" if row["simulated"] else "clean"
+            bar.set_postfix_str(f"loss {row['loss']:.3f}, grad {row['grad_norm']:.2f}, {kind}", refresh=False)
+
+        yield on_step
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean."""
+    return math.fsum(values) / len(values)

@@ -1,0 +1,94 @@
+"""What tests share: trees compared bit for bit, closely or in standard errors, random trees, quadratic targets."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from . import random, tree
+from .types import Aux, Params
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_trees_equal(actual: Params, expected: Params) -> None:
+    """Same paths, shapes, dtypes and bits: -0 is not 0, NaN equals a NaN of the same bits.
+
+    Raises: AssertionError that lists every leaf that differs, by path.
+    """
+    problems = []
+    for path, a, b in _pairs(actual, expected):
+        if a.dtype != b.dtype:
+            problems.append(f"leaf {path!r} is {a.dtype}, expected {b.dtype}")
+            continue
+        differ = _bits(a) != _bits(b)
+        if differ.any():
+            first = int(differ.nonzero()[0])
+            problems.append(
+                f"leaf {path!r} differs in {int(differ.sum())} of {a.numel()} values, first at flat index {first}: "
+                f"{a.reshape(-1)[first].item()!r}, expected {b.reshape(-1)[first].item()!r}"
+            )
+    assert not problems, "; ".join(problems)
+
+
+def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Same paths and shapes, and ``|actual - expected| <= atol + rtol |expected|``, compared in float64.
+
+    Raises: AssertionError that lists every leaf too far away, by path.
+    """
+    problems = []
+    for path, a, b in _pairs(actual, expected):
+        gap = (a.double() - b.double()).abs()
+        bad = ~(gap <= atol + rtol * b.double().abs())
+        if bad.any():
+            problems.append(f"leaf {path!r}: {int(bad.sum())} of {a.numel()} values off, by up to {gap.max().item():g}")
+    assert not problems, "; ".join(problems)
+
+
+def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: float = 5.0) -> None:
+    """The mean of independent samples along the first dimension lies within ``errors`` standard errors of expected.
+
+    Raises: AssertionError with the largest distance, in standard errors.
+    """
+    samples = samples.double()
+    error = samples.std(0) / len(samples) ** 0.5
+    gap = (samples.mean(0) - torch.as_tensor(expected, dtype=torch.float64)).abs()
+    bad = ~(gap <= errors * error + 1e-12 * samples.abs().amax(0))
+    assert not bad.any(), f"{int(bad.sum())} means off, by up to {(gap / error)[bad].max().item():.1f} standard errors"
+
+
+def random_tree(
+    seed: int, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """A flat tree of uniform numbers in [-scale, scale), a function of (seed, path)."""
+    key = random.key(seed)
+    return {
+        path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-scale, maxval=scale).to(dtype)
+        for path, shape in shapes.items()
+    }
+
+
+def quadratic(hessian: Tensor, linear: Tensor) -> Callable[..., tuple[Tensor, Aux]]:
+    """The loss function ``x^T H x / 2 + b^T x`` of all leaves joined to one vector x, in tree order.
+
+    Args: hessian: H, (d, d), symmetric; linear: b, (d,).
+    Returns: ``loss_fn(params, *args) -> (loss, None)``.
+    """
+
+    def loss_fn(params: Params, *args: object) -> tuple[Tensor, Aux]:
+        x = torch.cat([leaf.reshape(-1) for leaf in tree.flatten(params).values()])
+        return x @ hessian @ x / 2 + linear @ x, None
+
+    return loss_fn
+
+
+def _pairs(actual: Params, expected: Params) -> list[tuple[str, Tensor, Tensor]]:
+    a, b = tree.flatten(actual), tree.flatten(expected)
+    assert list(a) == list(b), f"paths {list(a)}, expected {list(b)}"
+    shapes = [f"leaf {p!r} has shape {tuple(a[p].shape)}, expected {tuple(b[p].shape)}" for p in a if a[p].shape != b[p].shape]
+    assert not shapes, "; ".join(shapes)
+    return [(path, a[path].detach(), b[path].detach()) for path in a]
+
+
+def _bits(leaf: Tensor) -> Tensor:
+    return leaf.reshape(-1).contiguous().view(_BITS[leaf.element_size()])

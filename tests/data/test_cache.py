@@ -1,0 +1,80 @@
+"""The cache: a hit gives what was built, damage is noticed, nothing half-written stays."""
+
+import logging
+
+import pytest
+import torch
+
+from smat_fn.data.cache import cache_dir, cached
+
+TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor(7, dtype=torch.int64)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Counter:
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return TENSORS
+
+
+def test_second_call_reads_what_the_first_built(folder):
+    build = Counter()
+    first, second = (cached("x", {"seed": 1}, build) for _ in range(2))
+    assert build.calls == 1
+    assert list(second) == ["b", "a"]
+    assert all(torch.equal(first[n], second[n]) and first[n].dtype == second[n].dtype for n in TENSORS)
+    assert [p.suffix for p in folder.iterdir()] == [".safetensors"]
+
+
+def test_another_config_or_name_is_built_apart(folder):
+    build = Counter()
+    for name, config in (("x", {"seed": 1}), ("x", {"seed": 2}), ("y", {"seed": 1})):
+        cached(name, config, build)
+    assert build.calls == len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "bit", "foreign"])
+def test_a_damaged_file_is_built_again(folder, damage, caplog):
+    cached("x", {"seed": 1}, Counter())
+    (path,) = folder.iterdir()
+    data = bytearray(path.read_bytes())
+    if damage == "bit":
+        data[-3] ^= 1
+    elif damage == "foreign":
+        cached("x", {"seed": 2}, Counter())
+        (other,) = set(folder.iterdir()) - {path}
+        data = bytearray(other.read_bytes())
+    path.write_bytes({"empty": b"", "cut": bytes(data[:-8])}.get(damage, bytes(data)))
+    build = Counter()
+    with caplog.at_level(logging.WARNING):
+        rebuilt = cached("x", {"seed": 1}, build)
+    assert build.calls == 1
+    assert path.name in caplog.text
+    assert torch.equal(rebuilt["b"], TENSORS["b"])
+    again = Counter()
+    cached("x", {"seed": 1}, again)
+    assert again.calls == 0
+
+
+def test_a_failed_write_leaves_no_file(folder, monkeypatch):
+    def fail(source, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cached("x", {"seed": 1}, Counter())
+    assert not list(folder.iterdir())
+
+
+def test_the_folder_is_that_of_the_environment_or_of_the_user(folder, monkeypatch, tmp_path):
+    assert cache_dir() == folder
+    monkeypatch.delenv("SMAT_FN_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "smat_fn"

@@ -1,0 +1,59 @@
+"""Rows and their files."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from smat_fn.evaluate import Result, accuracy, append_results, read_results, write_results
+
+ROWS = [
+    Result("SMAT", "expert:mirror", "mirror", "test", 98.5, 3),
+    Result("FT", "ties", "Ärger", "dev", 100 / 3, 3, 0.7, {"keep": 0.5, "note": "zwei\nZeilen"}),
+]
+
+
+def test_json_lines_round_trip(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    append_results(path, ROWS[:1])
+    append_results(path, ROWS[1:])
+    assert read_results(path) == ROWS
+    assert [json.loads(line)["method"] for line in path.read_text().splitlines()] == ["SMAT", "FT"]
+    write_results(path, reversed(ROWS))
+    assert read_results(path) == ROWS[::-1]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "results.jsonl"
+    write_results(path, ROWS)
+    with pytest.raises(TypeError):
+        write_results(path, [Result("FT", "wa", "x", "dev", 1.0, 0, extra={"tensor": torch.ones(1)})])
+    with pytest.raises(ValueError, match="Out of range float values"):
+        append_results(path, [*ROWS, Result("FT", "wa", "x", "dev", 1.0, 0, extra={"loss": math.nan})])
+    assert read_results(path) == ROWS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_all_bad_lines_are_named(tmp_path):
+    path = tmp_path / "results.jsonl"
+    append_results(path, ROWS[:1])
+    good = path.read_text()
+    unknown = json.dumps(json.loads(good) | {"extras": 1})
+    path.write_text(f'{good}{{"method": "FT"\n{unknown}\n{{"method": "FT"}}\n')
+    with pytest.raises(ValueError, match=r"line 2: .*line 3: unknown fields \['extras'\].*line 4: .*missing"):
+        read_results(path)
+
+
+@pytest.mark.parametrize("score", [-0.1, 100.5, math.nan, math.inf])
+def test_scores_outside_the_scale_are_refused(score):
+    with pytest.raises(ValueError, match=r"score of FT, wa on x: .* is outside \[0, 100\]"):
+        Result("FT", "wa", "x", "dev", score, 0)
+
+
+def test_accuracy_counts():
+    assert accuracy(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 3])) == 200 / 3
+    for predictions, labels in ((torch.zeros(0), torch.zeros(0)), (torch.zeros(2), torch.zeros(3))):
+        with pytest.raises(ValueError, match="give one prediction per label"):
+            accuracy(predictions, labels)

@@ -1,0 +1,47 @@
+"""Modules as functions of their weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from smat_fn.models import FullLoss, parameters
+
+
+def module():
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    net[1].bias.requires_grad_(False)
+    return net
+
+
+def squared(net, x):
+    return net(x).square().sum(), None
+
+
+def test_parameters_are_detached_copies_of_what_trains():
+    net = module()
+    params = parameters(net)
+    assert list(params) == ["0.weight", "0.bias", "1.weight"]
+    params["0.bias"].zero_()
+    assert not params["0.bias"].requires_grad
+    assert net[0].bias.abs().sum() > 0
+
+
+def test_loss_is_that_of_the_given_weights():
+    net, x = module(), torch.ones(4, 3)
+    params = {name: torch.full_like(p, 0.5) for name, p in parameters(net).items()}
+    value = 0.5 * 2 * (3 * 0.5 + 0.5) + net[1].bias.item()
+    assert FullLoss(net, squared)(params, x)[0].item() == pytest.approx(4 * value**2)
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "message"),
+    [
+        (["0.bias", "1.weight"], [], r"params lack '0\.bias', '1\.weight'"),
+        ([], ["0.baas", "2.weight"], r"'0\.baas'.*'2\.weight'"),
+    ],
+)
+def test_missing_and_unknown_names_are_listed(drop, add, message):
+    net = module()
+    params = {n: p for n, p in parameters(net).items() if n not in drop} | {n: torch.zeros(1) for n in add}
+    with pytest.raises(ValueError, match=message):
+        FullLoss(net, squared)(params, torch.ones(1, 3))
