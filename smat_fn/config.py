@@ -117,6 +117,7 @@ class Preset:
     """One experiment: a suite, the budget that all methods share, and the strengths of methods and mergers."""
 
     suite: str
+    family: Literal["language", "vision"]  # decides the coefficients of the sparsity calibration
     seed: int
     training: Training
     lr: Mapping[str, float]  # by method, chosen on dev
@@ -127,9 +128,10 @@ class Preset:
 
 DIGITS = Preset(
     suite="digits",
+    family="vision",
     seed=21,
     training=Training(steps=400, lr=2.5e-4),
-    lr={"ft": 5e-4, "smat": 5e-4},
+    lr={"ft": 2.5e-4, "smat": 5e-4},
     lr_grid=(1.25e-4, 2.5e-4, 5e-4),
     methods={
         "ft": Finetune(),
