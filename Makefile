@@ -1,0 +1,41 @@
+# Every target works on a fresh machine with Python 3.11 or newer: what it needs is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all lint format clean
+
+demo: $(VENV)/.run
+	$(PY) train.py ft --out demo/ft --overwrite
+	$(PY) train.py smat --out demo/smat --overwrite
+	$(PY) merge.py all --run demo/ft --search --out demo/ft/merged --overwrite
+	$(PY) merge.py all --run demo/smat --search --out demo/smat/merged --overwrite
+	$(PY) eval.py demo/ft demo/smat --out demo --plot demo/merging.png
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -n 2 -m "not slow"
+
+test-all: $(VENV)/.dev
+	$(PY) -m pytest -n 2
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy smat_fn benchmarks train.py merge.py eval.py
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(INSTALL) -e '.[test,lint]'
+	touch $@

@@ -1,0 +1,204 @@
+"""What every merger owes: a file of mergers without an entry in ``RUNS`` fails."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from smat_fn import merge, random, tree
+
+KEY = random.key(5)
+NOT_MERGERS = {"select", "stream"}
+
+# module name -> runs(base, experts, key), every option at least once
+RUNS = {
+    "weight_average": {"wa": lambda base, experts, key: merge.weight_average(experts)},
+    "task_arithmetic": {"ta": lambda base, experts, key: merge.task_arithmetic(base, experts, coef=0.5)},
+    "ties": {
+        f"ties-{scope}-{aggregate}": lambda base, experts, key, scope=scope, aggregate=aggregate: merge.ties(
+            base, experts, coef=0.5, keep=0.4, scope=scope, aggregate=aggregate
+        )
+        for scope in ("global", "tensor")
+        for aggregate in ("sum", "mean")
+    },
+    "dare": {"dare": lambda base, experts, key: merge.dare(key, base, experts, coef=0.5, drop_prob=0.5)},
+    "della": {
+        "della": lambda base, experts, key: merge.della(key, base, experts, coef=0.5, drop_prob=0.4, window=0.2),
+        "della-flat": lambda base, experts, key: merge.della(key, base, experts, coef=0.5, drop_prob=0.5, window=0.0),
+    },
+}
+ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
+RANDOM = ["dare", "della", "della-flat"]
+VECTORS = {
+    "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
+    "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
+    "ties-global-mean": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4, aggregate="mean"),
+    "ties-tensor-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4, scope="tensor"),
+    "ties-tensor-mean": lambda base, experts, key: merge.ties_vector(
+        base, experts, keep=0.4, scope="tensor", aggregate="mean"
+    ),
+    "dare": lambda base, experts, key: merge.dare_vector(key, base, experts, drop_prob=0.5),
+    "della": lambda base, experts, key: merge.della_vector(key, base, experts, drop_prob=0.4, window=0.2),
+    "della-flat": lambda base, experts, key: merge.della_vector(key, base, experts, drop_prob=0.5, window=0.0),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+every_vector = pytest.mark.parametrize("name", VECTORS)
+
+
+def same(left, right):
+    left, right = tree.flatten(left), tree.flatten(right)
+    assert list(left) == list(right)
+    for path in left:
+        assert left[path].dtype == right[path].dtype, path
+        assert torch.equal(left[path], right[path]), path
+
+
+def test_every_merger_file_has_an_entry():
+    files = {p.stem for p in Path(merge.__file__).parent.glob("*.py") if not p.stem.startswith("_")} - NOT_MERGERS
+    assert files == set(RUNS)
+    assert files == {module.__name__.rpartition(".")[2] for module in merge.MERGERS.values()}
+    assert list(merge.MERGERS) == ["wa", "ta", "ties", "dare", "della"]
+    assert set(VECTORS) == set(ALL) - {"wa"}
+
+
+@every_run
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_shapes_dtypes_and_buffers_are_those_of_base(run, dtype, family):
+    base, experts = family(dtype)
+    merged = run(base, experts, KEY)
+    assert list(merged) == list(base)
+    for path, leaf in base.items():
+        assert (merged[path].shape, merged[path].dtype) == (leaf.shape, leaf.dtype), path
+        assert merged[path].isfinite().all()
+        if not leaf.is_floating_point():
+            assert torch.equal(merged[path], leaf)
+    assert not torch.equal(merged["matrix"], base["matrix"])
+
+
+@every_run
+def test_inputs_are_neither_mutated_nor_aliased(run, family):
+    base, experts = family()
+    before = tree.clone({"base": base, **experts})
+    merged = run(base, experts, KEY)
+    same({"base": base, **experts}, before)
+    for leaf in merged.values():
+        leaf.zero_()
+    same({"base": base, **experts}, before)
+
+
+@every_run
+def test_the_key_decides_everything_random(run, family, request):
+    base, experts = family()
+    same(run(base, experts, KEY), run(base, experts, KEY.clone()))
+    other = run(base, experts, random.key(6))
+    is_random = request.node.callspec.id in RANDOM
+    assert is_random != torch.equal(other["matrix"], run(base, experts, KEY)["matrix"])
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "della"])  # its quotients do not stay on the grid
+def test_the_order_of_named_experts_plays_no_part(name, family):
+    base, experts = family(grid=2**-6)
+    same(ALL[name](base, experts, KEY), ALL[name](base, dict(reversed(experts.items())), KEY))
+
+
+@every_vector
+def test_other_experts_play_no_part_in_a_mask(name, family):
+    base, experts = family(count=4)
+    for position, expert in enumerate(experts.values()):  # disjoint supports: every coordinate belongs to one expert
+        for path, leaf in base.items():
+            if leaf.is_floating_point():
+                owned = torch.arange(leaf.numel()).reshape(leaf.shape) % 4 == position
+                expert[path] = torch.where(owned, expert[path], leaf)
+    together = VECTORS[name](base, experts, KEY)
+    alone = [VECTORS[name](base, {expert: leaves}, KEY) for expert, leaves in experts.items()]
+    same(together, {path: sum(vector[path] for vector in alone) for path in together})
+
+
+def test_a_list_names_experts_by_position(family):
+    base, experts = family()
+    numbered = {str(i): expert for i, expert in enumerate(experts.values())}
+    for name in RANDOM:
+        same(ALL[name](base, list(experts.values()), KEY), ALL[name](base, numbered, KEY))
+        same(ALL[name](base, tuple(experts.values()), KEY), ALL[name](base, numbered, KEY))
+
+
+class Layer(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def nested(flat):
+    return {
+        "layers": [Layer(flat["matrix"], flat["vector"]), Layer(flat["row"], flat["scalar"])],
+        "head": {"conv": flat["conv"], "rest": (flat["column"], flat["empty"], flat["steps"])},
+    }
+
+
+@every_run
+def test_nested_trees_keep_their_structure(run, family):
+    base, experts = family()
+    merged = run(nested(base), {name: nested(expert) for name, expert in experts.items()}, KEY)
+    assert type(merged["layers"][0]) is Layer
+    assert type(merged["head"]["rest"]) is tuple
+    flat = run(tree.flatten(nested(base)), {n: tree.flatten(nested(e)) for n, e in experts.items()}, KEY)
+    same(tree.flatten(merged), flat)
+
+
+@every_run
+@pytest.mark.parametrize("chunk", [3, 16, 100])
+def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
+    base, experts = family()
+    whole = run(base, experts, KEY)
+    monkeypatch.setattr("smat_fn.merge._common.CHUNK", chunk)
+    same(run(base, experts, KEY), whole)
+
+
+@every_run
+def test_views_and_parameters_give_the_same_bits(run, family):
+    base, experts = family()
+    expected = run(base, experts, KEY)
+
+    def view(leaf):
+        if leaf.ndim < 2 or not leaf.is_floating_point():
+            return leaf
+        return torch.nn.Parameter(leaf.transpose(0, -1).contiguous().transpose(0, -1))
+
+    assert not view(base["matrix"]).is_contiguous()
+    merged = run(tree.tree_map(view, base), {n: tree.tree_map(view, e) for n, e in experts.items()}, KEY)
+    same(merged, expected)
+    assert not any(leaf.requires_grad for leaf in merged.values())
+
+
+@every_run
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_equal_to_base_give_base(run, dtype, family):
+    base, experts = family(dtype, count=4)
+    same(run(base, dict.fromkeys(experts, base), KEY), base)
+
+
+@every_run
+def test_one_expert_alone_is_accepted(run, family):
+    base, experts = family(count=1)
+    merged = run(base, experts, KEY)
+    assert not torch.equal(merged["matrix"], base["matrix"])
+
+
+@every_vector
+def test_a_merger_is_its_vector_applied(name, family):
+    base, experts = family(torch.bfloat16)
+    vector = VECTORS[name](base, experts, KEY)
+    assert all(leaf.dtype == torch.float32 for leaf in vector.values())
+    assert set(vector) == {path for path, leaf in base.items() if leaf.is_floating_point()}
+    same(merge.apply_vector(base, vector, coef=0.5), ALL[name](base, experts, KEY))
+
+
+@every_vector
+def test_dtypes_may_differ_and_the_widest_computes(name, family):
+    base, experts = family(torch.bfloat16)
+    experts["qa"] = tree.cast(experts["qa"], torch.float64)
+    vector = VECTORS[name](base, experts, KEY)
+    assert all(leaf.dtype == torch.float64 for leaf in vector.values())
+    merged = merge.apply_vector(base, vector, coef=0.5)
+    assert all(merged[path].dtype == leaf.dtype for path, leaf in base.items())

@@ -1,0 +1,226 @@
+"""Closed forms: every edge of the definitions on numbers that can be checked by hand."""
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+
+KEY = random.key(0)
+
+
+def tree(*values, dtype=torch.float32):
+    return {"w": torch.tensor(values, dtype=dtype)}
+
+
+def zero(leaves):
+    return {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
+
+
+def ties(*experts, **options):
+    options = {"coef": 1.0, "keep": 1.0} | options
+    return merge.ties(zero(experts[0]), list(experts), **options)["w"].tolist()
+
+
+def test_task_vector():
+    base = {"a": torch.tensor([1.0, 2.0]).bfloat16(), "n": torch.tensor(3)}
+    vector = merge.task_vector({"a": torch.tensor([1.5, 1.0]).bfloat16(), "n": torch.tensor(9)}, base)
+    assert vector["a"].dtype == torch.float32
+    assert (vector["a"].tolist(), vector["n"].item()) == ([0.5, -1.0], 0)
+    assert merge.task_vector([torch.ones((), dtype=torch.float64)], [torch.ones(())])[0].dtype == torch.float64
+    with pytest.raises(ValueError, match=r"params lacks leaf 'b' of base; leaf 'a' is int64 in params but float32"):
+        merge.task_vector({"a": torch.zeros(2, dtype=torch.int64)}, {"a": torch.zeros(2), "b": torch.zeros(1)})
+
+
+def test_task_vector_is_differentiable():
+    params = torch.ones(2, requires_grad=True)
+    merge.task_vector({"w": params}, {"w": torch.zeros(2)})["w"].sum().backward()
+    assert params.grad.tolist() == [1.0, 1.0]
+
+
+def test_ties_threshold_takes_equal_magnitudes_in():
+    # d = 5, keep 0.4: the (5 - 2)rd smallest of 1, 2, 2, 2, 3 is 2, so four stay
+    leaves = tree(1.0, -2.0, 2.0, 3.0, -2.0)
+    assert ties(leaves, keep=0.4) == [0.0, -2.0, 2.0, 3.0, -2.0]
+    assert merge.ties_density(zero(leaves), {"e": leaves}, keep=0.4) == {"e": 0.8}
+    # the count is ⌊d·keep⌋ + 1 without equal magnitudes: the threshold itself stays
+    assert ties(tree(1.0, 2.0, 3.0, 4.0, 5.0), keep=0.4) == [0.0, 0.0, 3.0, 4.0, 5.0]
+    assert ties(tree(1.0, 2.0, 3.0), keep=0.1) == [0.0, 0.0, 3.0]
+
+
+def test_ties_tensor_scope_keeps_the_exact_count_by_position():
+    leaves = tree(1.0, -2.0, 2.0, 3.0, -2.0)
+    assert ties(leaves, keep=0.4, scope="tensor") == [0.0, -2.0, 0.0, 3.0, 0.0]
+    assert ties(leaves, keep=0.6, scope="tensor") == [0.0, -2.0, 2.0, 3.0, 0.0]
+    assert ties(leaves, keep=0.01, scope="tensor") == [0.0, 0.0, 0.0, 3.0, 0.0]
+    assert ties(tree(1.0, 1.0, 1.0, 1.0), keep=0.5, scope="tensor") == [1.0, 1.0, 0.0, 0.0]
+    assert merge.ties_density(zero(leaves), [leaves], keep=0.4, scope="tensor") == {"0": 0.4}
+
+
+def test_ties_scopes_differ_over_leaves():
+    leaves = {"small": torch.tensor([1.0, 2.0]), "large": torch.tensor([3.0, 4.0])}
+    whole = merge.ties(zero(leaves), [leaves], coef=1.0, keep=0.25)
+    each = merge.ties(zero(leaves), [leaves], coef=1.0, keep=0.5, scope="tensor")
+    assert [whole[path].tolist() for path in leaves] == [[0.0, 0.0], [3.0, 4.0]]
+    assert [each[path].tolist() for path in leaves] == [[0.0, 2.0], [0.0, 4.0]]
+
+
+def test_ties_constant_magnitudes_and_zero_task_vectors_stay_whole():
+    constant = tree(1.0, -1.0, 1.0, -1.0)
+    assert ties(constant, keep=0.25) == [1.0, -1.0, 1.0, -1.0]
+    assert merge.ties_density(zero(constant), [constant, zero(constant)], keep=0.25) == {"0": 1.0, "1": 1.0}
+    assert merge.ties_density({"n": torch.tensor(1)}, [{"n": torch.tensor(1)}], keep=0.5) == {"0": 0.0}
+
+
+def test_ties_keep_one_trims_nothing():
+    assert ties(tree(1e-30, -5.0, 0.0)) == [pytest.approx(1e-30), -5.0, 0.0]
+
+
+def test_ties_sum_and_mean_of_the_agreeing():
+    experts = tree(4.0, -1.0, 2.0), tree(2.0, -3.0, 0.0), tree(-1.0, 2.0, 0.0)
+    assert ties(*experts) == [6.0, -4.0, 2.0]
+    assert ties(*experts, aggregate="mean") == [3.0, -2.0, 2.0]
+    assert ties(*experts, coef=-0.5) == [-3.0, 2.0, -1.0]
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, 5.0), (-1.0, -5.0)])
+def test_ties_cancelled_coordinates_take_the_majority_sign_over_all_leaves(sign, expected):
+    one = {"a": torch.tensor([5.0, 1.0]), "b": torch.tensor([1.0, -1.0, 1.0])}
+    two = {"a": torch.tensor([-5.0, 1.0]), "b": torch.tensor([1.0, -1.0, 1.0])}
+    experts = [{path: sign * leaf for path, leaf in expert.items()} for expert in (one, two)]
+    merged = merge.ties(zero(one), experts, coef=1.0, keep=1.0)
+    assert merged["a"].tolist() == [expected, 2 * sign]
+    assert merge.ties(zero(one), experts, coef=1.0, keep=1.0, scope="tensor")["a"].tolist() == [5.0, 2 * sign]
+
+
+def test_ties_without_a_majority_nothing_agrees():
+    assert ties(tree(5.0, 3.0, -3.0), tree(-5.0, 3.0, -3.0)) == [0.0, 6.0, -6.0]
+
+
+def test_ties_majority_counts_beyond_the_integers_of_float32():
+    size = 2**24 + 2  # so many + that one − more or less is lost in a float32 sum
+    half = size // 2
+    values = torch.ones(size)
+    values[:half] = -1
+    one, two = values.clone(), values.clone()
+    one[0], two[0] = 5.0, -5.0  # the majority is now + by one coordinate
+    merged = merge.ties({"w": torch.zeros(size)}, [{"w": one}, {"w": two}], coef=1.0, keep=1.0)
+    assert merged["w"][0] == 5.0
+
+
+def test_ties_float64_threshold_is_not_rounded_for_float32_leaves():
+    leaves = {"narrow": torch.tensor([1.0]), "wide": torch.tensor([1 + 2.0**-40, 3.0], dtype=torch.float64)}
+    merged = merge.ties(zero(leaves), [leaves], coef=1.0, keep=0.4)
+    assert merged["narrow"].tolist() == [0.0]
+    assert merged["wide"].tolist() == [1 + 2.0**-40, 3.0]
+
+
+def test_dare_without_dropping_is_task_arithmetic(family):
+    base, experts = family()
+    left = merge.dare(KEY, base, experts, coef=0.7, drop_prob=0.0)
+    right = merge.task_arithmetic(base, experts, coef=0.7)
+    assert all(torch.equal(left[path], right[path]) for path in base)
+
+
+def test_dare_rescales_by_the_realised_probability():
+    leaves = {"w": torch.ones(4096)}
+    vector = merge.dare_vector(KEY, zero(leaves), [leaves], drop_prob=0.3)["w"]
+    assert set(vector.tolist()) == {0.0, (torch.tensor(1.0) / (1 - 19661 / 65536)).item()}
+    # the largest probability still keeps one field of 65,536
+    rare = merge.dare_vector(KEY, {"w": torch.zeros(1 << 18)}, [{"w": torch.ones(1 << 18)}], drop_prob=1 - 1e-9)["w"]
+    assert set(rare.tolist()) == {0.0, 65536.0}
+
+
+def test_della_of_one_expert_without_window_is_dare(family):
+    base, experts = family(count=1)
+    left = merge.della_vector(KEY, base, experts, drop_prob=0.4, window=0.0)
+    right = merge.dare_vector(KEY, base, experts, drop_prob=0.4)
+    assert all(torch.equal(left[path], right[path]) for path in left)
+
+
+def test_della_drops_below_the_threshold_and_not_at_it():
+    size, threshold = 1 << 18, 26214
+    stream = random.leaf_streams(random.fold_in(KEY, "0"), ["w"])[0, 0]
+    fields = random.bits(stream, size)
+    assert (fields == threshold).any()
+    vector = merge.della_vector(
+        KEY, {"w": torch.zeros(size, 1)}, [{"w": torch.ones(size, 1)}], drop_prob=0.4, window=0.1
+    )
+    assert torch.equal(vector["w"].reshape(-1) != 0, fields >= threshold)
+
+
+def test_della_rows_of_length_one_take_the_mean_probability(family):
+    base, experts = family(count=1)
+    left = merge.della_vector(KEY, base, experts, drop_prob=0.4, window=0.3)
+    right = merge.dare_vector(KEY, base, experts, drop_prob=0.4)
+    for path in ("scalar", "one", "column"):
+        assert torch.equal(left[path], right[path])
+    assert not torch.equal(left["matrix"], right["matrix"])
+
+
+def test_della_rows_are_those_of_the_last_axis():
+    leaf = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    options = {"drop_prob": 0.5, "window": 0.9}
+    deep = merge.della_vector(KEY, {"w": torch.zeros_like(leaf)}, [{"w": leaf}], **options)["w"]
+    rows = merge.della_vector(KEY, {"w": torch.zeros(24, 5)}, [{"w": leaf.reshape(24, 5)}], **options)["w"]
+    vector = merge.della_vector(KEY, {"w": torch.zeros(120)}, [{"w": leaf.reshape(120)}], **options)["w"]
+    assert torch.equal(deep.reshape(24, 5), rows)
+    assert not torch.equal(rows.reshape(-1), vector)
+
+
+def test_della_thresholds_rise_with_the_rank_and_equal_magnitudes_rank_by_position():
+    # keep probabilities 1/4, 1/2, 3/4, 1 are exact on 16 bits; the last of four equal magnitudes is never dropped
+    options = {"drop_prob": 0.375, "window": 0.75}
+    assert merge.MERGERS["della"].thresholds(4, **options).tolist() == [49152, 32768, 16384, 0]
+    vector = merge.della_vector(KEY, {"w": torch.zeros(500, 4)}, [{"w": torch.ones(500, 4)}], **options)["w"]
+    third = (torch.tensor(1.0) / 0.75).item()
+    assert [set(vector[:, i].tolist()) for i in range(4)] == [{0.0, 4.0}, {0.0, 2.0}, {0.0, third}, {1.0}]
+    long = merge.della_vector(KEY, {"w": torch.zeros(3000)}, [{"w": torch.ones(3000)}], **options)["w"]
+    scale = 1 / (1 - merge.MERGERS["della"].thresholds(3000, **options).float() / 65536)
+    assert torch.equal(long[long != 0], scale[long != 0])
+
+
+def test_della_takes_the_mean_of_the_elected_sign_and_plus_for_zero():
+    options = {"coef": 1.0, "drop_prob": 0.0, "window": 0.0}
+    experts = [tree(4.0, -1.0, 2.0, 5.0, 0.0), tree(2.0, -3.0, 0.0, -5.0, 0.0), tree(-1.0, 2.0, 0.0, 0.0, 0.0)]
+    assert merge.della(KEY, zero(experts[0]), experts, **options)["w"].tolist() == [3.0, -2.0, 2.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("drop_prob", [0.07, 0.5, 0.9])
+def test_della_accepts_both_ends_of_the_open_interval(drop_prob):
+    low, high = 1 - drop_prob - 0.07, 1 - drop_prob + 0.07
+    thresholds = merge.MERGERS["della"].thresholds(9, drop_prob=drop_prob, window=0.14)
+    assert thresholds[0] == round(65536 * (1 - low))
+    assert thresholds[-1] == max(round(65536 * (1 - high)), 0)
+    merge.della(KEY, tree(0.0), [tree(1.0)], coef=1.0, drop_prob=drop_prob, window=0.14)
+
+
+@pytest.mark.parametrize(("drop_prob", "window"), [(0.0, 0.14), (0.06, 0.14), (0.93, 0.14), (0.95, 0.14), (0.9, 0.2)])
+def test_della_refuses_keep_probabilities_outside(drop_prob, window):
+    with pytest.raises(ValueError, match=rf"drop_prob {drop_prob} and window {window} give keep probabilities from"):
+        merge.della(KEY, tree(0.0), [tree(1.0)], coef=1.0, drop_prob=drop_prob, window=window)
+
+
+def test_trees_without_floating_coordinates():
+    base = {"n": torch.tensor([1, 2]), "empty": torch.zeros(0, 3)}
+    for merged in (
+        merge.weight_average([base, base]),
+        merge.task_arithmetic(base, [base], coef=1.0),
+        merge.ties(base, [base], coef=1.0, keep=0.5),
+        merge.ties(base, [base], coef=1.0, keep=0.5, scope="tensor"),
+        merge.dare(KEY, base, [base], coef=1.0, drop_prob=0.5),
+        merge.della(KEY, base, [base], coef=1.0, drop_prob=0.5, window=0.1),
+    ):
+        assert merged["n"].tolist() == [1, 2]
+        assert merged["empty"].shape == (0, 3)
+
+
+def test_weight_average_keeps_equal_buffers():
+    one = {"w": torch.tensor([1.0]), "n": torch.tensor(4)}
+    two = {"w": torch.tensor([2.0]), "n": torch.tensor(4)}
+    merged = merge.weight_average([one, two])
+    assert (merged["w"].item(), merged["n"].item()) == (1.5, 4)
+
+
+def test_apply_vector_computes_wide_whatever_the_dtype_of_the_vector():
+    merged = merge.apply_vector(tree(1.0), {"w": torch.tensor([0.5], dtype=torch.bfloat16)}, coef=0.3)
+    assert merged["w"].item() == (torch.tensor(1.0) + torch.tensor(0.3) * 0.5).item()

@@ -1,0 +1,102 @@
+"""Bad input: one ValueError that lists everything, before any work."""
+
+import re
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+
+KEY = random.key(0)
+
+
+def raises(*parts):
+    return pytest.raises(ValueError, match=".*".join(re.escape(part) for part in parts))
+
+
+def base():
+    return {"a": torch.zeros(2), "b": torch.zeros(3), "n": torch.tensor(1)}
+
+
+def test_all_problems_of_a_merge_at_once():
+    bad = {"a": torch.zeros(4), "c": torch.zeros(1), "n": torch.tensor(1.0)}
+    with raises(
+        "key must be an int64 tensor of shape (2,), got int: make one by smat_fn.random.key(seed)",
+        "coef is nan, must be finite",
+        "drop_prob is 1.0, must be in [0, 1)",
+        "window is -0.1, must be at least 0",
+        "expert 'qa' lacks leaf 'b' of base",
+        "expert 'qa' has leaf 'c' that base lacks",
+        "leaf 'a' has shape (4,) in expert 'qa' but (2,) in base",
+        "leaf 'n' is float32 in expert 'qa' but int64 in base",
+    ):
+        merge.della(0, base(), {"ok": base(), "qa": bad}, coef=float("nan"), drop_prob=1.0, window=-0.1)
+
+
+def test_all_problems_of_ties_at_once():
+    with raises("coef is inf", "keep is 0.0, must be in (0, 1]", "aggregate is 'max'", "scope is 'layer'"):
+        merge.ties(base(), [base()], coef=float("inf"), keep=0.0, aggregate="max", scope="layer")
+
+
+@pytest.mark.parametrize("keep", [0, -0.1, 1.01, float("nan")])
+def test_keep_range(keep):
+    for call in (merge.ties_vector, merge.ties_density):
+        with raises(f"keep is {keep}, must be in (0, 1]"):
+            call(base(), [base()], keep=keep)
+
+
+@pytest.mark.parametrize("drop_prob", [-0.1, 1, float("nan")])
+def test_drop_prob_range(drop_prob):
+    with raises(f"drop_prob is {drop_prob}, must be in [0, 1)"):
+        merge.dare(KEY, base(), [base()], coef=1.0, drop_prob=drop_prob)
+    with raises(f"drop_prob is {drop_prob}, must be in [0, 1)"):
+        merge.della(KEY, base(), [base()], coef=1.0, drop_prob=drop_prob, window=0.1)
+
+
+@pytest.mark.parametrize("key", [torch.zeros(2), torch.zeros(3, 2, dtype=torch.int64), None])
+def test_key(key):
+    with raises("key must be an int64 tensor of shape (2,)"):
+        merge.dare(key, base(), [base()], coef=1.0, drop_prob=0.5)
+
+
+MERGERS = {
+    "wa": lambda experts: merge.weight_average(experts),
+    "ta": lambda experts: merge.task_arithmetic(base(), experts, coef=1.0),
+    "ties": lambda experts: merge.ties(base(), experts, coef=1.0, keep=0.5),
+    "dare": lambda experts: merge.dare(KEY, base(), experts, coef=1.0, drop_prob=0.5),
+    "della": lambda experts: merge.della(KEY, base(), experts, coef=1.0, drop_prob=0.5, window=0.1),
+}
+
+
+@pytest.mark.parametrize("merger", MERGERS.values(), ids=MERGERS)
+def test_experts(merger):
+    with raises("experts is empty"):
+        merger({})
+    with raises("experts is a generator: pass a mapping {name: tree} or a list of trees"):
+        merger(tree for tree in [base()])
+    with raises("expert 'a' is a tensor, not a tree", "expert 'b' is a tensor, not a tree"):
+        merger(base())
+    with raises("experts have equal names among ['1', '1']"):
+        merger({1: base(), "1": base()})
+    with raises("expert 'x': leaf 'a' is a float, not a tensor", "expert 'y' lacks leaf 'b' of"):
+        merger({"z": base(), "x": {"a": 0.5}, "y": {"a": torch.zeros(2), "n": torch.tensor(1)}})
+
+
+def test_base_that_is_no_tree():
+    with raises("base: leaf 'a' is a str, not a tensor", "expert '0': leaf 'a' is a NoneType"):
+        merge.task_arithmetic({"a": "x"}, [{"a": None}], coef=1.0)
+
+
+def test_weight_average_lists_all_that_differs():
+    other = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(4), "n": torch.tensor(2)}
+    with raises(
+        "leaf 'b' has shape (4,) in expert '1' but (3,) in expert '0'",
+        "leaf 'a' is bfloat16 in expert '1' but float32 in expert '0': cast one of them",
+        "leaf 'n' (int64) differs between expert '0' and expert '1'",
+    ):
+        merge.weight_average([base(), other])
+
+
+def test_apply_vector_lists_all_that_does_not_fit():
+    with raises("coef is -inf, must be finite", "vector lacks leaf 'b' of base", "vector has leaf 'n' that base lacks"):
+        merge.apply_vector(base(), {"a": torch.zeros(2), "n": torch.tensor(1)}, coef=float("-inf"))

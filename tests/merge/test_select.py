@@ -1,0 +1,79 @@
+"""The search: maximum, ties to the earlier, and nothing seen but the score it is given."""
+
+import inspect
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+
+
+def test_choose_maximises_and_takes_the_earlier_of_equal_scores():
+    scores = {"a": 1.0, "b": 3.0, "c": 3.0, "d": -2.0}
+    chosen = merge.choose(list(scores), scores.__getitem__)
+    assert chosen == merge.Selection("b", 3.0, tuple(scores.items()))
+    assert merge.choose([4, 3], lambda _: float("-inf")).best == 4
+
+
+def test_choose_scores_each_candidate_once_in_order():
+    seen = []
+    merge.choose(merge.DROP_PROBS, lambda p: seen.append(p) or 0.0)
+    assert seen == [0.1, 0.3, 0.5, 0.7, 0.9]
+
+
+def test_choose_refuses_nan_and_nothing():
+    with pytest.raises(ValueError, match=r"the score of candidate 0\.2 is NaN"):
+        merge.choose([0.1, 0.2, 0.3], lambda c: float("nan") if c == 0.2 else 1.0)
+    with pytest.raises(ValueError, match="candidates is empty"):
+        merge.choose([], float)
+
+
+def test_candidates():
+    assert merge.COEFS == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    assert list(merge.TIES_KEEPS) == sorted(merge.TIES_KEEPS, reverse=True)  # from less to more pruning
+    assert list(merge.DROP_PROBS) == sorted(merge.DROP_PROBS)
+    assert merge.CALIBRATION_COEFS["vision"] == {"ties": 0.2, "dare": 0.2, "della": 1.0}
+
+
+def test_select_coef_finds_the_maximum_and_ties_go_to_the_smaller():
+    base, vector = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    found = merge.select_coef(base, vector, lambda params: -abs(params["w"].sum().item() - 1.8))
+    assert found.best == 0.6
+    assert [coef for coef, _ in found.curve] == list(merge.COEFS)
+    for coefs in (merge.COEFS, merge.COEFS[::-1]):
+        assert merge.select_coef(base, vector, lambda params: 1.0, coefs).best == 0.1
+        assert merge.select_coef(base, vector, lambda params: float(params["w"][0] > 0.45), coefs).best == 0.5
+
+
+def test_select_coef_scores_the_very_trees_that_the_merger_gives(family):
+    base, experts = family(torch.bfloat16)
+    key, seen = random.key(3), []
+    vector = merge.dare_vector(key, base, experts, drop_prob=0.3)
+    before = {path: leaf.clone() for path, leaf in vector.items()}
+
+    def score(params):
+        seen.append({path: leaf.clone() for path, leaf in params.items()})
+        for leaf in params.values():
+            leaf.zero_()  # a score that spoils its tree spoils no other
+        return 0.0
+
+    merge.select_coef(base, vector, score)
+    assert len(seen) == len(merge.COEFS)
+    for coef, params in zip(merge.COEFS, seen, strict=True):
+        final = merge.dare(key, base, experts, coef=coef, drop_prob=0.3)
+        assert all(torch.equal(final[path], params[path]) for path in base)
+    assert all(torch.equal(before[path], leaf) for path, leaf in vector.items())
+
+
+def test_select_sees_only_the_score_it_is_given():
+    assert list(inspect.signature(merge.select_coef).parameters) == ["base", "vector", "score", "coefs"]
+    assert list(inspect.signature(merge.choose).parameters) == ["candidates", "score"]
+    dev, test = torch.tensor([0.3]), torch.tensor([0.9])  # the two disagree: dev alone decides
+    base, vector, touched = {"w": torch.zeros(1)}, {"w": torch.ones(1)}, []
+
+    def score(target, name):
+        return lambda params: touched.append(name) or -(params["w"] - target).abs().item()
+
+    scores = {"dev": score(dev, "dev"), "test": score(test, "test")}
+    assert merge.select_coef(base, vector, scores["dev"]).best == 0.3
+    assert set(touched) == {"dev"}
