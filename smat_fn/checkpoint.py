@@ -77,7 +77,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
 
 
 def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(leaves by path, manifest) of a checkpoint, unchecked. Raises: ValueError for no such folder, or a broken file."""
+    """(leaves by path, manifest) of a checkpoint, unchecked. Raises: ValueError for no such folder or a broken file."""
     manifest, file = load_manifest(path), Path(path) / WEIGHTS
     try:
         with safe_open(file, framework="pt") as store:

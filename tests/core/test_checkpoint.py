@@ -1,0 +1,262 @@
+"""Checkpoints: exact round trips, all or nothing on disk, every problem named."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, tree
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+MANIFEST = {
+    **{"seed": 3, "lr": 2e-5, "third": 1 / 3, "big": 2**60, "none": None, "flag": True, "text": "ümlaut 文 \u2028"},
+    "nested": {"list": [1, 2.5, {"deep": []}], "empty": {}},
+}
+
+
+class Head(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def values(*shape, dtype=torch.float32, seed=0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def make():
+    return {
+        "blocks": [{"w": values(3, 4), "b": values(4, seed=1)}, (values(2, seed=2),)],
+        "head": Head(values(2, 2, dtype=torch.bfloat16), values(dtype=torch.float64)),
+        "steps": torch.tensor([1, 2]),
+    }
+
+
+def assert_same(a, b):
+    a, b = tree.flatten(a), tree.flatten(b)
+    assert list(a) == list(b)
+    for path, leaf in a.items():
+        assert leaf.dtype == b[path].dtype, path
+        assert leaf.shape == b[path].shape, path
+        assert bytes_of(leaf) == bytes_of(b[path]), path
+
+
+def bytes_of(leaf):
+    return leaf.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_round_trip_of_a_nested_tree(tmp_path):
+    params = make()
+    checkpoint.save_expert(tmp_path / "deep" / "expert", params, MANIFEST)
+    loaded, manifest = checkpoint.load_expert(tmp_path / "deep" / "expert", tree.tree_map(torch.zeros_like, params))
+    assert_same(loaded, params)
+    assert type(loaded["head"]) is Head
+    assert type(loaded["blocks"][1]) is tuple
+    assert manifest == MANIFEST
+    assert checkpoint.load_manifest(tmp_path / "deep" / "expert") == MANIFEST
+    assert list(manifest) == list(MANIFEST)
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["expert"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_round_trip_of_every_dtype(tmp_path, dtype):
+    params = {"m": values(5, 3, dtype=dtype), "scalar": values(dtype=dtype), "empty": values(0, 2, dtype=dtype)}
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        params["odd"] = torch.tensor([-0.0, float("inf"), float("nan"), torch.finfo(dtype).tiny / 2]).to(dtype)
+    checkpoint.save_expert(str(tmp_path / "e"), params, {})
+    assert_same(checkpoint.load_expert(str(tmp_path / "e"), params)[0], params)
+
+
+def test_round_trip_of_leaves_that_share_memory_or_are_views(tmp_path):
+    whole = values(4, 6)
+    params = {"a": whole, "same": whole, "t": whole.T, "part": whole[1:3], "x": whole[:1].expand(3, 6)}
+    params.update(empty=torch.zeros(0), empty_too=torch.zeros(0, 2), grad=values(2).requires_grad_())
+    want = tree.clone(params)
+    checkpoint.save_expert(tmp_path / "e", params, {})
+    loaded, _ = checkpoint.load_expert(tmp_path / "e", params)
+    assert_same(loaded, want)
+    assert_same(params, want)
+    loaded["a"].zero_()
+    assert loaded["same"].any()
+
+
+def test_the_tree_of_a_checkpoint_is_that_of_like(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"a": {"w": values(2)}, "b": values(1)}, {})
+    flat, _ = checkpoint.load_expert(tmp_path / "e", OrderedDict({"b": torch.empty(1), "a.w": torch.empty(2)}))
+    assert type(flat) is OrderedDict
+    assert torch.equal(flat["a.w"], values(2))
+
+
+def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    def fails(tensors, path, **kwargs):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save_expert(tmp_path / "e", make(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_keeps_the_old_checkpoint_until_the_new_is_whole(tmp_path, monkeypatch):
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
+    seen = []
+    real = checkpoint.save_file
+
+    def looks(tensors, path, **kwargs):
+        real(tensors, path, **kwargs)
+        seen.append(checkpoint.load_expert(tmp_path / "e", {"a": values(2)}))
+
+    monkeypatch.setattr(checkpoint, "save_file", looks)
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2, seed=1)}, {"n": 2}, overwrite=True)
+    (old, manifest), *_ = seen
+    assert torch.equal(old["a"], values(2))
+    assert manifest == {"n": 1}
+    new, manifest = checkpoint.load_expert(tmp_path / "e", {"a": values(2)})
+    assert torch.equal(new["a"], values(2, seed=1))
+    assert manifest == {"n": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 3}, overwrite=True)
+    assert checkpoint.load_manifest(tmp_path / "e") == {"n": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "old").touch()
+    real = Path.rename
+
+    def rename(self, target):
+        if ".new-" in self.name:
+            raise OSError("no such luck")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="no such luck"), checkpoint.atomic_folder(tmp_path / "e", overwrite=True):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+    assert (tmp_path / "e" / "old").exists()
+
+
+def test_an_existing_folder_is_refused_before_any_work(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
+    with pytest.raises(ValueError, match=r"/e exists: choose another folder, or say --overwrite"):
+        checkpoint.save_expert(tmp_path / "e", {"a": "not even a tensor"}, {"n": 2})
+    assert checkpoint.load_manifest(tmp_path / "e") == {"n": 1}
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="exists"):
+        checkpoint.save_expert(tmp_path / "file", {"a": values(2)}, {})
+
+
+@pytest.mark.parametrize("bad", [torch.ones(1), float("nan"), float("inf"), {1, 2}, Path("x")], ids=repr)
+def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_path, bad):
+    with pytest.raises(ValueError, match="the manifest is not JSON"):
+        checkpoint.save_expert(tmp_path / "deep" / "e", {"a": values(2)}, {"fine": 1, "bad": [bad]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_leaf_that_is_no_tensor_is_refused_and_nothing_is_left(tmp_path):
+    with pytest.raises(ValueError, match="leaf 'a' is a float"):
+        checkpoint.save_expert(tmp_path / "e", {"a": 1.0}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_difference_is_listed_by_path(tmp_path):
+    stored = {"same": values(2), "shape": values(2), "dtype": values(2), "unknown": values(1)}
+    checkpoint.save_expert(tmp_path / "e", stored, {})
+    like = {"same": values(2), "shape": values(2, 1), "dtype": values(2, dtype=torch.bfloat16), "lost": values(1)}
+    with pytest.raises(ValueError, match="made from another base") as caught:
+        checkpoint.load_expert(tmp_path / "e", like)
+    text = str(caught.value)
+    where = str(tmp_path / "e")
+    assert f"{where} lacks leaf 'lost' of the expected tree" in text
+    assert f"{where} has leaf 'unknown' that the expected tree lacks" in text
+    assert f"leaf 'shape' has shape (2,) in {where} but (2, 1) in the expected tree" in text
+    assert f"leaf 'dtype' of {where} is float32, expected bfloat16" in text
+    assert "'same'" not in text
+
+
+def test_a_mistyped_leaf_alone_is_refused(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {})
+    with pytest.raises(ValueError, match=r"leaf 'a' of .* is float32, expected float16: cast it first"):
+        checkpoint.load_expert(tmp_path / "e", {"a": values(2, dtype=torch.float16)})
+
+
+@pytest.mark.parametrize("name", ["name", "reference", "others"])
+def test_a_relative_folder_of_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save_expert(name, {"a": values(2)}, {})
+    assert torch.equal(checkpoint.load_expert(name, {"a": values(2)})[0]["a"], values(2))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_weights_file_is_refused(tmp_path, keep):
+    checkpoint.save_expert(tmp_path / "e", make(), {})
+    file = tmp_path / "e" / checkpoint.WEIGHTS
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*: train or merge it again"):
+        checkpoint.load_expert(tmp_path / "e", make())
+
+
+def test_broken_folders_are_refused(tmp_path):
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
+    like = {"a": values(2)}
+    for path in (tmp_path / "none", tmp_path, tmp_path / "e" / checkpoint.WEIGHTS):
+        with pytest.raises(ValueError, match=r"is no checkpoint \(no manifest\.json in it\)"):
+            checkpoint.load_expert(path, like)
+    (tmp_path / "e" / checkpoint.MANIFEST).write_text('{"n": ')
+    with pytest.raises(ValueError, match=r"manifest\.json is not JSON"):
+        checkpoint.load_expert(tmp_path / "e", like)
+    (tmp_path / "e" / checkpoint.MANIFEST).write_text("{}")
+    (tmp_path / "e" / checkpoint.WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.load_expert(tmp_path / "e", like)
+
+
+def test_fingerprint_sees_every_value_name_dtype_and_shape():
+    params = make()
+    reference = checkpoint.fingerprint(params)
+    variants = [reference]
+    for path, leaf in tree.flatten(params).items():
+        for n in range(leaf.numel()):
+            changed = tree.clone(params)
+            flat = tree.flatten(changed)[path].reshape(-1)
+            # one unit in the last place, or one
+            flat[n] = flat[n] + 1 if not leaf.is_floating_point() else torch.nextafter(flat[n], flat[n] + 9)
+            variants.append(checkpoint.fingerprint(changed))
+    a = values(2, 3)
+    variants += [checkpoint.fingerprint(x) for x in ({"a": a}, {"b": a}, {"a": a.T}, {"a": a.reshape(3, 2)}, {})]
+    variants += [checkpoint.fingerprint({"a": a.double()}), checkpoint.fingerprint({"a": a.view(torch.int32)})]
+    variants += [checkpoint.fingerprint({"a": values(0, 2)}), checkpoint.fingerprint({"a": values(2, 0)})]
+    variants += [checkpoint.fingerprint({"a": torch.tensor(0.0)}), checkpoint.fingerprint({"a": torch.tensor(-0.0)})]
+    assert len(set(variants)) == len(variants)
+    assert all(len(v) == 64 for v in variants)
+
+
+def test_fingerprint_does_not_see_order_nesting_strides_or_gradients(tmp_path):
+    a, b = values(3, 2), values(4, seed=1)
+    reference = checkpoint.fingerprint({"a": a, "b": b})
+    assert checkpoint.fingerprint({"b": b, "a": a}) == reference
+    assert checkpoint.fingerprint({"b": b.clone().requires_grad_(), "a": a.T.contiguous().T}) == reference
+    assert checkpoint.fingerprint({"x": {"a": a}, "b": b}) == checkpoint.fingerprint({"b": b, "x.a": a})
+    checkpoint.save_expert(tmp_path / "e", {"a": a, "b": b}, {})
+    assert checkpoint.fingerprint(checkpoint.load_expert(tmp_path / "e", {"b": b, "a": a})[0]) == reference
+
+
+def test_describe_is_a_manifest(tmp_path):
+    params = make()
+    manifest = checkpoint.describe(params, task="digits", seed=1)
+    assert manifest["task"] == "digits"
+    assert manifest["fingerprint"] == checkpoint.fingerprint(params)
+    assert manifest["versions"].keys() >= {"smat_fn", "python", "torch", "safetensors"}
+    assert json.loads(json.dumps(manifest)) == manifest
+    checkpoint.save_expert(tmp_path / "e", params, manifest)
+    assert checkpoint.load_manifest(tmp_path / "e") == manifest

@@ -1,0 +1,110 @@
+"""The package stays light to import, and its public names are all there."""
+
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "smat_fn"
+MODULES = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in PACKAGE.rglob("*.py")
+)
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = {"triton", "transformers", "datasets", "jax", "torch._dynamo", "torch._inductor"}
+
+# room -> names of the contract
+PUBLIC = {
+    "smat_fn": [
+        *("draw", "simulate", "reweight", "participation", "materialise", "Draw"),
+        *("clean_loss", "simulated_loss", "mixed_loss", "value_and_grad", "ModuleLoss", "apply_fn"),
+    ],
+    "smat_fn.random": ["key", "split", "fold_in", "bits", "uniform"],
+    "smat_fn.simulation": [
+        *("draw", "simulate", "reweight", "participation", "materialise", "Draw"),
+        *("clean_loss", "simulated_loss", "mixed_loss"),
+    ],
+    "smat_fn.grad": ["value_and_grad", "ModuleLoss", "apply_fn"],
+    "smat_fn.where": ["trainable", "block_linear", "never"],
+    "smat_fn.mat.finetune": ["build", "State", "Info"],
+    "smat_fn.mat.smat": ["build", "State", "Info"],
+    "smat_fn.optim": ["adam", "adamw", "chain", "clip_by_global_norm", "constant", "cosine"],
+    "smat_fn.merge": ["weight_average", "task_arithmetic", "ties", "dare", "della", "task_vector"],
+    "smat_fn.checkpoint": ["save_expert", "load_expert"],
+    "smat_fn.types": ["Optimizer", "Method"],
+}
+
+
+def loaded(code):
+    """Modules in ``sys.modules`` of a fresh Python after ``code``; warnings are errors."""
+    report = "; import json, sys; print(json.dumps(list(sys.modules)))"
+    command = [sys.executable, "-W", "error", "-c", code + report]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_smat_fn_does_not_even_load_torch():
+    modules = loaded("import smat_fn; dir(smat_fn); smat_fn.types")
+    assert "smat_fn" in modules
+    assert not {m for m in modules if m.split(".")[0] in {"torch", "numpy", "triton", "transformers"}}
+
+
+def test_no_module_loads_triton_or_transformers():
+    outside_ops = [m for m in MODULES if not m.startswith("smat_fn.ops.")]
+    modules = loaded(f"import importlib; [importlib.import_module(m) for m in {outside_ops}]")
+    assert modules.issuperset(outside_ops)
+    assert "torch" in modules
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize("room", PUBLIC)
+def test_every_public_name_is_there_and_explained(room):
+    module = importlib.import_module(room)
+    assert inspect.getdoc(module)
+    missing = [name for name in PUBLIC[room] if not hasattr(module, name)]
+    assert not missing
+    # a NamedTuple without a docstring of its own says "Info(loss, ...)"
+    silent = [n for n in PUBLIC[room] if not (d := inspect.getdoc(getattr(module, n))) or d.startswith(f"{n}(")]
+    assert not silent
+    assert set(PUBLIC[room]) <= set(dir(module))
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("smat_fn.ops.")])
+def test_what_a_module_exports_exists(module):
+    loaded_module = importlib.import_module(module)
+    assert inspect.getdoc(loaded_module), f"{module} does not say what it is"
+    exported = getattr(loaded_module, "__all__", ())
+    assert [n for n in exported if not hasattr(loaded_module, n)] == []
+
+
+def test_lazy_exports_are_the_rooms_own():
+    import smat_fn
+    from smat_fn import grad, simulation
+
+    assert smat_fn.simulate is simulation.simulate
+    assert smat_fn.value_and_grad is grad.value_and_grad
+    assert smat_fn.random is importlib.import_module("smat_fn.random")
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        _ = smat_fn.nope
+
+
+def imports(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+def test_only_ops_imports_triton():
+    importers = {file.relative_to(PACKAGE).parts[0] for file in SOURCES if "triton" in imports(file)}
+    if not (PACKAGE / "ops").is_dir():
+        assert not importers
+        pytest.skip("smat_fn/ops is not there yet")
+    assert importers == {"ops"}

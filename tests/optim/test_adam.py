@@ -1,0 +1,239 @@
+"""Adam and AdamW against torch.optim's classes, bit for bit, and as pure functions."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smat_fn import checkpoint, optim, tree
+from smat_fn.types import Optimizer
+
+STEPS = 10
+SHAPES = {"w": (5, 3), "b": (3,), "scalar": (), "empty": (0, 2), "big": (70, 3)}
+IMPLEMENTATIONS = {"default": {}, "single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+TORCH = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def make(dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g).to(dtype) for name, shape in SHAPES.items()}
+
+
+def gradients(dtype=torch.float32):
+    return [make(dtype, seed=100 + step) for step in range(STEPS)]
+
+
+def ours(kind, lr, **options):
+    return optim.adam(lr, **options) if kind == "adam" else optim.adamw(lr, **{"weight_decay": 0.05, **options})
+
+
+def run(optimizer, params, grads, **options):
+    state = optimizer.init(params)
+    for g in grads:
+        params, state = optimizer.update(g, state, params, **options)
+    return params, state
+
+
+def run_torch(kind, params, grads, lr, *, schedule=None, **options):
+    """Parameters and moments after torch.optim's own class."""
+    params = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
+    options = {"weight_decay": 0.05, **options} if kind == "adamw" else options
+    optimizer = TORCH[kind](params.values(), lr=lr, **options)
+    scheduler = schedule(optimizer) if schedule else None
+    for g in grads:
+        for name, p in params.items():
+            p.grad = g[name].clone()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return params, {name: optimizer.state[p] for name, p in params.items()}
+
+
+def assert_equal(a, b):
+    assert list(a) == list(b)
+    for path, leaf in a.items():
+        assert leaf.dtype == b[path].dtype
+        assert torch.equal(leaf, b[path]), path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", TORCH)
+def test_bits_of_torch_optim(kind, how, dtype):
+    options = IMPLEMENTATIONS[how]
+    params, grads = make(dtype), gradients(dtype)
+    got, state = run(ours(kind, 1e-2, **options), params, grads)
+    want, moments = run_torch(kind, params, grads, 1e-2, **options)
+    assert_equal(got, {n: p.detach() for n, p in want.items()})
+    assert_equal(state.mu, {n: s["exp_avg"] for n, s in moments.items()})
+    assert_equal(state.nu, {n: s["exp_avg_sq"] for n, s in moments.items()})
+    assert state.step == STEPS
+    assert {leaf.dtype for leaf in (*got.values(), *state.mu.values(), *state.nu.values())} == {dtype}
+    assert not torch.equal(got["w"], params["w"])
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_hyperparameters_reach_torch(kind):
+    options = {"betas": (0.7, 0.95), "eps": 1e-3}
+    params, grads = make(), gradients()
+    assert_equal(
+        run(ours(kind, 0.1, **options), params, grads)[0], _values(run_torch(kind, params, grads, 0.1, **options))
+    )
+    assert not torch.equal(
+        run(ours(kind, 0.1), params, grads)[0]["w"], run(ours(kind, 0.1, **options), params, grads)[0]["w"]
+    )
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("how", "family"), [("single", ""), ("foreach", "_foreach_"), ("fused", "_fused_adam")])
+@pytest.mark.parametrize("kind", TORCH)
+def test_the_choice_of_implementation_reaches_torch(kind, how, family):
+    optimizer, params = ours(kind, 0.1, **IMPLEMENTATIONS[how]), make()
+    state = optimizer.init(params)
+    with Operations() as operations:
+        optimizer.update(params, state, params)
+    # the fused one counts its steps by a foreach operation
+    found = [f for f in ("_fused_adam", "_foreach_") if any(name.startswith(f) for name in operations.names)]
+    assert found[:1] == ([family] if family else [])
+
+
+def _values(result):
+    return {name: p.detach() for name, p in result[0].items()}
+
+
+def test_weight_decay_is_decoupled():
+    params, zero = make(), tree.tree_map(torch.zeros_like, make())
+    got, _ = optim.adamw(0.5, weight_decay=0.25).update(zero, optim.adamw(0.5, weight_decay=0.25).init(params), params)
+    assert_equal(got, {name: leaf * 0.875 for name, leaf in params.items()})
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("kind", TORCH)
+def test_a_schedule_is_the_learning_rate_of_each_step(kind, warmup):
+    schedule = optim.cosine(3e-2, STEPS, warmup=warmup)
+    params, grads = make(), gradients()
+    got, _ = run(ours(kind, schedule), params, grads)
+    # torch multiplies the lambda by the optimizer's learning rate: one, so that it is the schedule's own number
+    want = run_torch(kind, params, grads, 1.0, schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(o, schedule))
+    assert_equal(got, _values(want))
+
+
+def test_a_schedule_stands_beside_torch_cosine_annealing():
+    def annealing(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+
+    params, grads = make(torch.float64), gradients(torch.float64)
+    got, _ = run(optim.adam(optim.cosine(3e-2, STEPS)), params, grads)
+    want = _values(run_torch("adam", params, grads, 3e-2, schedule=annealing))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", TORCH)
+def test_pure_and_donated_have_the_same_bits(kind, how):
+    optimizer = ours(kind, 1e-2, **IMPLEMENTATIONS[how])
+    params, grads = make(), gradients()
+    copies = tree.clone(params), [tree.clone(g) for g in grads]
+    pure, state = run(optimizer, params, grads)
+    assert_equal(params, copies[0])
+    kept = tree.clone(state.mu), tree.clone(state.nu), tree.clone(pure)
+    optimizer.update(grads[0], state, pure)
+    for got, want in zip((state.mu, state.nu, pure), kept, strict=True):
+        assert_equal(got, want)
+
+    own = tree.clone(params)
+    donated, donated_state = run(optimizer, own, grads, donate=True)
+    assert_equal(donated, pure)
+    assert_equal(donated_state.mu, state.mu)
+    assert_equal(donated_state.nu, state.nu)
+    assert all(donated[name] is own[name] for name in own)
+    for g, copy in zip(grads, copies[1], strict=True):
+        assert_equal(g, copy)
+
+
+def test_nested_trees_are_flat_trees():
+    flat, grads = make(), gradients()
+    nest = lambda d: {"a": [d["w"], (d["b"], d["scalar"])], "z": {"e": d["empty"], "g": d["big"]}}  # noqa: E731
+    got, state = run(optim.adam(1e-2), nest(flat), [nest(g) for g in grads])
+    want, want_state = run(optim.adam(1e-2), flat, grads)
+    for a, b in ((got, want), (state.mu, want_state.mu), (state.nu, want_state.nu)):
+        assert_equal(tree.flatten(a), tree.flatten(nest(b)))
+    assert type(got["a"][1]) is tuple
+
+
+def test_parameters_that_require_grad_give_results_that_do_not():
+    params = {"w": torch.ones(2, requires_grad=True)}
+    got, state = run(optim.adam(0.1), params, [{"w": torch.ones(2)}])
+    assert not any(leaf.requires_grad for leaf in (got["w"], state.mu["w"], state.nu["w"]))
+    assert torch.equal(params["w"].detach(), torch.ones(2))
+
+
+def test_the_order_of_gradients_does_not_matter():
+    params, grads = make(), gradients()
+    shuffled = [dict(reversed(g.items())) for g in grads]
+    assert_equal(run(optim.adam(0.1), params, shuffled)[0], run(optim.adam(0.1), params, grads)[0])
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_a_state_that_was_saved_goes_on_with_the_same_bits(kind, tmp_path):
+    optimizer = ours(kind, optim.cosine(1e-2, STEPS))
+    params, grads = make(torch.bfloat16), gradients(torch.bfloat16)
+    want, _ = run(optimizer, params, grads)
+    half, state = run(optimizer, params, grads[:5])
+    saved = {"params": half, "mu": state.mu, "nu": state.nu}
+    checkpoint.save_expert(tmp_path / "e", saved, {"step": state.step})
+    loaded, manifest = checkpoint.load_expert(tmp_path / "e", saved)
+    got, state = loaded["params"], optim.AdamState(manifest["step"], loaded["mu"], loaded["nu"])
+    for g in grads[5:]:
+        got, state = optimizer.update(g, state, got)
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -math.inf, -1e-3])
+def test_bad_learning_rates_are_refused(lr):
+    for build in (optim.adam, lambda x: optim.adamw(x, weight_decay=0.0), optim.constant, lambda x: optim.cosine(x, 5)):
+        with pytest.raises(ValueError, match=f"learning rate is {lr}, must be finite and not negative"):
+            build(lr)
+
+
+def test_all_bad_hyperparameters_are_listed_at_once():
+    with pytest.raises(ValueError, match="learning rate is nan") as caught:
+        optim.adamw(math.nan, weight_decay=-1.0, betas=(1.0, math.nan), eps=math.inf)
+    text = str(caught.value)
+    for part in (
+        "beta 1.0 is outside [0, 1)",
+        "beta nan is outside",
+        "eps is inf, must be finite",
+        "weight_decay is -1.0",
+    ):
+        assert part in text
+
+
+def test_trees_that_do_not_match_are_refused():
+    params = make()
+    optimizer = optim.adam(0.1)
+    with pytest.raises(ValueError, match="leaf 'i' of params has dtype int64"):
+        optimizer.init({"i": torch.tensor([1])})
+    wrong = {**make(), "w": torch.zeros(3, 5), "new": torch.zeros(1)}
+    del wrong["b"]
+    with pytest.raises(ValueError, match="grads lacks leaf 'b' of params") as caught:
+        optimizer.update(wrong, optimizer.init(params), params)
+    assert "grads has leaf 'new' that params lacks" in str(caught.value)
+    assert "leaf 'w' has shape (3, 5) in grads but (5, 3) in params" in str(caught.value)
+
+
+def test_an_optimizer_is_a_pair_of_functions():
+    assert isinstance(optim.adam(0.1), Optimizer)
+    assert isinstance(optim.adamw(0.1, weight_decay=0.0), Optimizer)
