@@ -6,23 +6,26 @@ Folders are searched for checkpoints of train.py and merge.py. Experts are score
 the tasks of the experts merged into them.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-import tyro
+from tyro.conf import Positional, arg
+
+from smat_fn.pipeline import cli
+
+NONE = arg(help_behavior_hint="(default: none)")
 
 
 @dataclass(frozen=True)
 class Eval:
     """Evaluate experts and merged models."""
 
-    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
     """Checkpoints, or folders that hold some."""
-    out: Path | None = None
+    out: Annotated[Path | None, NONE] = None
     """Folder for results.jsonl (a line a score), results.json (means) and table.md."""
-    plot: Path | None = None
+    plot: Annotated[Path | None, NONE] = None
     """PNG of experts and merged models, methods side by side."""
     split: Literal["test", "dev"] = "test"
     """Which examples to score."""
@@ -49,13 +52,11 @@ def main(args: Eval) -> None:
         evaluation.write_report(args.out, rows, table, checkpoints=folders)
         print(f"results: {args.out}")
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         main_plot(table, args.plot, title=f"{args.split} score, mean over tasks")
         print(f"plot: {args.plot}")
     print(evaluation.verdict(table))
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Eval, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"eval.py: {error}")
+    cli.run("eval.py", main, Eval, description=__doc__)

@@ -4,22 +4,25 @@
     python merge.py all --run runs/smat --search --out runs/smat/merged
     python merge.py ties --base runs/ft/base --experts runs/ft/rot90 runs/smat/mirror --search --out runs/mixed
 
-Each merged model becomes the folder --out/<merger> with a card (README.md) beside its weights.
+Each merged model becomes the folder --out/<merger> with a card (README.md) beside its weights. Options with
+"default: preset" take the value of --preset.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
+from tyro.conf import arg, subcommand
 
-from smat_fn.config import PRESETS, Dare, Della, TaskArithmetic, Ties, WeightAverage, resolve
+from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage, preset_of, resolve
+from smat_fn.pipeline import cli
+
+NONE = arg(help_behavior_hint="(default: none)")
 
 
 @dataclass(frozen=True)
 class All:
-    """All five mergers with the preset's settings."""
+    """All five mergers with the preset's settings, their coefficients by --search."""
 
     name: ClassVar[str] = "all"
 
@@ -29,23 +32,25 @@ class Merge:
     """Merge experts into one model."""
 
     merger: (
-        Annotated[All, tyro.conf.subcommand("all", description=All.__doc__)]
-        | Annotated[WeightAverage, tyro.conf.subcommand("wa", description=WeightAverage.__doc__)]
-        | Annotated[TaskArithmetic, tyro.conf.subcommand("ta", description=TaskArithmetic.__doc__)]
-        | Annotated[Ties, tyro.conf.subcommand("ties", description=Ties.__doc__)]
-        | Annotated[Dare, tyro.conf.subcommand("dare", description=Dare.__doc__)]
-        | Annotated[Della, tyro.conf.subcommand("della", description=Della.__doc__)]
+        Annotated[All, subcommand("all", description=All.__doc__)]
+        | Annotated[WeightAverage, subcommand("wa", description=WeightAverage.__doc__)]
+        | Annotated[TaskArithmetic, subcommand("ta", description=TaskArithmetic.__doc__)]
+        | Annotated[Ties, subcommand("ties", description=Ties.__doc__)]
+        | Annotated[Dare, subcommand("dare", description=Dare.__doc__)]
+        | Annotated[Della, subcommand("della", description=Della.__doc__)]
     )
     out: Path
     """Folder for the merged models."""
-    run: Path | None = None
+    run: Annotated[Path | None, NONE] = None
     """Folder that train.py wrote: its base and all its experts."""
-    base: Path | None = None
-    """Base checkpoint, instead of --run."""
-    experts: tuple[Path, ...] = ()
-    """Expert checkpoints, instead of --run."""
+    base: Annotated[Path | None, NONE] = None
+    """Base checkpoint, with --experts instead of --run."""
+    experts: Annotated[tuple[Path, ...], NONE] = ()
+    """Expert checkpoints, with --base instead of --run."""
     search: bool = False
-    """Choose the coefficient on the suite's dev split, and score the merged model there."""
+    """Choose a coefficient that is left out on the suite's dev split, and score the merged model there."""
+    calibrate: bool = False
+    """First choose the sparsity of TIES, DARE and DELLA on dev, at the paper's reference coefficients."""
     preset: str = "digits"
     """Settings of mergers; a merger's own options override them."""
     seed: int = 0
@@ -57,20 +62,28 @@ class Merge:
 
 
 def main(args: Merge) -> None:
-    if args.preset not in PRESETS:
-        raise ValueError(f"preset {args.preset!r} is unknown, choose one of {', '.join(PRESETS)}")
-    if (args.run is None) == (args.base is None or not args.experts):
-        raise ValueError("give --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
+    preset = preset_of(args.preset)
+    given = args.base is not None, bool(args.experts)
+    if any(given) if args.run else not all(given):
+        raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
     import torch
 
+    from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.pipeline import merging
 
     torch.set_num_threads(args.threads)
-    defaults = PRESETS[args.preset].mergers
+    defaults = preset.mergers
     configs = list(defaults.values()) if isinstance(args.merger, All) else [resolve(args.merger, defaults)]
     base, experts = merging.find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
     merged = merging.merge_run(
-        configs, base, experts, out=args.out, search=args.search, seed=args.seed, overwrite=args.overwrite
+        configs,
+        base,
+        experts,
+        out=args.out,
+        search=args.search,
+        calibration=CALIBRATION_COEFS[preset.family] if args.calibrate else None,
+        seed=args.seed,
+        overwrite=args.overwrite,
     )
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
@@ -79,7 +92,4 @@ def main(args: Merge) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Merge, description=__doc__, config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs)))
-    except ValueError as error:
-        sys.exit(f"merge.py: {error}")
+    cli.run("merge.py", main, Merge, description=__doc__)

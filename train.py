@@ -3,17 +3,18 @@
     python train.py ft --out runs/ft
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
 
-Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it.
+Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it, the
+base that all of them start from the folder --out/base. Options with "default: preset" take the value of --preset.
 """
 
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from tyro.conf import arg, subcommand
 
-from smat_fn.config import PRESETS, Finetune, Smat, resolve
+from smat_fn.config import Finetune, Smat, preset_of, resolve
+from smat_fn.pipeline import cli
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,29 @@ class Train:
     """Train experts of a suite with one method."""
 
     method: (
-        Annotated[Finetune, tyro.conf.subcommand("ft", description=Finetune.__doc__)]
-        | Annotated[Smat, tyro.conf.subcommand("smat", description=Smat.__doc__)]
+        Annotated[Finetune, subcommand("ft", description=Finetune.__doc__)]
+        | Annotated[Smat, subcommand("smat", description=Smat.__doc__)]
     )
     out: Path
     """Folder for the experts."""
     preset: str = "digits"
-    """Suite, budget and strengths of an experiment; other options override it."""
-    tasks: tuple[str, ...] = ()
-    """Tasks to train an expert for; none named: all of the suite."""
+    """An experiment: its suite, budget and strengths. Other options override it."""
+    tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all of the suite)")] = ()
+    """Tasks to train an expert for."""
     seed: int | None = None
-    """Seed of training (batches, draws); left out: the preset's."""
-    suite_seed: int | None = None
-    """Seed of the suite (splits, base); left out: --seed."""
+    """Seed of training: batches and draws."""
+    suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
+    """Seed of the suite: splits and base. Experts to be merged need the same."""
+    suite_options: Annotated[dict[str, int | float], arg(help_behavior_hint="(default: the suite's)")] = field(
+        default_factory=dict
+    )
+    """Numbers of the suite's recipe to change, as NAME VALUE pairs: pretrain_steps 300."""
     lr: float | None = None
-    """Learning rate; left out: what the preset chose for the method on dev."""
+    """Learning rate. The preset's was chosen on dev, for each method."""
     steps: int | None = None
-    """Optimizer steps per expert; left out: the preset's."""
-    label: str | None = None
-    """Name of these experts in tables; left out: the method's."""
+    """Optimizer steps per expert."""
+    label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
+    """Name of these experts in tables."""
     log_every: int = 1
     """Steps between lines of the log."""
     overwrite: bool = False
@@ -49,28 +54,33 @@ class Train:
 
 
 def main(args: Train) -> None:
-    if args.preset not in PRESETS:
-        raise ValueError(f"preset {args.preset!r} is unknown, choose one of {', '.join(PRESETS)}")
+    preset = preset_of(args.preset)
     import torch
 
     from smat_fn.data import load_suite
-    from smat_fn.pipeline.training import train_run
+    from smat_fn.pipeline.training import check_run, task_names, train_run
 
     torch.set_num_threads(args.threads)
-    preset = PRESETS[args.preset]
     method = resolve(args.method, preset.methods)
     lr = preset.lr[method.name] if args.lr is None else args.lr
-    steps = preset.training.steps if args.steps is None else args.steps
+    training = replace(preset.training, lr=lr, steps=preset.training.steps if args.steps is None else args.steps)
     seed = preset.seed if args.seed is None else args.seed
-    suite = load_suite(preset.suite, seed=seed if args.suite_seed is None else args.suite_seed)
+    suite_seed = seed if args.suite_seed is None else args.suite_seed
+    known = task_names(preset.suite)
+    tasks = args.tasks or known
+    # loading a suite for the first time pretrains its base: bad input is told before
+    check_run(
+        method, training, known=known, tasks=tasks, out=args.out, log_every=args.log_every, overwrite=args.overwrite
+    )
+    suite = load_suite(preset.suite, seed=suite_seed, **args.suite_options)
     origin = "given" if args.lr is not None else f"preset {args.preset}"
-    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {steps} steps an expert, seed {seed}")
+    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {training.steps} steps, seed {seed}")
     folders = train_run(
         suite,
         method,
-        replace(preset.training, lr=lr, steps=steps),
+        training,
         seed=seed,
-        tasks=args.tasks or suite.tasks,
+        tasks=tasks,
         out=args.out,
         label=args.label,
         log_every=args.log_every,
@@ -81,7 +91,4 @@ def main(args: Train) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Train, description=__doc__, config=(tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs)))
-    except ValueError as error:
-        sys.exit(f"train.py: {error}")
+    cli.run("train.py", main, Train, description=__doc__)

@@ -23,12 +23,14 @@ def main(arguments: list[str]) -> None:
     from smat_fn.data.digits import TASKS
 
     work = Path(arguments[0]) if arguments else Path(tempfile.mkdtemp(prefix="digits-study-"))
+    between((ROOT / "README.md").read_text(encoding="utf-8"), "")  # tells of lost marks before the runs, not after
+    facts = machine.describe(COMMAND)
     print(f"{len(SEEDS) * len(METHODS) * len(DIGITS.lr_grid)} trials of {len(TASKS)} experts, kept in {work}")
     study = run_study("digits", METHODS, SEEDS, work=work, jobs=2, report=print)
     table = main_table(study.rows)
     first, second = (table.cells[label]["Avg"].scores for label in ("FT", "SMAT"))
     result = {
-        **machine.describe(COMMAND),
+        **facts,
         "seeds": SEEDS,
         **as_json(study),
         "test": {m: {column: list(cell.scores) for column, cell in line.items()} for m, line in table.cells.items()},
@@ -37,10 +39,16 @@ def main(arguments: list[str]) -> None:
     write_text(ROOT / "benchmarks/results/digits.json", json.dumps(result, indent=1) + "\n")
     write_results(ROOT / "benchmarks/results/digits.jsonl", study.rows)
     text = report(result, markdown(table))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, rest = readme.split(MARKS[0])
-    write_text(ROOT / "README.md", before + MARKS[0] + "\n" + text + MARKS[1] + rest.split(MARKS[1])[1])
+    write_text(ROOT / "README.md", between((ROOT / "README.md").read_text(encoding="utf-8"), text))
     print(text)
+
+
+def between(page: str, text: str) -> str:
+    """The page with ``text`` between its two `MARKS`. Raises: ValueError unless each is there once, in order."""
+    begin, end = MARKS
+    if (page.count(begin), page.count(end)) != (1, 1) or page.index(begin) > page.index(end):
+        raise ValueError(f"README.md must have the lines {begin} and {end} once, in this order: the table goes between")
+    return page[: page.index(begin)] + begin + "\n" + text + page[page.index(end) :]
 
 
 def report(result: dict, table: str) -> str:
@@ -51,8 +59,9 @@ def report(result: dict, table: str) -> str:
     low, high = p["interval"]
     return (
         f"{table}\n"
-        f"Test score, mean over four tasks and {len(result['seeds'])} seeds ± standard deviation; learning rates chosen "
-        f"on dev: {rates}. SMAT - FT of the five-merger mean by seed: {each}; mean {p['mean']:+.2f}, standard deviation "
-        f"{p['sd']:.2f}, 95 % interval {low:+.2f} to {high:+.2f} (optimistic: seeds re-split the same images). From "
+        f"Test score, mean over four tasks and {len(result['seeds'])} seeds ± standard deviation; learning rates "
+        f"chosen on dev: {rates}. SMAT - FT of the five-merger mean by seed: {each}; mean {p['mean']:+.2f}, standard "
+        f"deviation {p['sd']:.2f}, 95 % interval {low:+.2f} to {high:+.2f} (optimistic: seeds re-split the same "
+        "images). From "
         f"`{result['command']}` on {result['hardware']}, by [docs/protocols/digits.md](docs/protocols/digits.md).\n"
     )

@@ -27,7 +27,12 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    try:
+        run = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
+    except OSError:  # no git here
+        return ""
     return run.stdout.strip()
 
 

@@ -32,7 +32,7 @@ class Smat:
     sigma: float | None = None
     """Perturb: RMS of the noise, in units of the weights; 0 switches Perturb off."""
     period: int | None = None
-    """Every period-th step is simulated; 1: all of them."""
+    """Every period-th step is simulated; 1: every step."""
     noise: Noise | None = None
     """Distribution of the noise."""
     lam: float | None = None
@@ -52,7 +52,7 @@ class TaskArithmetic:
 
     name: ClassVar[str] = "ta"
     coef: float | None = None
-    """gamma; left out, it is searched on dev."""
+    """gamma. The preset leaves it open: --search chooses it on dev."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Ties:
 
     name: ClassVar[str] = "ties"
     coef: float | None = None
-    """gamma; left out, it is searched on dev."""
+    """gamma. The preset leaves it open: --search chooses it on dev."""
     keep: float | None = None
     """Fraction of coordinates that stays, by magnitude."""
     aggregate: Aggregate | None = None
-    """Sum, or mean, of the agreeing entries."""
+    """Sum or mean of the agreeing entries."""
     scope: Scope | None = None
     """One threshold per expert (global), or one per tensor."""
 
@@ -76,7 +76,7 @@ class Dare:
 
     name: ClassVar[str] = "dare"
     coef: float | None = None
-    """gamma; left out, it is searched on dev."""
+    """gamma. The preset leaves it open: --search chooses it on dev."""
     drop_prob: float | None = None
     """Probability of removing a coordinate."""
 
@@ -87,7 +87,7 @@ class Della:
 
     name: ClassVar[str] = "della"
     coef: float | None = None
-    """gamma; left out, it is searched on dev."""
+    """gamma. The preset leaves it open: --search chooses it on dev."""
     drop_prob: float | None = None
     """Mean probability of removing a coordinate."""
     window: float | None = None
@@ -148,6 +148,13 @@ DIGITS = Preset(
 PRESETS: Mapping[str, Preset] = {"digits": DIGITS}
 
 C = TypeVar("C", bound=MethodConfig | MergerConfig)
+
+
+def preset_of(name: str) -> Preset:
+    """The preset of a name. Raises: ValueError for a name not in `PRESETS`."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown, choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def resolve(config: C, defaults: Mapping[str, Any]) -> C:

@@ -88,13 +88,17 @@ class ModuleLoss:
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         """``fn(module)`` while the module's parameters are ``params``."""
-        for name, value in params.items():
-            if self._shapes.get(name) != value.shape:
-                self._refuse(params)
+        self.check(params)
         # functional_call alone would ignore unknown names in silence
         return functional_call(self._shell, {f"module.{name}": value for name, value in params.items()}, (fn,))
 
-    def _refuse(self, params: Mapping[str, Tensor]) -> None:
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return self._shell.module
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Raises: ValueError that lists names that the module does not have, and other shapes than its own."""
         problems = [
             f"leaf {name!r} is no parameter of the module"
             if name not in self._shapes
@@ -102,7 +106,8 @@ class ModuleLoss:
             for name, value in params.items()
             if self._shapes.get(name) != value.shape
         ]
-        raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
+        if problems:
+            raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
 
 
 def apply_fn(module: nn.Module) -> Callable[..., Any]:

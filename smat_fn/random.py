@@ -37,12 +37,12 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2 = c3 = torch.zeros_like(c0)
     for _ in range(_ROUNDS):
-        # int64 products wrap, their low 64 bits are those of the unsigned product
-        p, q = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = ((q >> 32) ^ c1 ^ k0) & _WORD, q & _WORD
-        c2, c3 = ((p >> 32) ^ c3 ^ k1) & _WORD, p & _WORD
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return c0, c1, c2, c3
+        # c m as c (m - 2^32) + 2^32 c: a signed overflow would be undefined in compiled code; only c0 and c2 are
+        # multiplied, so only they must be single words here
+        p, q = c0 * (_MULTIPLIERS[0] - 2**32), c2 * (_MULTIPLIERS[1] - 2**32)
+        c0, c1, c2, c3 = (((q >> 32) + c2) ^ c1 ^ k0) & _WORD, q, (((p >> 32) + c0) ^ c3 ^ k1) & _WORD, p
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
@@ -178,4 +178,6 @@ def _check_key(key: Tensor) -> None:
 def _check_one(key: Tensor) -> None:
     _check_key(key)
     if key.ndim != 1:
-        raise ValueError(f"a draw takes one key, of shape (2,), got {key.dtype} {tuple(key.shape)}: use torch.func.vmap")
+        raise ValueError(
+            f"a draw takes one key, of shape (2,), got {key.dtype} {tuple(key.shape)}: use torch.func.vmap"
+        )

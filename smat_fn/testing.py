@@ -63,7 +63,9 @@ def random_tree(
     """A flat tree of uniform numbers in [-scale, scale), a function of (seed, path)."""
     key = random.key(seed)
     return {
-        path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-scale, maxval=scale).to(dtype)
+        path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-scale, maxval=scale).to(
+            dtype
+        )
         for path, shape in shapes.items()
     }
 
@@ -72,12 +74,12 @@ def quadratic(hessian: Tensor, linear: Tensor) -> Callable[..., tuple[Tensor, Au
     """The loss function ``x^T H x / 2 + b^T x`` of all leaves joined to one vector x, in tree order.
 
     Args: hessian: H, (d, d), symmetric; linear: b, (d,).
-    Returns: ``loss_fn(params, *args) -> (loss, None)``.
+    Returns: ``loss_fn(params, *args) -> (loss, {})``.
     """
 
     def loss_fn(params: Params, *args: object) -> tuple[Tensor, Aux]:
         x = torch.cat([leaf.reshape(-1) for leaf in tree.flatten(params).values()])
-        return x @ hessian @ x / 2 + linear @ x, None
+        return x @ hessian @ x / 2 + linear @ x, {}
 
     return loss_fn
 
@@ -85,7 +87,9 @@ def quadratic(hessian: Tensor, linear: Tensor) -> Callable[..., tuple[Tensor, Au
 def _pairs(actual: Params, expected: Params) -> list[tuple[str, Tensor, Tensor]]:
     a, b = tree.flatten(actual), tree.flatten(expected)
     assert list(a) == list(b), f"paths {list(a)}, expected {list(b)}"
-    shapes = [f"leaf {p!r} has shape {tuple(a[p].shape)}, expected {tuple(b[p].shape)}" for p in a if a[p].shape != b[p].shape]
+    shapes = [
+        f"leaf {p!r} has shape {tuple(a[p].shape)}, expected {tuple(b[p].shape)}" for p in a if a[p].shape != b[p].shape
+    ]
     assert not shapes, "; ".join(shapes)
     return [(path, a[path].detach(), b[path].detach()) for path in a]
 

@@ -28,6 +28,7 @@ Where: TypeAlias = Callable[[str, Tensor], bool]
 Schedule: TypeAlias = Callable[[int], float]
 Engine: TypeAlias = Literal["func", "autograd"]
 Noise: TypeAlias = Literal["uniform", "gaussian", "laplace"]
+Residence: TypeAlias = Literal["host", "device", "stream"]
 Aggregate: TypeAlias = Literal["sum", "mean"]
 Scope: TypeAlias = Literal["global", "tensor"]
 

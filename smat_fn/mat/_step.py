@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..optim.chain import check_max_norm, clip
-from ..types import Aux, Batch, Engine, Optimizer, Params
+from ..optim.chain import check_max_norm
+from ..simulation.apply import finish
+from ..simulation.draws import Draw
+from ..types import Aux, Batch, Engine, Optimizer, Params, Where
 
 
 class State(NamedTuple):
@@ -59,10 +61,17 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
 
 
 def apply(
-    optimizer: Optimizer, state: State, grads: Params, *, max_grad_norm: float | None, donate: bool
+    optimizer: Optimizer,
+    state: State,
+    grads: Params,
+    *,
+    max_grad_norm: float | None,
+    donate: bool,
+    drawn: Draw | None = None,
+    where: Where | None = None,
 ) -> tuple[State, Tensor]:
-    """Clip, then the optimizer on theta: (next state, gradient norm before clipping)."""
-    grads, norm = clip(grads, max_grad_norm, donate=donate)
+    """Reweight (with a draw), clip, then the optimizer on theta: (next state, gradient norm before clipping)."""
+    grads, norm = finish(grads, drawn, where=where, max_norm=max_grad_norm, donate=donate)
     options = {"donate": True} if donate else {}
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
     return State(params, opt_state, state.step + 1), norm

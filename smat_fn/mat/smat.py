@@ -1,17 +1,18 @@
 """SMAT: the task loss at simulated merged states, every t-th step or mixed into every step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import random, tree
 from ..grad import value_and_grad
-from ..simulation.apply import reweight, simulate
+from ..simulation.apply import reweight
 from ..simulation.draws import Draw, check_strengths, draw
 from ..simulation.losses import check_lam
-from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Optimizer, Params, Where
-from . import _step
+from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Optimizer, Params, Residence, Where
+from . import _simulated, _step
+from ._simulated import Result
 from ._step import State
 
 __all__ = ["Info", "State", "build", "is_simulated"]
@@ -40,6 +41,7 @@ def build(
     period: int = 4,
     noise: Noise = "uniform",
     lam: float | None = None,
+    residence: Residence | None = None,
     engine: Engine = "autograd",
     donate: bool = False,
 ) -> Method:
@@ -54,8 +56,12 @@ def build(
 
     Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0; where: the masked set S, None masks every leaf;
         max_grad_norm: clip by global norm after reweighting; alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw`;
-        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; engine: of
-        `value_and_grad`; donate: reuse the state's buffers (the state passed in is then spent), same bits.
+        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; residence: where
+        theta_0 and theta~ live, bits being equal. None: base as it is, theta~ a new tree. "host": theta_0 in pinned
+        memory, prefetched during clean steps into one reusable buffer that becomes theta~. "device": theta_0 on the
+        device, theta~ rebuilt module by module in forward and backward, no second copy. "stream": the same with
+        theta_0 streamed from pinned memory, no copy at all. engine: of `value_and_grad`;
+        donate: reuse the state's buffers (the state passed in is then spent), same bits.
     Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
     Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
     Source: paper sections 4.1 to 4.3.
@@ -68,25 +74,36 @@ def build(
             check_lam(lam)
         except ValueError as error:
             problems.append(str(error))
+    problems += _simulated.problems(loss_fn, residence, engine)
     if problems:
         raise ValueError("smat: " + "; ".join(problems))
     at = value_and_grad(loss_fn, engine=engine)
+    at_simulated = _simulated.build(
+        loss_fn, base, where=where, residence=residence, period=1 if lam is not None else period, engine=engine
+    )
     off = alpha_min == 1 and drop_prob == 0 and sigma == 0
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         weight = float(is_simulated(state.step, period)) if lam is None else lam
         weight = 0.0 if off else weight
-        scale, parts = torch.ones(()), []
+        drawn, clean, merged = None, None, None
         if weight < 1:
-            parts.append((1 - weight, *_step.accumulate(at, state.params, batch)))
+            if not off:
+                at_simulated.idle(state.params)
+            clean = _step.accumulate(at, state.params, batch)
         if weight > 0:
             drawn = draw(
                 random.fold_in(key, state.step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise
             )
-            scale = drawn.scale
-            parts.append((weight, *_gradient_at_simulated(at, state.params, base, batch, drawn, where)))
-        loss, aux, grads = parts[0][1:] if len(parts) == 1 else _mix(parts)
-        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+            merged = at_simulated.gradient(state.params, batch, drawn)
+        scale = torch.ones(()) if drawn is None else drawn.scale
+        if clean is not None and merged is not None and drawn is not None:
+            (loss, aux, grads), drawn = _mix(weight, clean, merged, drawn, where), None
+        else:
+            loss, aux, grads = merged or cast(Result, clean)
+        state, norm = _step.apply(
+            optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate, drawn=drawn, where=where
+        )
         return state, Info(loss, aux, norm, scale, weight > 0)
 
     return Method(_step.init(optimizer, base, donate=donate), update)
@@ -97,21 +114,12 @@ def is_simulated(step: int, period: int) -> bool:
     return (step + 1) % period == 0
 
 
-def _gradient_at_simulated(
-    at: _step.Gradient, params: Params, base: Params, batch: Batch, drawn: Draw, where: Where | None
-) -> tuple[Tensor, Aux, Params]:
-    with torch.no_grad():
-        simulated = simulate(params, base, drawn, where=where)
-    loss, aux, grads = _step.accumulate(at, simulated, batch)
-    with torch.no_grad():
-        return loss, aux, reweight(grads, drawn, where=where)
+def _mix(weight: float, clean: Result, merged: Result, drawn: Draw, where: Where | None) -> Result:
+    (loss, aux, grads), (merged_loss, merged_aux, raw) = clean, merged
 
-
-def _mix(parts: list[tuple[float, Tensor, Aux, Params]]) -> tuple[Tensor, Aux, Params]:
-    (w, loss, aux, grads), (v, other_loss, other_aux, other_grads) = parts
-
-    def mean(a: Tensor, b: Tensor) -> Any:
+    def mean(a: Tensor, b: Tensor) -> Tensor:
         dtype = tree.compute_dtype(a)
-        return (w * a.to(dtype) + v * b.to(dtype)).to(a.dtype)
+        return ((1 - weight) * a.to(dtype) + weight * b.to(dtype)).to(a.dtype)
 
-    return w * loss + v * other_loss, (aux, other_aux), tree.tree_map(mean, grads, other_grads)
+    grads = tree.tree_map(mean, grads, reweight(raw, drawn, where=where))
+    return (1 - weight) * loss + weight * merged_loss, (aux, merged_aux), grads

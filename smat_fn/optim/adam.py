@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
@@ -95,7 +96,7 @@ def _build(
         counts = [torch.tensor(float(state.step), device=device[p]) for p in leaves]
         function(
             list(leaves.values()),
-            [flat_grads[p] for p in leaves],
+            [_laid_out(flat_grads[p], leaf) for p, leaf in leaves.items()],
             [flat_mu[p] for p in leaves],
             [flat_nu[p] for p in leaves],
             [],
@@ -116,3 +117,8 @@ def _build(
         return params, AdamState(state.step + 1, mu, nu)
 
     return Optimizer(init, update)
+
+
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    # torch's fused kernels walk a gradient with the strides of its parameter
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)

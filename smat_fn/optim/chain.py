@@ -1,14 +1,13 @@
 """Gradient transforms in front of an optimizer."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import ops, tree
 from ..types import Optimizer, Params
 
 Transform: TypeAlias = Callable[[Params], Params]
@@ -31,29 +30,8 @@ def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tupl
     Raises: ValueError unless max_norm is None, or positive and finite.
     """
     check_max_norm(max_norm)
-    norm = tree.global_norm(grads)
-    if max_norm is None:
-        return grads, norm.float()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    owned = _owned(grads) if donate else set()
-
-    def scale(g: Tensor) -> Tensor:
-        by = factor.to(tree.compute_dtype(g))
-        return g.mul_(by) if id(g) in owned else (g * by).to(g.dtype)
-
-    return tree.tree_map(scale, grads), norm.float()
-
-
-def _owned(grads: Params) -> set[int]:
-    # autograd may hand out one tensor for two leaves, or an expanded one: in place would scale those twice
-    leaves = list(tree.flatten(grads).values())
-    users = Counter(leaf.untyped_storage().data_ptr() for leaf in leaves)
-    return {
-        id(leaf)
-        for leaf in leaves
-        if users[(storage := leaf.untyped_storage()).data_ptr()] == 1
-        and storage.nbytes() >= leaf.numel() * leaf.element_size()
-    }
+    leaves, norm = ops.finish(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
+    return tree.unflatten(grads, leaves), norm
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:

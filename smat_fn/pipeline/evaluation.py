@@ -37,20 +37,30 @@ def evaluate(
     The suite is rebuilt from each manifest, and must give the base that the checkpoint was made from.
 
     Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored.
-    Raises: ValueError that lists every checkpoint without a suite or of another base, before any is scored.
+    Raises: ValueError that lists every checkpoint without a suite, of another base, or of one label, model and seed
+        with another, before any is scored.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
     suites: dict[str, Suite] = {}
+    rows_of: dict[tuple[Any, ...], Path] = {}
     problems = []
     for folder, manifest in manifests.items():
+        line = manifest["label"], _model(manifest), manifest["seed"]
+        if (other := rows_of.setdefault(line, folder)) != folder:
+            problems.append(
+                f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
+                "evaluate one of them, or train one with another --label"
+            )
         recipe = manifest.get("suite")
         if not recipe:
             problems.append(f"{folder} names no suite: only checkpoints of a suite can be scored by name")
             continue
-        suite = suites.setdefault(json.dumps(recipe), load_suite(**recipe))
-        if manifest.get("base_fingerprint") != checkpoint.fingerprint(suite.base):
+        name = json.dumps(recipe)
+        if name not in suites:
+            suites[name] = load_suite(**recipe)
+        if manifest.get("base_fingerprint") != checkpoint.fingerprint(suites[name].base):
             problems.append(
-                f"{folder} was made from another base than suite {suite.name!r} gives here: "
+                f"{folder} was made from another base than suite {suites[name].name!r} gives here: "
                 "other library versions or threads pretrain another one, train again"
             )
     tree.raise_problems(problems)
@@ -58,16 +68,22 @@ def evaluate(
     for folder, manifest in manifests.items():
         if on_model is not None:
             on_model(str(folder))
-        suite = suites[json.dumps(manifest["suite"])]
+        suite, model = suites[json.dumps(manifest["suite"])], _model(manifest)
         params, _ = checkpoint.load_expert(folder, suite.base)
-        expert = manifest["kind"] == "expert"
-        model = f"expert:{manifest['task']}" if expert else manifest["merger"]
-        coef = manifest["hyperparameters"].get("coef")
-        tasks = suite._replace(tasks=suite.tasks if expert else tuple(manifest["experts"]))
+        tasks = suite.tasks if manifest["kind"] == "expert" else tuple(manifest["experts"])
         rows += score_models(
-            tasks, {model: params}, split, method=manifest["label"], seed=manifest["seed"], coefs={model: coef}
+            suite._replace(tasks=tasks),
+            {model: params},
+            split,
+            method=manifest["label"],
+            seed=manifest["seed"],
+            coefs={model: manifest["hyperparameters"].get("coef")},
         )
     return rows
+
+
+def _model(manifest: dict[str, Any]) -> str:
+    return f"expert:{manifest['task']}" if manifest["kind"] == "expert" else manifest["merger"]
 
 
 def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpoints: Sequence[Path]) -> None:

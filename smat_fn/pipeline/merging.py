@@ -1,16 +1,19 @@
 """Merge experts on disk: checked inputs, an optional search on dev, merged checkpoints with a card each."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import checkpoint, merge, random, tree
 from ..config import Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAverage, settings
 from ..data import Suite, load_suite
 from ..types import Params
-from .training import BASE, mean
+from .card import card
+from .training import BASE, mean, refusals
 
 CARD = "README.md"
 
@@ -47,17 +50,23 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
-    Raises: ValueError that lists every expert of another base, of another shape or dtype, with values that are not
-        finite, and every task named twice.
+    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
+        that are not finite, and every task that comes twice.
     """
-    origin, _ = checkpoint.load_leaves(base)
-    fingerprint = checkpoint.fingerprint(origin)
+    problems = [] if experts else ["no experts: give at least one folder"]
+    origin: dict[str, Tensor] | None = None
+    try:
+        origin, _ = checkpoint.load_leaves(base)
+        tree.check_finite(origin, str(base))
+    except ValueError as error:
+        problems.append(str(error))
+    fingerprint = None if origin is None else checkpoint.fingerprint(origin)
     loaded: dict[str, dict[str, Tensor]] = {}
     manifests: dict[str, dict[str, Any]] = {}
-    problems = [] if experts else ["no experts: give at least one folder"]
     for path in experts:
         try:
-            params, manifest = checkpoint.load_expert(path, origin)
+            like = checkpoint.load_leaves(path)[0] if origin is None else origin
+            params, manifest = checkpoint.load_expert(path, like)
             tree.check_finite(params, str(path))
         except ValueError as error:
             problems.append(str(error))
@@ -65,10 +74,11 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
         task = manifest.get("task", path.name)
         if task in loaded:
             problems.append(f"{path}: there is another expert named {task!r}, give each task once")
-        if manifest.get("base_fingerprint", fingerprint) != fingerprint:
+        if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
             problems.append(f"{path} was trained from another base than {base}")
         loaded[task], manifests[task] = params, manifest
     tree.raise_problems(problems)
+    assert origin is not None
     return Inputs(origin, loaded, manifests)
 
 
@@ -94,7 +104,6 @@ def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite |
 
     The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Random
     masks come from ``fold_in(key(seed), "merge")``.
-
     """
     scores: dict[str, float] = {}
 
@@ -123,6 +132,23 @@ def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite |
     return Merged(params, coef, dict(scores), curve)
 
 
+def calibrate(config: MergerConfig, inputs: Inputs, suite: Suite, *, coef: float, seed: int) -> MergerConfig:
+    """The merger with the sparsity of the largest mean dev score at a fixed coefficient, ties to less pruning.
+
+    TIES keeps 0.5, 0.3, 0.2 or 0.1; DARE and DELLA drop 0.1, 0.3, 0.5, 0.7 or 0.9 (paper, sparse-merger calibration).
+    """
+    field, candidates = ("keep", merge.TIES_KEEPS) if isinstance(config, Ties) else ("drop_prob", merge.DROP_PROBS)
+
+    def at(value: float, **options: float) -> MergerConfig:
+        changes: dict[str, Any] = {field: value, **options}
+        return replace(config, **changes)
+
+    def score(value: float) -> float:
+        return mean(list(merge_one(at(value, coef=coef), inputs, seed=seed, suite=suite).dev.values()))
+
+    return at(merge.choose(candidates, score).best)
+
+
 def merge_run(
     configs: Sequence[MergerConfig],
     base: Path,
@@ -130,12 +156,14 @@ def merge_run(
     *,
     out: Path,
     search: bool,
+    calibration: Mapping[str, float] | None = None,
     seed: int,
     overwrite: bool = False,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
-    Args: search: choose open coefficients on dev, and score every merged model there; seed: of random masks.
+    Args: search: choose open coefficients on dev, and score every merged model there; calibration: first choose the
+        sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
@@ -143,22 +171,30 @@ def merge_run(
     for config in configs:
         if not search and "coef" in vars(config) and config.coef is None:  # type: ignore[union-attr]
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
-        try:
-            checkpoint.refuse_existing(out / config.name, overwrite=overwrite)
-        except ValueError as error:
-            problems.append(str(error))
+        problems += refusals(_check_options, config)
+        problems += refusals(checkpoint.refuse_existing, out / config.name, overwrite=overwrite)
     try:
         inputs = load_inputs(base, experts)
-        suite = _common_suite(inputs) if search else None
+        suite = _common_suite(inputs) if search or calibration else None
     except ValueError as error:
         problems.append(str(error))
     tree.raise_problems(problems)
     done = {}
     for config in configs:
+        if calibration and config.name in calibration:
+            assert suite is not None
+            config = calibrate(config, inputs, suite, coef=calibration[config.name], seed=seed)
         merged = merge_one(config, inputs, seed=seed, suite=suite)
         write_merged(out / config.name, config, inputs, merged, seed=seed, overwrite=overwrite)
         done[out / config.name] = merged
     return done
+
+
+def _check_options(config: MergerConfig) -> None:
+    if not isinstance(config, WeightAverage):
+        one = {"w": torch.zeros(1)}
+        vector = merged_vector(config, random.key(0), Inputs(one, {"a": one}, {}))
+        merge.apply_vector(one, vector, coef=0.0 if config.coef is None else config.coef)
 
 
 def _common_suite(inputs: Inputs) -> Suite:
@@ -198,31 +234,3 @@ def write_merged(
     }
     manifest = checkpoint.describe(merged.params, **facts)
     checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})
-
-
-def card(manifest: Mapping[str, Any]) -> str:
-    """A merged model in words: what was merged, how, which coefficient, its dev scores, fingerprints."""
-    options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items()) or "no options"
-    lines = [
-        f"# {manifest['label']} experts merged by {manifest['merger'].upper()}",
-        "",
-        f"Merger: {manifest['merger']} ({options}), random masks from seed {manifest['merge_seed']}.",
-    ]
-    if manifest["dev_curve"]:
-        tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
-        lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
-    lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
-    lines += [
-        f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"
-        if task in manifest["dev"]
-        else f"| {task} | | `{print_}` |"
-        for task, print_ in manifest["experts"].items()
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
-    lines += [
-        "",
-        f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`.",
-        "",
-        versions + ".",
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,7 @@
 """Methods compared over seeds: each method's learning rate chosen on dev, test scores at that choice alone."""
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
@@ -44,16 +43,14 @@ def run_study(
 
     Trials that stand in ``work`` are not run again.
 
-    Args: jobs: processes, one thread each; report: gets a line per finished trial.
+    Args: jobs: processes, one thread each (1: this one); report: gets a line per finished trial.
     """
     grid = PRESETS[preset].lr_grid
     trials = [Trial(preset, m, lr, seed) for seed in seeds for m in methods for lr in sorted(grid)]
-    with _pool(jobs) as pool:
-        # the first of each seed pretrains the base, the others find it in the cache
-        for batch in (trials[:: len(trials) // len(seeds)], trials):
-            running = {pool.submit(run_trial, trial, work): trial for trial in batch}
-            for number, done in enumerate(as_completed(running), 1):
-                report(f"[{number}/{len(batch)}] {running[done]}: dev {done.result():.2f}")
+    # the first trial of each seed pretrains the base, the others find it in the cache
+    for batch in (trials[:: len(trials) // len(seeds)], trials):
+        for number, (trial, score) in enumerate(_run_all(batch, work, jobs), 1):
+            report(f"[{number}/{len(batch)}] {trial.method}, lr {trial.lr:g}, seed {trial.seed}: dev {score:.2f}")
     dev = {m: {lr: [run_trial(Trial(preset, m, lr, s), work) for s in seeds] for lr in sorted(grid)} for m in methods}
     lr = {method: choose_lr(by_lr) for method, by_lr in dev.items()}
     chosen = [Trial(preset, method, lr[method], seed).folder(work) for method in methods for seed in seeds]
@@ -102,15 +99,19 @@ def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     return {"differences": differences, "mean": center, "sd": sd, "interval": [center - half, center + half]}
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread)
+def _run_all(trials: Sequence[Trial], work: Path, jobs: int) -> Iterator[tuple[Trial, float]]:
+    if jobs == 1:
+        yield from ((trial, run_trial(trial, work)) for trial in trials)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        running = {pool.submit(run_trial, trial, work): trial for trial in trials}
+        yield from ((running[done], done.result()) for done in as_completed(running))
 
 
 def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def as_json(study: Study) -> Mapping[str, Any]:

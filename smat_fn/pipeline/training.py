@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .. import checkpoint, optim, random, tree
 from ..config import MethodConfig, Training, settings
 from ..data import Suite
 from ..data.suite import check_member
-from ..types import Method, Optimizer, Params
+from ..types import Batch, LossFn, Method, Optimizer, Params, Where
 
 OnStep = Callable[[int, Any], None]
 BASE = "base"
@@ -30,17 +30,19 @@ def make_optimizer(training: Training) -> Optimizer:
     return optim.adam(lr, fused=True)
 
 
-def build_method(method: MethodConfig, training: Training, suite: Suite, task: str) -> Method:
-    """The training method on one task of a suite; it donates its state's buffers from step to step."""
+def build_method(
+    method: MethodConfig,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    base: Params,
+    *,
+    where: Where | None,
+    max_grad_norm: float | None,
+) -> Method:
+    """The training method on a loss; it donates its state's buffers from step to step."""
     module = importlib.import_module(f"..mat.{method.module}", __package__)
     return module.build(
-        suite.loss_fn(task),
-        make_optimizer(training),
-        suite.base,
-        where=suite.where,
-        max_grad_norm=training.max_grad_norm,
-        donate=True,
-        **settings(method),
+        loss_fn, optimizer, base, where=where, max_grad_norm=max_grad_norm, donate=True, **settings(method)
     )
 
 
@@ -61,7 +63,14 @@ def train_expert(
     Args: on_step: called as ``on_step(step, info)`` after every step.
     """
     key = random.fold_in(random.key(seed), task)
-    run = build_method(method, training, suite, task)
+    run = build_method(
+        method,
+        make_optimizer(training),
+        suite.loss_fn(task),
+        suite.base,
+        where=suite.where,
+        max_grad_norm=training.max_grad_norm,
+    )
     state = run.init(suite.base)
     for step in range(training.steps):
         state, info = run.update(key, state, suite.batch(task, key, step))
@@ -86,20 +95,11 @@ def train_run(
 
     Args: label: the name of this run in tables, by default the method's in capitals; log_every: steps between lines.
     Returns: the experts' folders.
-    Raises: ValueError that lists unknown tasks, bad numbers and existing folders, before any training; at a logged step
-        whose loss is not finite, naming it.
+    Raises: ValueError as `check_run`, and for experts of another base in ``out``; at a logged step whose loss is not
+        finite, naming it.
     """
-    problems = [f"steps is {training.steps}, must be at least 1"] if training.steps < 1 else []
-    problems += [f"log_every is {log_every}, must be at least 1"] if log_every < 1 else []
-    problems += ["no tasks: name at least one"] if not tasks else []
-    problems += [str(error) for task in tasks for error in _refusals(suite, task, out / task, overwrite)]
-    try:
-        build_method(method, training, suite, suite.tasks[0])
-    except ValueError as error:
-        problems.append(str(error))
-    tree.raise_problems(problems)
-
     origin = checkpoint.fingerprint(suite.base)
+    check_run(method, training, known=suite.tasks, tasks=tasks, out=out, log_every=log_every, overwrite=overwrite)
     facts = {
         "label": label or method.name.upper(),
         "method": method.name,
@@ -109,7 +109,7 @@ def train_run(
         "suite": dict(suite.recipe),
         "base_fingerprint": origin,
     }
-    _write_base(out / BASE, suite, origin)
+    _write_base(out / BASE, suite, origin, overwrite=overwrite)
     folders = []
     for task in tasks:
         started = time.perf_counter()
@@ -124,17 +124,58 @@ def train_run(
     return folders
 
 
-def _refusals(suite: Suite, task: str, folder: Path, overwrite: bool) -> Iterator[ValueError]:
+def task_names(suite: str) -> tuple[str, ...]:
+    """The tasks of a suite by its name: ``TASKS`` of its module, so that its base need not be there yet."""
+    return tuple(importlib.import_module(f"..data.{suite}", __package__).TASKS)
+
+
+def check_run(
+    method: MethodConfig,
+    training: Training,
+    *,
+    known: tuple[str, ...],
+    tasks: Sequence[str],
+    out: Path,
+    log_every: int,
+    overwrite: bool,
+) -> None:
+    """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
+    problems = [f"steps is {training.steps}, must be at least 1"] if training.steps < 1 else []
+    problems += [f"log_every is {log_every}, must be at least 1"] if log_every < 1 else []
+    optimizer, limit = optim.adam(0.0), training.max_grad_norm
     try:
-        check_member(f"{suite.name} task", task, suite.tasks)
-        checkpoint.refuse_existing(folder, overwrite=overwrite)
+        optimizer = make_optimizer(replace(training, steps=max(training.steps, 1)))
     except ValueError as error:
-        yield error
+        problems.append(str(error))
+    problems += refusals(build_method, method, optimizer, _no_loss, {}, where=None, max_grad_norm=limit)
+    problems += ["no tasks: name at least one"] if not tasks else []
+    problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
+    for task in dict.fromkeys(tasks):
+        problems += refusals(check_member, "task", task, known)
+        problems += refusals(checkpoint.refuse_existing, out / task, overwrite=overwrite)
+    tree.raise_problems(problems)
 
 
-def _write_base(path: Path, suite: Suite, fingerprint: str) -> None:
+def refusals(check: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+    """What ``check(*args, **options)`` has to say against them: the text of its ValueError, or nothing."""
+    try:
+        check(*args, **options)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _no_loss(params: Params, batch: Batch) -> tuple[Any, None]:
+    raise AssertionError("built to check its options, not to run")
+
+
+def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:
     if path.exists() and checkpoint.load_manifest(path).get("fingerprint") == fingerprint:
         return
+    if path.exists() and not overwrite:
+        raise ValueError(
+            f"{path} is another base than suite {suite.name!r} gives: choose another --out, or --overwrite"
+        )
     manifest = checkpoint.describe(suite.base, kind="base", suite=dict(suite.recipe))
     checkpoint.save_expert(path, suite.base, manifest, overwrite=True)
 

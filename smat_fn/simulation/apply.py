@@ -1,17 +1,15 @@
-"""`simulate` and its gradient `reweight` on any tree: plain torch operations, differentiable by every transform."""
+"""`simulate` and its gradient `reweight` on any tree: checks and paths around the operations of smat_fn.ops."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .. import random, tree
+from .. import ops, random, tree
+from ..ops.plan import Numbers
 from ..types import Params, Where
 from .draws import Draw
-
-# coordinates whose random fields are held at once
-_PIECE = 1 << 19
 
 
 def simulate(
@@ -31,8 +29,8 @@ def simulate(
 
     Args: params: theta, any tree of floating-point tensors; base: theta_0, same structure and shapes; draw: from
         `smat_fn.draw`; where: the masked set S as a predicate on (path, leaf), None masks every leaf; out: tree whose
-        tensors receive the result (no gradient flows); starts: path -> index of the leaf's first coordinate in the
-        full leaf, for shards.
+        tensors receive the result (no gradient flows), may be params or base; starts: path -> index of the leaf's
+        first coordinate in the full leaf, for shards.
     Returns: tree of params' structure, shapes and dtypes; ``out`` if given.
     Raises: ValueError for trees that do not match (all problems listed, by path).
     Source: paper section 4.1.
@@ -41,16 +39,20 @@ def simulate(
     tree.check_floating(leaves, "params")
     tree.check_floating(origins, "base")
     tree.check_same(leaves, "params", base=origins)
-
-    def state(path: str, part: slice, coefficient: Tensor, noise: Tensor | None) -> Tensor:
-        theta, theta_0 = leaves[path].reshape(-1)[part], origins[path].reshape(-1)[part]
-        dtype = coefficient.dtype
-        center = theta_0.to(dtype)
-        assert noise is not None
-        return ((center + coefficient * (theta.to(dtype) - center)) + noise).to(leaves[path].dtype)
-
-    dtypes = {path: tree.compute_dtype(leaf, origins[path]) for path, leaf in leaves.items()}
-    return _finish(params, _by_pieces(state, leaves, dtypes, draw, where, starts, noise=True), out)
+    targets = _targets(leaves, out)
+    offsets = _check_starts(starts, leaves)
+    in_place = _direct(leaves, targets)
+    result: dict[str, Tensor] = {}
+    for part in _parts(leaves, draw, where, offsets):
+        theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]
+        if in_place:
+            states = [targets[path] for path in part.paths]
+            with torch.no_grad():
+                ops.simulate_into(theta, theta_0, states, *part.numbers, part.masked, part.starts)
+        else:
+            states = ops.simulate(theta, theta_0, part.numbers, part.masked, part.starts)
+        result.update(zip(part.paths, states, strict=True))
+    return out if in_place else _result(params, result, out, targets)
 
 
 def reweight(
@@ -72,13 +74,44 @@ def reweight(
     """
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
+    targets = _targets(leaves, out)
+    offsets = _check_starts(starts, leaves)
+    in_place = _direct(leaves, targets)
+    result: dict[str, Tensor] = {}
+    for part in _parts(leaves, draw, where, offsets):
+        raw = [leaves[path] for path in part.paths]
+        if in_place:
+            weighted = [targets[path] for path in part.paths]
+            with torch.no_grad():
+                ops.reweight_into(raw, weighted, *part.numbers[:3], part.masked, part.starts)
+        else:
+            weighted = ops.reweight(raw, part.numbers, part.masked, part.starts)
+        result.update(zip(part.paths, weighted, strict=True))
+    return out if in_place else _result(grads, result, out, targets)
 
-    def weighted(path: str, part: slice, coefficient: Tensor, noise: Tensor | None) -> Tensor:
-        gradient = leaves[path].reshape(-1)[part]
-        return (coefficient * gradient.to(coefficient.dtype)).to(gradient.dtype)
 
-    dtypes = {path: tree.compute_dtype(leaf) for path, leaf in leaves.items()}
-    return _finish(grads, _by_pieces(weighted, leaves, dtypes, draw, where, starts, noise=False), out)
+def finish(
+    grads: Params, draw: Draw | None, *, where: Where | None = None, max_norm: float | None = None, donate: bool = False
+) -> tuple[Params, Tensor]:
+    """What is left between a gradient and the optimizer: `reweight` (with a draw), global norm, clip.
+
+    ``g' = g min(1, max_norm / (norm + 1e-6))`` for ``g = alpha m (.) grads``; the bits of `reweight` followed by
+    `smat_fn.optim.clip`, in no more passes over memory than a clip alone.
+
+    Args: draw: None for a clean gradient; max_norm: None only measures; donate: write into grads.
+    Returns: (grads, 0-d float32 norm before clipping).
+    """
+    leaves = tree.flatten(grads)
+    tree.check_floating(leaves, "grads")
+    parts = [] if draw is None else list(_parts(leaves, draw, where, {}))
+    if len(parts) > 1:
+        # several devices: reweight on each, then one norm
+        weighted = tree.flatten(reweight(leaves, cast(Draw, draw), where=where))
+        result, norm = ops.finish(weighted, None, [], max_norm=max_norm, donate=True)
+    else:
+        numbers, masked = (parts[0].numbers, parts[0].masked) if parts else (None, [])
+        result, norm = ops.finish(leaves, numbers, masked, max_norm=max_norm, donate=donate)
+    return tree.unflatten(grads, result), norm
 
 
 def participation(draw: Draw, like: Params, *, where: Where | None = None) -> Params:
@@ -86,7 +119,7 @@ def participation(draw: Draw, like: Params, *, where: Where | None = None) -> Pa
 
     Args: draw, where: as `simulate`; like: tree that gives structure, shapes and dtypes.
     """
-    return _shaped_like(like, draw, where, lambda path, part, coefficient, noise: coefficient, noise=False)
+    return _shown(like, draw, where, lambda leaves, part: ops.plain.coefficients(leaves, part.numbers, part.masked))
 
 
 def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tuple[Params, Params]:
@@ -96,89 +129,37 @@ def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tupl
     Returns: (mask, noise), float32 (float64 for float64 leaves); ``alpha * mask`` is `participation`.
     """
     unit = draw._replace(scale=torch.ones_like(draw.scale))
-    mask = _shaped_like(like, unit, where, lambda path, part, coefficient, noise: coefficient, noise=False)
-    return mask, _shaped_like(like, unit, where, lambda path, part, coefficient, noise: noise, noise=True)
+    noise = _shown(like, unit, where, lambda leaves, part: ops.plain.noises(leaves, part.numbers))
+    return participation(unit, like, where=where), noise
 
 
-def _shaped_like(like: Params, draw: Draw, where: Where | None, fn: Callable[..., Tensor], *, noise: bool) -> Params:
+class _Part(NamedTuple):
+    """The leaves of one device, and the draw there."""
+
+    paths: list[str]
+    numbers: Numbers
+    masked: list[bool]
+    starts: list[int]
+
+
+def _parts(leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]) -> Iterator[_Part]:
+    devices: dict[torch.device, list[str]] = {}
+    for path, leaf in leaves.items():
+        devices.setdefault(leaf.device, []).append(path)
+    for device, paths in devices.items():
+        key, scale, drop_prob, sigma, noise = (field.to(device) for field in draw)
+        numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
+        masked = [where is None or where(path, leaves[path]) for path in paths]
+        yield _Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
+
+
+def _shown(like: Params, draw: Draw, where: Where | None, fn: Callable[[list[Tensor], _Part], list[Tensor]]) -> Params:
     leaves = tree.flatten(like)
     tree.check_floating(leaves, "like")
-    dtypes = {path: tree.compute_dtype(leaf) for path, leaf in leaves.items()}
-    return _finish(like, _by_pieces(fn, leaves, dtypes, draw, where, None, noise=noise), None)
-
-
-def _finish(like: Params, result: dict[str, Tensor], out: Params | None) -> Params:
-    if out is None:
-        return tree.unflatten(like, result)
-    targets = tree.flatten(out)
-    tree.check_same(result, "the result", out=targets)
-    with torch.no_grad():
-        for path, value in result.items():
-            targets[path].copy_(value)
-    return out
-
-
-def _by_pieces(
-    fn: Callable[[str, slice, Tensor, Tensor | None], Tensor],
-    leaves: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    draw: Draw,
-    where: Where | None,
-    starts: Mapping[str, int] | None,
-    *,
-    noise: bool,
-) -> dict[str, Tensor]:
-    """``fn(path, part, alpha * m, epsilon)`` over flat parts of leaves, joined; the cuts do not matter."""
-    starts = _check_starts(starts, leaves)
-    if not leaves:
-        return {}
-    paths = list(leaves)
-    device = leaves[paths[0]].device
-    draw = Draw(*(field.to(device) for field in draw))
-    masked = [where is None or where(path, leaf) for path, leaf in leaves.items()]
-    mask_keys, noise_keys = random.leaf_streams(draw.key, paths)
-    cutoff = random.threshold(draw.drop_prob)
-    pieces: dict[str, list[Tensor]] = {path: [] for path in paths}
-    for group in tree.spans([leaf.numel() for leaf in leaves.values()], _PIECE):
-        wanted = [(mask_keys, span) for span in group if masked[span[0]]]
-        wanted += [(noise_keys, span) for span in group] if noise else []
-        fields = iter(
-            random.streams(
-                torch.stack([keys[index] for keys, (index, _, _) in wanted]),
-                [stop - start for _, (_, start, stop) in wanted],
-                starts=[starts.get(paths[index], 0) + start for _, (index, start, _) in wanted],
-            )
-            if wanted
-            else ()
-        )
-        mask_fields = [next(fields) if masked[index] else None for index, _, _ in group]
-        noise_fields = [next(fields) if noise else None for _ in group]
-        for (index, start, stop), mask_field, noise_field in zip(group, mask_fields, noise_fields, strict=True):
-            dtype = dtypes[paths[index]]
-            coefficient = _coefficient(draw, cutoff, mask_field, dtype, stop - start)
-            epsilon = None if noise_field is None else _epsilon(draw, noise_field, dtype)
-            pieces[paths[index]].append(fn(paths[index], slice(start, stop), coefficient, epsilon))
-    return {path: _join(parts, leaves[path]) for path, parts in pieces.items()}
-
-
-def _coefficient(draw: Draw, cutoff: Tensor, field: Tensor | None, dtype: torch.dtype, size: int) -> Tensor:
-    scale = draw.scale.to(dtype)
-    if field is None:
-        return scale.expand(size)
-    kept = scale * (65536.0 / (65536 - cutoff).to(torch.float64)).to(dtype)
-    return torch.where(field < cutoff, torch.zeros_like(kept), kept)
-
-
-def _epsilon(draw: Draw, field: Tensor, dtype: torch.dtype) -> Tensor:
-    if draw.noise.shape[-1]:
-        return draw.noise[field].to(dtype) * draw.sigma.to(dtype)
-    return (field.to(dtype) - 32767.5) * (draw.sigma * (math.sqrt(3) / 32768)).to(dtype)
-
-
-def _join(parts: list[Tensor], like: Tensor) -> Tensor:
-    if not parts:
-        return torch.empty_like(like)
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(like.shape)
+    values: dict[str, Tensor] = {}
+    for part in _parts(leaves, draw, where, {}):
+        values.update(zip(part.paths, fn([leaves[path] for path in part.paths], part), strict=True))
+    return tree.unflatten(like, values)
 
 
 def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]) -> Mapping[str, int]:
@@ -186,6 +167,34 @@ def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]
         return {}
     problems = [f"starts names {path!r}, which is no leaf" for path in starts if path not in leaves]
     problems += [f"starts[{path!r}] is {start}, must not be negative" for path, start in starts.items() if start < 0]
-    if problems:
-        raise ValueError("; ".join(problems))
+    tree.raise_problems(problems)
     return starts
+
+
+def _targets(leaves: Mapping[str, Tensor], out: Params | None) -> dict[str, Tensor]:
+    if out is None:
+        return {}
+    targets = tree.flatten(out)
+    tree.check_same(leaves, "the result", out=targets)
+    return targets
+
+
+def _direct(leaves: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
+    """Whether the operations write into the targets: contiguous tensors of the leaves' dtypes and devices."""
+    return (
+        bool(targets)
+        and not torch.compiler.is_compiling()
+        and all(
+            target.is_contiguous() and (target.dtype, target.device) == (leaves[path].dtype, leaves[path].device)
+            for path, target in targets.items()
+        )
+    )
+
+
+def _result(like: Params, values: Mapping[str, Tensor], out: Params | None, targets: Mapping[str, Tensor]) -> Params:
+    if out is None:
+        return tree.unflatten(like, values)
+    with torch.no_grad():
+        for path, value in values.items():
+            targets[path].copy_(value)
+    return out

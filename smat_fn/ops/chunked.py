@@ -1,0 +1,138 @@
+"""The operations in plain torch, a chunk of coordinates at a time: the CPU path, and float64 everywhere."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .plan import Numbers, kept_scale, noise_step
+
+CHUNK = 1 << 19  # coordinates whose random fields are held at once: scratch of 4 MB that stays in the cache
+
+
+def simulate(
+    params: Sequence[Tensor],
+    base: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numbers: Numbers,
+    masked: Sequence[bool],
+    starts: Sequence[int],
+) -> None:
+    """Eq. smat-state written into ``out``, which may be params or base; see `smat_fn.simulate`."""
+    for piece in _pieces(out, numbers, masked, starts, noise=True):
+        theta, theta_0 = _flat(params[piece.leaf])[piece.part], _flat(base[piece.leaf])[piece.part]
+        dtype = tree.compute_dtype(params[piece.leaf], base[piece.leaf])
+        center = theta_0.to(dtype)
+        state = theta.to(dtype) - center
+        state.mul_(_coefficient(piece, numbers, dtype)).add_(center)
+        assert piece.noise is not None
+        state.add_(_epsilon(piece.noise, numbers, dtype))
+        _flat(out[piece.leaf])[piece.part].copy_(state)
+
+
+def reweight(
+    grads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numbers: Numbers,
+    masked: Sequence[bool],
+    starts: Sequence[int],
+) -> None:
+    """Eq. smat-gradient written into ``out``, which may be grads; see `smat_fn.reweight`."""
+    for piece in _pieces(out, numbers, masked, starts, noise=False):
+        gradient = _flat(grads[piece.leaf])[piece.part]
+        coefficient = _coefficient(piece, numbers, tree.compute_dtype(gradient))
+        _flat(out[piece.leaf])[piece.part].copy_(coefficient * gradient.to(coefficient.dtype))
+
+
+class _Piece(NamedTuple):
+    leaf: int
+    part: slice
+    mask: Tensor | None  # field - 32768, int16
+    noise: Tensor | None
+
+
+def _pieces(
+    leaves: Sequence[Tensor], numbers: Numbers, masked: Sequence[bool], starts: Sequence[int], *, noise: bool
+) -> Iterator[_Piece]:
+    for group in tree.spans([leaf.numel() for leaf in leaves], CHUNK):
+        wanted = [(0, span) for span in group if masked[span[0]]] + [(1, span) for span in group if noise]
+        fields = iter(
+            centered_fields(
+                [numbers.streams[which, leaf] for which, (leaf, _, _) in wanted],
+                [(starts[leaf] + start, starts[leaf] + stop) for _, (leaf, start, stop) in wanted],
+            )
+        )
+        masks = [next(fields) if masked[leaf] else None for leaf, _, _ in group]
+        noises = [next(fields) if noise else None for _ in group]
+        for (leaf, start, stop), mask_field, noise_field in zip(group, masks, noises, strict=True):
+            yield _Piece(leaf, slice(start, stop), mask_field, noise_field)
+
+
+def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """``field - 32768`` of the coordinates [start, stop) of each stream, int16: `smat_fn.random.streams`, faster.
+
+    Philox on scratch buffers in place; only the words that are multiplied are masked to 32 bits.
+    """
+    if not keys:
+        return []
+    device = keys[0].device
+    blocks = [(start // 8, (stop + 7) // 8) for start, stop in windows]
+    counts = [stop - start for start, stop in blocks]
+    counter = torch.cat([torch.arange(start, stop, device=device) for start, stop in blocks])
+    if len(keys) == 1:
+        seed, offset = keys[0][0], keys[0][1]
+    else:
+        pairs = torch.stack(list(keys)).repeat_interleave(
+            torch.tensor(counts, device=device), dim=0, output_size=sum(counts)
+        )
+        seed, offset = pairs[:, 0], pairs[:, 1]
+    counter.add_(offset)
+    words = _philox(seed, counter)
+    fields = words.view(torch.int16).reshape(-1)
+    fields.bitwise_xor_(-32768)  # little-endian halves; flipping the top bit subtracts 32768 from an unsigned field
+    out, position = [], 0
+    for (start, stop), (first, _), count in zip(windows, blocks, counts, strict=True):
+        skip = 8 * position + start - 8 * first
+        out.append(fields[skip : skip + stop - start])
+        position += count
+    return out
+
+
+def _philox(seed: Tensor, counter: Tensor) -> Tensor:
+    word = 0xFFFFFFFF
+    k0, k1 = seed & word, (seed >> 32) & word
+    c0, c1 = counter & word, (counter >> 32).bitwise_and_(word)
+    c2, c3, p, q = torch.zeros_like(c0), torch.zeros_like(c0), torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(10):
+        torch.mul(c0, 0xD2511F53, out=p)
+        torch.mul(c2, 0xCD9E8D57, out=q)
+        torch.bitwise_right_shift(q, 32, out=c0)
+        c0.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(word)
+        torch.bitwise_right_shift(p, 32, out=c2)
+        c2.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(word)
+        c1, q = q, c1
+        c3, p = p, c3
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    words = torch.empty((*counter.shape, 4), dtype=torch.int32, device=counter.device)
+    for index, part in enumerate((c0, c1, c2, c3)):
+        words[:, index] = part
+    return words
+
+
+def _coefficient(piece: _Piece, numbers: Numbers, dtype: torch.dtype) -> Tensor:
+    if piece.mask is None:
+        return numbers.scale.to(dtype)
+    kept = piece.mask >= (numbers.cutoff - 32768).to(torch.int16)
+    return kept.to(dtype).mul_(kept_scale(numbers.scale, numbers.cutoff, dtype))
+
+
+def _epsilon(field: Tensor, numbers: Numbers, dtype: torch.dtype) -> Tensor:
+    uniform = not numbers.quantiles.numel()
+    unit = field.to(dtype).add_(0.5) if uniform else numbers.quantiles[field.to(torch.int64) + 32768].to(dtype)
+    return unit.mul_(noise_step(numbers.sigma, uniform, dtype))
+
+
+def _flat(leaf: Tensor) -> Tensor:
+    return leaf.view(-1)

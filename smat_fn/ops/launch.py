@@ -1,0 +1,183 @@
+"""Launches of the grouped kernels: leaves of one dtype and alignment share one, whatever their number."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .plan import Numbers, first_tiles, kept_scale, noise_step, tiles
+
+SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+LAUNCHES: Counter[str] = Counter()  # by kernel name
+VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised on
+# a fused multiply-add would round once where the equation rounds twice
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+_forced = False
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """Kernels on CPU tensors too, in Triton's interpreter (TRITON_INTERPRET=1 before its first import)."""
+    global _forced
+    before, _forced = _forced, True
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def by_kernel(*leaves: Sequence[Tensor]) -> bool:
+    """Whether these leaves go to the kernels: on CUDA (or forced), in a dtype that they compute in float32."""
+    every = [leaf for group in leaves for leaf in group]
+    on_device = bool(every) and every[0].is_cuda and all(leaf.device == every[0].device for leaf in every)
+    return (on_device or (_forced and bool(every))) and all(leaf.dtype in SUPPORTED for leaf in every)
+
+
+class _Group(NamedTuple):
+    dtypes: tuple[torch.dtype, ...]
+    aligned: bool
+    members: list[int]
+
+
+def simulate(
+    params: Sequence[Tensor],
+    base: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numbers: Numbers,
+    masked: Sequence[bool],
+    starts: Sequence[int],
+) -> None:
+    """`chunked.simulate` by kernels: one launch per dtype, and one more for leaves that are not aligned."""
+    from . import kernels
+
+    uniform = not numbers.quantiles.numel()
+    factors, cutoff = _factors(numbers, noise_step(numbers.sigma, uniform, torch.float32))
+    for group in _groups((params, base, out), starts):
+        columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, base, out)]
+        table, owner, programs = _table(group, columns, out, masked, starts)
+        _launch(
+            kernels.simulate_kernel,
+            programs,
+            (table, owner, *numbers.streams, factors, cutoff, numbers.quantiles if not uniform else factors),
+            DTYPE=_triton(group.dtypes[0]),
+            BASE=_triton(group.dtypes[1]),
+            MASKED=any(masked[i] for i in group.members),
+            NOISE=1 if uniform else 2,
+            ALIGNED=group.aligned,
+        )
+
+
+def reweight(
+    grads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    numbers: Numbers,
+    masked: Sequence[bool],
+    starts: Sequence[int],
+    *,
+    sums: Tensor | None = None,
+    clip: Tensor | None = None,
+    store: bool = True,
+) -> None:
+    """`chunked.reweight` by kernels, and its fusions with the clip of the global norm.
+
+    Args: sums: float32 (blocks of all leaves), receives each block's sum of squares of the reweighted gradient;
+        clip: float32 (1,), a factor that the reweighted gradient is multiplied by; store: write the result to out.
+    """
+    from . import kernels
+
+    factors, cutoff = _factors(numbers)
+    first = first_tiles([g.numel() for g in grads], starts)
+    for group in _groups((grads, out), starts):
+        columns = [[g.data_ptr() for g in (grads[i] for i in group.members)], [first[i] for i in group.members]]
+        columns.append([out[i].data_ptr() for i in group.members])
+        table, owner, programs = _table(group, columns, grads, masked, starts)
+        _launch(
+            kernels.reweight_kernel,
+            programs,
+            (
+                table,
+                owner,
+                numbers.streams[0],
+                factors,
+                cutoff,
+                factors if sums is None else sums,
+                factors if clip is None else clip,
+            ),
+            DTYPE=_triton(group.dtypes[0]),
+            MASKED=any(masked[i] for i in group.members),
+            NORM=sums is not None,
+            CLIP=clip is not None,
+            STORE=store,
+            ALIGNED=group.aligned,
+        )
+
+
+def _groups(trees: tuple[Sequence[Tensor], ...], starts: Sequence[int]) -> Iterator[_Group]:
+    groups: dict[tuple[tuple[torch.dtype, ...], bool], list[int]] = {}
+    for i, leaf in enumerate(trees[0]):
+        if not leaf.numel():
+            continue
+        pointers = [leaves[i].data_ptr() for leaves in trees]
+        aligned = starts[i] % 8 == leaf.numel() % 8 == 0 and all(pointer % 16 == 0 for pointer in pointers)
+        groups.setdefault((tuple(leaves[i].dtype for leaves in trees), aligned), []).append(i)
+    for (dtypes, aligned), members in groups.items():
+        yield _Group(dtypes, aligned, members)
+
+
+def _table(
+    group: _Group, columns: list[list[int]], leaves: Sequence[Tensor], masked: Sequence[bool], starts: Sequence[int]
+) -> tuple[Tensor, Tensor, int]:
+    sizes, offsets = [leaves[i].numel() for i in group.members], [starts[i] for i in group.members]
+    counts = [tiles(size, start) for size, start in zip(sizes, offsets, strict=True)]
+    first = first_tiles(sizes, offsets)
+    flags = [int(masked[i]) for i in group.members]
+    rows = list(zip(*columns, sizes, offsets, first[:-1], flags, group.members, strict=True))
+    device = leaves[group.members[0]].device
+    return _send(torch.tensor(rows, dtype=torch.int64), device), _owner(tuple(counts), device), first[-1]
+
+
+_owners: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    # the largest table, and the same at every step
+    if (counts, device) not in _owners:
+        if len(_owners) >= 32:
+            _owners.pop(next(iter(_owners)))
+        owner = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        _owners[counts, device] = owner.to(device)
+    return _owners[counts, device]
+
+
+def _factors(numbers: Numbers, *more: Tensor) -> tuple[Tensor, Tensor]:
+    kept = kept_scale(numbers.scale, numbers.cutoff, torch.float32)
+    return torch.stack((numbers.scale.to(torch.float32), kept, *more)), numbers.cutoff.to(torch.int32).view(1)
+
+
+def _send(table: Tensor, device: torch.device) -> Tensor:
+    # from pinned memory, so that the host does not wait
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], **constants: Any) -> None:
+    from . import kernels
+
+    LAUNCHES[kernel.__name__] += 1
+    VARIANTS.add(
+        (
+            kernel.__name__,
+            tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+            tuple((name, str(value)) for name, value in constants.items()),
+        )
+    )
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(programs,)](*tensors, **constants, ROWS=kernels.ROWS, INTERPRET=kernels.INTERPRET, **OPTIONS)
+
+
+def _triton(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

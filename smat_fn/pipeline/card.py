@@ -1,0 +1,37 @@
+"""The card of a merged model, from its manifest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import Dare, Della
+
+RANDOM = (Dare.name, Della.name)
+
+
+def card(manifest: Mapping[str, Any]) -> str:
+    """A merged model in words: what was merged, how, which coefficient, its dev scores, fingerprints."""
+    options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items()) or "no options"
+    masks = f", random masks from seed {manifest['merge_seed']}" if manifest["merger"] in RANDOM else ""
+    lines = [
+        f"# {manifest['label']} experts merged by {manifest['merger'].upper()}",
+        "",
+        f"Merger: {manifest['merger']} ({options})" + masks + ".",
+    ]
+    if manifest["dev_curve"]:
+        tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
+        lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
+    lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
+    lines += [
+        f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"
+        if task in manifest["dev"]
+        else f"| {task} | | `{print_}` |"
+        for task, print_ in manifest["experts"].items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
+    lines += [
+        "",
+        f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`.",
+        "",
+        versions + ".",
+    ]
+    return "\n".join(lines) + "\n"

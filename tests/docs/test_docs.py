@@ -1,0 +1,117 @@
+"""The documents name nothing that does not exist, and the README's code runs."""
+
+import importlib
+import inspect
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import smat_fn
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER = ROOT.parent / "shared" / "paper.tex"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```[ ]*$", flags=re.M | re.S)
+LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
+# a file, and perhaps a function in it, as code: `tests/core/test_tree.py::test_cast`
+PLACE = re.compile(r"`(?P<file>[\w./-]+\.(?:py|md|json|toml))(?:::(?P<name>\w+))?`")
+
+
+def prose(document):
+    return FENCE.sub("", document.read_text(encoding="utf-8"))
+
+
+def anchors(document):
+    """Anchors of headings as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(document), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def defines(file, name):
+    """Whether a file defines a top-level function or class."""
+    return re.search(rf"^(?:def|class) {name}\b", file.read_text(encoding="utf-8"), flags=re.M) is not None
+
+
+def rows():
+    """(name, code cell, test cell) of every line of the tables of equations.md."""
+    for line in prose(ROOT / "docs" / "equations.md").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and cells[3] not in ("Tests", "---"):
+            name, statement, code, tests = cells
+            yield f"{name}: {statement}", code, tests
+
+
+def blocks():
+    """(first line, code) of every ```python block of the README; those marked py are not run."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for block in FENCE.finditer(text):
+        if block["kind"] == "python":
+            yield 1 + text[: block.start("code")].count("\n"), block["code"]
+
+
+ROWS = list(rows())
+README = list(blocks())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_relative_links_and_files_resolve(document):
+    problems = []
+    for _, target in LINK.findall(prose(document)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        if not file.exists():
+            problems.append(f"link to {target}: no such file")
+        elif anchor and anchor not in anchors(file):
+            problems.append(f"link to {target}: no such heading")
+    for place, name in PLACE.findall(prose(document)):
+        if "/" not in place:
+            continue
+        if not (ROOT / place).exists():
+            problems.append(f"{place}: no such file")
+        elif name and not defines(ROOT / place, name):
+            problems.append(f"{place} defines no {name}")
+    assert not problems, "; ".join(problems)
+
+
+@pytest.mark.parametrize(("code", "tests"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_a_line_of_the_equations_names_functions_and_their_tests(code, tests):
+    if code.startswith("not "):
+        assert code == tests == "not yet" or (code.startswith("not computed: ") and not tests)
+        return
+    functions, checks = LINK.findall(code), LINK.findall(tests)
+    assert functions
+    assert checks
+    for text, target in functions:
+        file = (ROOT / "docs" / target).resolve()
+        module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        function = reduce(getattr, text.strip("`").split("."), module)
+        assert Path(inspect.getsourcefile(inspect.unwrap(function))) == file, f"{text} is defined elsewhere"
+    for text, target in checks:
+        assert text.startswith("`test_")
+        assert defines(ROOT / "docs" / target, text.strip("`")), f"{target} has no {text}"
+
+
+def test_every_equation_and_proposition_of_the_paper_has_a_line():
+    if not PAPER.exists():
+        pytest.skip("no ../shared with the paper")
+    labels = re.findall(r"\\label\{((?:eq|prop):[^}]*)\}", PAPER.read_text(encoding="utf-8"))
+    listed = [name.split("`")[1] for name, *_ in ROWS if name.startswith("`")]
+    assert sorted(listed) == sorted(labels)
+
+
+def test_the_version_is_the_same_everywhere():
+    version = re.escape(smat_fn.__version__)
+    assert re.search(rf"^## \[{version}\] - ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.M)
+
+
+@pytest.mark.parametrize(("line", "code"), README, ids=[f"line {line}" for line, _ in README])
+def test_the_code_of_the_readme_runs(line, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # blank lines in front, so that a traceback shows the README's own line
+    exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})

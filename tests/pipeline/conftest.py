@@ -1,0 +1,41 @@
+"""One small digits suite, one FT run and one SMAT run on it, shared by all tests of this folder."""
+
+import pytest
+import torch
+
+from smat_fn.config import DIGITS, Training
+from smat_fn.data import load_suite
+from smat_fn.pipeline.training import train_run
+
+RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
+SIX = Training(steps=6, lr=5e-4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def suite(_own_cache):
+    return load_suite("digits", progress=False, **RECIPE)
+
+
+@pytest.fixture(scope="session")
+def train(suite):
+    """``train(out, name, ...)``: six steps of a method of the preset on every task."""
+
+    def run(out, name="smat", *, method=None, suite=suite, tasks=suite.tasks, training=SIX, seed=21, **options):
+        method = DIGITS.methods[name] if method is None else method
+        return train_run(suite, method, training, seed=seed, tasks=tasks, out=out, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def runs(train, tmp_path_factory):
+    """The folders of the two runs, to be read only."""
+    folders = {name: tmp_path_factory.mktemp("runs") / name for name in ("ft", "smat")}
+    for name, folder in folders.items():
+        train(folder, name)
+    return folders

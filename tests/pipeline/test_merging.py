@@ -1,0 +1,252 @@
+"""Merged models on disk: checked inputs, coefficients and sparsity from dev alone, the merger's own bits."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, merge, random
+from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.pipeline import merging
+from smat_fn.pipeline.merging import Inputs, calibrate, find_inputs, load_inputs, merge_one, merge_run
+
+MERGERS = list(DIGITS.mergers.values())
+TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
+
+
+@pytest.fixture(scope="module")
+def merged(runs, tmp_path_factory):
+    """All five mergers of two SMAT experts, coefficients by search."""
+    out, experts = tmp_path_factory.mktemp("merged"), [runs["smat"] / task for task in TWO]
+    return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, search=True, seed=5)
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
+
+
+def tiny(*tasks):
+    return Inputs(
+        {"w": torch.zeros(4)},
+        {task: {"w": torch.arange(4.0) + i} for i, task in enumerate(tasks)},
+        dict.fromkeys(tasks),
+    )
+
+
+def scoring(suite, candidates, seen=None):
+    """The suite with the given mean scores, one a candidate (two tasks each, a point above and below)."""
+    scores = iter([score + shift for score in candidates for shift in (1, -1)])
+
+    def score(params, task, split):
+        (seen if seen is not None else []).append((task, split))
+        return next(scores)
+
+    return suite._replace(score=score)
+
+
+def test_a_merged_model_is_what_the_merger_gives_in_memory(merged, runs, suite):
+    base, experts = suite.base, load_inputs(runs["smat"] / "base", [runs["smat"] / task for task in TWO]).experts
+    key = random.fold_in(random.key(5), "merge")
+    coefs = {folder.name: model.coef for folder, model in merged.items()}
+    expected = {
+        "wa": merge.weight_average(experts),
+        "ta": merge.task_arithmetic(base, experts, coef=coefs["ta"]),
+        "ties": merge.ties(base, experts, coef=coefs["ties"], keep=0.5),
+        "dare": merge.dare(key, base, experts, coef=coefs["dare"], drop_prob=0.3),
+        "della": merge.della(key, base, experts, coef=coefs["della"], drop_prob=0.1, window=0.14),
+    }
+    assert [folder.name for folder in merged] == list(expected)
+    for folder, model in merged.items():
+        stored, manifest = checkpoint.load_expert(folder, base)
+        assert same(stored, expected[folder.name])
+        assert same(stored, model.params)
+        assert manifest["fingerprint"] == checkpoint.fingerprint(stored)
+        assert model.dev == {task: suite.score(stored, task, "dev") for task in TWO}
+
+
+def test_the_same_inputs_merge_to_the_same_bits_and_another_seed_masks_otherwise(merged, runs, tmp_path):
+    open_at = [TaskArithmetic(coef=0.4), Dare(coef=0.4, drop_prob=0.3), Della(coef=0.4, drop_prob=0.1, window=0.14)]
+    prints = []
+    for number, seed in enumerate((5, 5, 6)):
+        done = merge_run(open_at, *find_inputs(runs["smat"]), out=tmp_path / str(number), search=False, seed=seed)
+        prints.append([checkpoint.fingerprint(model.params) for model in done.values()])
+    assert prints[0] == prints[1]
+    assert [a == b for a, b in zip(prints[0], prints[2], strict=True)] == [True, False, False]
+
+
+def test_weight_averaging_has_no_coefficient(merged):
+    folder, model = next((f, m) for f, m in merged.items() if f.name == "wa")
+    assert model.coef is None
+    assert model.curve == ()
+    manifest = checkpoint.load_manifest(folder)
+    assert manifest["hyperparameters"] == {}
+    assert list(manifest["dev"]) == list(TWO)
+    assert "coefficient" not in (folder / "README.md").read_text()
+
+
+def test_the_card_names_merger_coefficient_scores_and_fingerprints(merged, runs):
+    for folder, model in merged.items():
+        card, manifest = (folder / "README.md").read_text(), checkpoint.load_manifest(folder)
+        assert card.startswith(f"# SMAT experts merged by {folder.name.upper()}\n")
+        if model.coef is not None:
+            assert f"coef {model.coef}" in card
+            assert ", ".join(f"{coef}: {score:.2f}" for coef, score in model.curve) in card
+            assert manifest["hyperparameters"]["coef"] == model.coef
+        assert ("random masks from seed 5" in card) == (folder.name in ("dare", "della"))
+        for task, score in model.dev.items():
+            print_ = checkpoint.load_manifest(runs["smat"] / task)["fingerprint"]
+            assert f"| {task} | {score:.2f} | `{print_}` |" in card
+        assert manifest["base_fingerprint"] in card
+        assert manifest["fingerprint"] in card
+        assert f"torch {torch.__version__}" in card
+
+
+def test_search_takes_the_largest_mean_and_the_smaller_of_equal_coefficients(suite):
+    means = [10, 30, 20, 50, 50, 40, 50, 10, 10, 10]
+    seen = []
+    model = merge_one(TaskArithmetic(), tiny("rot90", "mirror"), seed=0, suite=scoring(suite, [*means, 7], seen))
+    assert model.coef == 0.4
+    assert model.curve == tuple((i / 10, mean) for i, mean in enumerate(means, 1))
+    assert torch.equal(model.params["w"], torch.tensor([1.0, 3.0, 5.0, 7.0]) * 0.4)
+    assert model.dev == {"rot90": 8, "mirror": 6}
+    assert seen == [("rot90", "dev"), ("mirror", "dev")] * 11
+
+
+def test_a_given_coefficient_needs_neither_suite_nor_scores(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: pytest.fail("the suite is not needed"))
+    configs = [WeightAverage(), TA]
+    done = merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path, search=False, seed=0)
+    assert [(model.coef, model.dev, model.curve) for model in done.values()] == [(None, {}, ()), (0.3, {}, ())]
+    assert "| rot90 | | `" in (tmp_path / "ta" / "README.md").read_text()
+
+
+def test_a_given_coefficient_is_kept_by_a_search_and_scored(runs, suite, tmp_path):
+    (model,) = merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0).values()
+    assert model.coef == 0.3
+    assert model.curve == ()
+    assert model.dev == {task: suite.score(model.params, task, "dev") for task in suite.tasks}
+
+
+@pytest.mark.parametrize(
+    ("config", "scores", "field", "best"),
+    [
+        (Ties(keep=0.5, aggregate="sum", scope="global"), (10, 40, 40, 20), "keep", 0.3),
+        (Dare(drop_prob=0.3), (10, 20, 20, 40, 40), "drop_prob", 0.7),
+        (Della(drop_prob=0.1, window=0.14), (30, 30, 30, 30, 30), "drop_prob", 0.1),
+    ],
+)
+def test_calibration_takes_the_best_on_dev_and_of_equal_ones_the_least_pruning(suite, config, scores, field, best):
+    seen, models, inputs = [], [], tiny("rot90", "mirror")
+    scored = scoring(suite, scores, seen)
+    watched = scored._replace(score=lambda params, *asked: models.append(params["w"]) or scored.score(params, *asked))
+    chosen = calibrate(config, inputs, watched, coef=0.2, seed=0)
+    assert chosen == replace(config, **{field: best})
+    assert seen == [("rot90", "dev"), ("mirror", "dev")] * len(scores)
+    tried = merge.TIES_KEEPS if field == "keep" else merge.DROP_PROBS
+    for value, model in zip(tried, models[::2], strict=True):
+        expected = merge_one(replace(config, coef=0.2, **{field: value}), inputs, seed=0)
+        assert torch.equal(model, expected.params["w"])
+
+
+def test_a_calibrated_run_merges_at_the_chosen_sparsity(runs, tmp_path):
+    inputs = find_inputs(runs["ft"])
+    options = {"out": tmp_path, "search": False, "calibration": merge.CALIBRATION_COEFS["vision"], "seed": 0}
+    ties = Ties(coef=0.6, keep=1.0, aggregate="sum", scope="global")
+    (model,) = merge_run([ties], *inputs, **options).values()
+    keep = checkpoint.load_manifest(tmp_path / "ties")["hyperparameters"]["keep"]
+    assert keep in merge.TIES_KEEPS
+    base, experts, _ = load_inputs(*inputs)
+    assert same(model.params, merge.ties(base, experts, coef=0.6, keep=keep))
+
+
+def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
+    def save(name, params, **facts):
+        checkpoint.save_expert(tmp_path / name, params, {"kind": "expert", "task": name, **facts})
+        return tmp_path / name
+
+    wrong = {path: leaf.clone() for path, leaf in suite.base.items()}
+    wrong["layernorm.weight"] = torch.ones(3)
+    nan = {path: leaf.clone() for path, leaf in suite.base.items()}
+    nan["layernorm.bias"][:2] = math.nan
+    experts = [
+        runs["ft"] / "rot90",
+        runs["smat"] / "rot90",
+        tmp_path / "missing",
+        save("foreign", suite.base, base_fingerprint="0" * 64),
+        save("shape", wrong),
+        save("half", {path: leaf.half() for path, leaf in suite.base.items()}),
+        save("nan", nan),
+    ]
+    with pytest.raises(ValueError, match="another expert named 'rot90'") as error:
+        load_inputs(runs["ft"] / "base", experts)
+    text = str(error.value)
+    for part in (
+        f"{tmp_path / 'missing'} is no checkpoint",
+        f"{tmp_path / 'foreign'} was trained from another base than",
+        "leaf 'layernorm.weight' has shape (3,)",
+        "was it made from another base?",
+        f"of {tmp_path / 'half'} is float16, expected float32",
+        f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
+    ):
+        assert part in text
+    with pytest.raises(ValueError, match=r"nobase is no checkpoint.*noexpert is no checkpoint.*named 'mirror'"):
+        load_inputs(tmp_path / "nobase", [tmp_path / "noexpert", runs["ft"] / "mirror", runs["smat"] / "mirror"])
+    with pytest.raises(ValueError, match="no experts: give at least one"):
+        load_inputs(runs["ft"] / "base", [])
+    with pytest.raises(ValueError, match=r"nan holds 2 values.*was trained from another base"):
+        load_inputs(tmp_path / "nan", [runs["ft"] / "rot90"])
+
+
+def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_path):
+    (tmp_path / "ta").mkdir()
+    configs = [
+        WeightAverage(),
+        TaskArithmetic(coef=math.inf),
+        Ties(coef=0.1, keep=2.0, aggregate="sum", scope="global"),
+        Dare(drop_prob=1.0),
+        Della(coef=0.1, drop_prob=0.01, window=0.14),
+    ]
+    with pytest.raises(ValueError, match="coef is inf") as error:
+        merge_run(configs, runs["ft"] / "bass", [runs["ft"] / "rot90"], out=tmp_path, search=False, seed=0)
+    text = str(error.value)
+    for part in ("ta exists", "keep is 2.0", "dare needs a coefficient: give --coef, or --search", "drop_prob is 1.0"):
+        assert part in text
+    for part in ("window", "bass is no checkpoint"):
+        assert part in text
+    assert [p.name for p in tmp_path.iterdir()] == ["ta"]
+
+
+def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_path, monkeypatch):
+    def save(name, **facts):
+        checkpoint.save_expert(tmp_path / name, suite.base, {"kind": "expert", "task": name, **facts})
+        return tmp_path / name
+
+    recipe = dict(suite.recipe)
+    experts = [runs["ft"] / "rot90", save("bare"), save("other", suite=recipe | {"seed": 5})]
+    with pytest.raises(ValueError, match=r"'bare' names no suite.*'other' is of another suite"):
+        merge_run([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
+    moved = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: moved)
+    with pytest.raises(ValueError, match="gives another base here than the experts'"):
+        merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_of_several_methods_carry_both_labels(runs, tmp_path):
+    experts = [runs["ft"] / "rot90", runs["smat"] / "mirror"]
+    merge_run([TA], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0)
+    manifest = checkpoint.load_manifest(tmp_path / "ta")
+    assert manifest["label"] == "FT+SMAT"
+    assert list(manifest["experts"]) == ["rot90", "mirror"]
+
+
+def test_a_run_folder_gives_its_base_and_experts_and_nothing_below(runs, tmp_path):
+    base, experts = find_inputs(runs["smat"])
+    assert base == runs["smat"] / "base"
+    assert [path.name for path in experts] == ["mirror", "negative", "rot90", "stripes"]
+    with pytest.raises(ValueError, match="holds no experts: give the --out folder of train"):
+        find_inputs(tmp_path)
+    with pytest.raises(ValueError, match="holds no experts"):
+        find_inputs(Path(tmp_path / "missing"))

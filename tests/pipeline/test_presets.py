@@ -1,0 +1,106 @@
+"""Configuration: every mapping complete, every option explained, every name backed by code."""
+
+import ast
+import inspect
+import json
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import smat_fn.config
+from smat_fn import mat, merge
+from smat_fn.config import MERGERS, METHODS, PRESETS, Dare, Smat, Ties, preset_of, resolve, settings
+from smat_fn.data import SUITES
+from smat_fn.evaluate import tables
+
+ROOT = Path(__file__).parents[2]
+PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
+
+
+@PRESET
+def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
+    assert preset.suite in SUITES
+    assert preset.family in merge.CALIBRATION_COEFS
+    assert {name: type(config) for name, config in preset.methods.items()} == {c.name: c for c in METHODS}
+    assert {name: type(config) for name, config in preset.mergers.items()} == {c.name: c for c in MERGERS}
+    assert set(preset.lr) == set(preset.methods)
+    assert set(preset.lr.values()) <= set(preset.lr_grid)
+    open_ = {
+        (name, f.name)
+        for name, config in {**preset.methods, **preset.mergers}.items() for f in fields(config)
+        if getattr(config, f.name) is None
+    }  # fmt: skip
+    assert open_ == {("smat", "lam"), *((name, "coef") for name in ("ta", "ties", "dare", "della"))}
+
+
+def test_mergers_stand_in_the_order_of_the_tables():
+    assert [c.name for c in MERGERS] == list(merge.MERGERS) == [name.lower() for name in tables.MERGERS]
+
+
+def test_the_digits_learning_rates_are_those_that_the_study_chose():
+    result = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
+    assert PRESETS["digits"].lr == result["lr"]
+    assert sorted(PRESETS["digits"].lr_grid) == sorted(map(float, result["dev"]["ft"]))
+
+
+def test_methods_correspond_to_files_and_their_options_to_arguments():
+    folder = Path(mat.__file__).parent
+    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} == {c.module for c in METHODS}
+    shared = set(inspect.signature(mat.finetune.build).parameters)
+    for method in METHODS:
+        build = import_module(f"smat_fn.mat.{method.module}").build
+        assert {f.name for f in fields(method)} == set(inspect.signature(build).parameters) - shared
+
+
+def test_mergers_correspond_to_files_and_their_options_to_arguments():
+    folder = Path(merge.__file__).parent
+    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"select"}
+    assert {module.__name__.rpartition(".")[2] for module in merge.MERGERS.values()} == files
+    for config in MERGERS:
+        function = getattr(merge, merge.MERGERS[config.name].__name__.rpartition(".")[2])
+        taken = set(inspect.signature(function).parameters) - {"key", "base", "experts"}
+        assert {f.name for f in fields(config)} == taken
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        (Path(smat_fn.config.__file__), {c.__name__ for c in (*METHODS, *MERGERS)}),
+        (ROOT / "train.py", {"Train"}),
+        (ROOT / "merge.py", {"All", "Merge"}),
+        (ROOT / "eval.py", {"Eval"}),
+    ],
+    ids=["config", "train", "merge", "eval"],
+)
+def test_every_option_has_the_text_that_help_prints(file, names):
+    classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert names <= set(classes)
+    bare = []
+    for name in names:
+        assert ast.get_docstring(classes[name])
+        body = classes[name].body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+                continue
+            text = after.value if isinstance(after, ast.Expr) else None
+            if not (isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.endswith(".")):
+                bare.append(f"{name}.{node.target.id}")
+    # the choice of a subcommand has texts of its own
+    assert set(bare) <= {"Train.method", "Merge.merger"}
+
+
+def test_options_left_out_take_the_presets_values():
+    preset = PRESETS["digits"]
+    assert resolve(Smat(), preset.methods) == preset.methods["smat"]
+    given = resolve(Smat(sigma=0.0, period=1), preset.methods)
+    assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
+    assert resolve(Ties(coef=0.0, scope="tensor"), preset.mergers) == Ties(0.0, 0.5, "sum", "tensor")
+    assert settings(Dare(drop_prob=0.0)) == {"drop_prob": 0.0}
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    assert preset_of("digits") is PRESETS["digits"]
+    with pytest.raises(ValueError, match="preset 'digit' is unknown, choose one of digits"):
+        preset_of("digit")

@@ -1,0 +1,222 @@
+"""The study: choices from dev alone, test scores at the choice alone, stopped runs go on."""
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy import stats
+
+from benchmarks import digits as benchmark
+from smat_fn import checkpoint, config, merge
+from smat_fn.config import DIGITS, Dare, Ties, Training
+from smat_fn.data import digits, load_suite
+from smat_fn.data.digits_base import Examples
+from smat_fn.evaluate import Result, main_table, markdown
+from smat_fn.pipeline import training
+from smat_fn.pipeline.merging import calibrate, find_inputs, load_inputs
+from smat_fn.pipeline.study import Trial, as_json, choose_lr, paired, run_study
+
+METHODS, RATES = ("ft", "smat"), (1e-3, 1e-4)
+
+
+@dataclass(frozen=True)
+class Few(digits.DigitsRecipe):
+    pretrain_steps: int = 10
+    images_per_task: int = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small():
+    """A preset ``small``: two tasks, 60 dev and test images, four steps, three mergers, two learning rates."""
+    preset = replace(
+        DIGITS,
+        training=Training(steps=4, lr=1e-3),
+        lr_grid=RATES,
+        mergers={name: DIGITS.mergers[name] for name in ("wa", "ta", "della")},
+    )
+    true = digits.splits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(config.PRESETS, "small", preset)
+        patch.setattr(digits, "DigitsRecipe", Few)
+        patch.setattr(digits, "TASKS", {task: digits.TASKS[task] for task in ("rot90", "stripes")})
+        patch.setattr(digits, "splits", lambda seed: {name: few(part, name) for name, part in true(seed).items()})
+        yield
+
+
+def few(part, name):
+    return part if name == "train" else Examples(part.images[:60], part.labels[:60])
+
+
+def small(work):
+    return run_study("small", METHODS, (21,), work=work, jobs=1, report=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def first(_own_cache, _small, tmp_path_factory):
+    """The folder of a study and what it found."""
+    work = tmp_path_factory.mktemp("study")
+    return work, small(work)
+
+
+def chosen(work):
+    return {
+        path.parent.relative_to(work): checkpoint.load_manifest(path.parent)["hyperparameters"].get("coef")
+        for path in sorted(work.rglob("merged/*/manifest.json"))
+    }
+
+
+def test_every_choice_is_made_without_the_test_split(first, tmp_path, monkeypatch):
+    work, study = first
+    inputs = load_inputs(*find_inputs(Trial("small", "smat", 1e-3, 21).folder(work)))
+    sparse = Ties(keep=0.5, aggregate="sum", scope="global"), Dare(drop_prob=0.3)
+
+    def calibrated():
+        suite = load_suite("digits", seed=21)
+        return [calibrate(config, inputs, suite, coef=0.2, seed=0) for config in sparse]
+
+    before, true = calibrated(), digits.splits
+
+    def scrambled(seed):
+        parts = true(seed)
+        return parts | {"test": Examples(parts["test"].images, (parts["test"].labels + 1) % 10)}
+
+    monkeypatch.setattr(digits, "splits", scrambled)
+    other = small(tmp_path)
+    assert other.dev == study.dev
+    assert other.lr == study.lr
+    assert chosen(tmp_path) == chosen(work)
+    assert len(chosen(work)) == len(METHODS) * len(RATES) * 3
+    assert calibrated() == before
+    pairs = list(zip(study.rows, other.rows, strict=True))
+    assert all(replace(a, score=0) == replace(b, score=0) for a, b in pairs)
+    assert sum(a.score != b.score for a, b in pairs) > len(pairs) / 2
+
+
+def test_a_study_scores_the_chosen_learning_rates_alone(first):
+    work, study = first
+    assert study.lr == {method: choose_lr(study.dev[method]) for method in METHODS}
+    assert {method: sorted(by_lr) for method, by_lr in study.dev.items()} == {
+        method: [1e-4, 1e-3] for method in METHODS
+    }
+    # two experts on their own task, three merged models on two tasks
+    assert [row.method for row in study.rows] == ["FT"] * (2 + 3 * 2) + ["SMAT"] * (2 + 3 * 2)
+    suite = load_suite("digits", seed=21)
+    for method, lr in study.lr.items():
+        folder = Trial("small", method, lr, 21).folder(work)
+        params, _ = checkpoint.load_leaves(folder / "merged" / "ta")
+        (row,) = (r for r in study.rows if (r.method, r.model, r.task) == (method.upper(), "ta", "stripes"))
+        assert row.score == suite.score(params, "stripes", "test")
+        dev = [checkpoint.load_manifest(folder / "merged" / name)["dev"].values() for name in ("wa", "ta", "della")]
+        assert math.isclose(study.dev[method][lr][0], sum(sum(scores) / 2 for scores in dev) / 3)
+
+
+def test_a_study_goes_on_where_it_stopped(first, tmp_path, monkeypatch):
+    work, study = shutil.copytree(first[0], tmp_path / "work"), first[1]
+    calls = []
+    train_run = training.train_run
+    monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(k["out"]) or train_run(*a, **k))
+    assert small(work) == study
+    assert calls == []
+    folder = Trial("small", "smat", 1e-3, 21).folder(work)
+    shutil.rmtree(folder / "merged" / "della")
+    assert small(work) == study
+    assert calls == [folder]
+
+
+@pytest.mark.slow
+def test_a_study_in_two_processes_reports_every_trial(tmp_path, monkeypatch):
+    # the processes start anew and see no patch: trials that stand are only read
+    for method in METHODS:
+        for lr in DIGITS.lr_grid:
+            for number, name in enumerate(DIGITS.mergers):
+                folder = Trial("digits", method, lr, 7).folder(tmp_path) / "merged" / name
+                checkpoint.save_expert(folder, {"w": torch.zeros(1)}, {"kind": "none", "dev": {"rot90": 10.0 * number}})
+    monkeypatch.setattr("smat_fn.pipeline.study.find_checkpoints", lambda folders: folders)
+    monkeypatch.setattr("smat_fn.pipeline.study.evaluate", lambda folders: [folder.name for folder in folders])
+    lines = []
+    study = run_study("digits", METHODS, (7,), work=tmp_path, jobs=2, report=lines.append)
+    assert study.rows == ["digits-ft-0.000125-seed7", "digits-smat-0.000125-seed7"]
+    assert study.dev["ft"] == {lr: [20.0] for lr in DIGITS.lr_grid}
+    assert sorted(line.split("] ")[1] for line in lines[1:]) == sorted(
+        f"{method}, lr {lr:g}, seed 7: dev 20.00" for method in METHODS for lr in DIGITS.lr_grid
+    )
+
+
+def test_the_learning_rate_is_that_of_the_largest_mean_and_the_smaller_of_equal_ones():
+    assert choose_lr({5e-4: [10, 30], 1e-4: [25, 5], 2e-4: [20, 20]}) == 2e-4
+    assert choose_lr({1e-4: [1, 2], 5e-4: [1, 3]}) == 5e-4
+
+
+def test_paired_differences_have_the_interval_of_students_t():
+    first, second = [81.2, 79.9, 82.4, 80.0], [82.0, 80.1, 83.9, 79.7]
+    got = paired(first, second)
+    interval = stats.ttest_rel(second, first).confidence_interval(0.95)
+    assert got["differences"] == [b - a for a, b in zip(first, second, strict=True)]
+    assert got["interval"] == pytest.approx([interval.low, interval.high], rel=1e-12)
+    assert got["sd"] == pytest.approx(stats.tstd(got["differences"]), rel=1e-12)
+    # two seeds: t with one degree of freedom is Cauchy, its 97.5 % point tan(0.475 pi)
+    got = paired([0.0, 0.0], [1.0, 4.0])
+    assert (got["mean"], got["sd"]) == (2.5, math.sqrt(4.5))
+    assert got["interval"] == pytest.approx(
+        [2.5 - 1.5 * math.tan(0.475 * math.pi), 2.5 + 1.5 * math.tan(0.475 * math.pi)]
+    )
+    assert paired([3.0], [5.0]) == {"differences": [2.0], "mean": 2.0}
+    with pytest.raises(ValueError, match="shorter"):
+        paired([1.0, 2.0], [1.0])
+
+
+def test_the_benchmarks_paragraph_says_what_was_found():
+    result = {
+        "command": "python -m benchmarks digits",
+        "hardware": "3 cores of Abacus",
+        "seeds": [4, 5],
+        "lr": {"ft": 2.5e-4, "smat": 5e-4},
+        "paired": {"differences": [1.0, -0.5], "mean": 0.25, "sd": 1.0606, "interval": [-9.28, 9.78]},
+    }
+    assert benchmark.report(result, "| table |\n") == (
+        "| table |\n\nTest score, mean over four tasks and 2 seeds ± standard deviation; learning rates chosen on dev: "
+        "FT 0.00025, SMAT 0.0005. SMAT - FT of the five-merger mean by seed: +1.00, -0.50; mean +0.25, standard "
+        "deviation 1.06, 95 % interval -9.28 to +9.78 (optimistic: seeds re-split the same images). From `python -m "
+        "benchmarks digits` on 3 cores of Abacus, by [docs/protocols/digits.md](docs/protocols/digits.md).\n"
+    )
+
+
+def test_the_paragraph_goes_between_its_marks():
+    begin, end = benchmark.MARKS
+    page = f"# a\n{begin}\nold\n{end}\nrest\n"
+    assert benchmark.between(page, "new\n") == f"# a\n{begin}\nnew\n{end}\nrest\n"
+    for lost in (page.replace(begin, ""), page.replace(end, ""), page + begin, f"{end}{begin}"):
+        with pytest.raises(ValueError, match=r"README\.md must have the lines"):
+            benchmark.between(lost, "new\n")
+
+
+def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, capsys):
+    models = ("expert:a", "wa", "ta", "ties", "dare", "della")
+    rows = [
+        Result(method, model, "a", "test", 50.0 + seed + bonus, seed)
+        for method, bonus in (("FT", 0), ("SMAT", 2)) for model in models for seed in (21, 22, 23)
+    ]  # fmt: skip
+    study = benchmark.run_study.__globals__["Study"]({"ft": {1e-4: [1.0]}}, {"ft": 1e-4}, rows)
+    asked = []
+    monkeypatch.setattr(benchmark, "run_study", lambda *args, **options: asked.append((args, options)) or study)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("\n".join(benchmark.MARKS))
+    benchmark.main([str(tmp_path / "work")])
+    ((args, options),) = asked
+    assert args == ("digits", ("ft", "smat"), (21, 22, 23))
+    assert (options["work"], options["jobs"]) == (tmp_path / "work", 2)
+    result = benchmark.json.loads((tmp_path / "benchmarks/results/digits.json").read_text())
+    assert result["dev"] == as_json(study)["dev"] == {"ft": {"0.0001": [1.0]}}
+    assert result["test"]["SMAT"]["Avg"] == [73.0, 74.0, 75.0]
+    assert result["paired"]["differences"] == [2.0, 2.0, 2.0]
+    assert result["versions"]["torch"] == torch.__version__
+    assert (tmp_path / "README.md").read_text() == benchmark.between(
+        "\n".join(benchmark.MARKS), benchmark.report(result, markdown(main_table(rows)))
+    )
+    assert "mean +2.00" in capsys.readouterr().out
+
+
+def test_the_calibration_coefficients_are_those_of_the_papers_families():
+    assert merge.CALIBRATION_COEFS[DIGITS.family] == {"ties": 0.2, "dare": 0.2, "della": 1.0}

@@ -1,0 +1,201 @@
+"""Experts on disk: the same bits again, the same data for every method, nothing left of a run that fails."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smat_fn import checkpoint
+from smat_fn.config import DIGITS, Smat, Training
+from smat_fn.pipeline import training
+from smat_fn.pipeline.training import task_names, train_expert
+
+SIX = Training(steps=6, lr=5e-4)
+
+
+def log_of(folder, task):
+    return [json.loads(line) for line in (folder / f"{task}.log.jsonl").read_text().splitlines()]
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
+
+
+def test_a_run_leaves_experts_logs_and_the_base(runs, suite):
+    folders = [*suite.tasks, "base"]
+    assert sorted(p.name for p in runs["smat"].iterdir()) == sorted(
+        [*folders, *(f"{t}.log.jsonl" for t in suite.tasks)]
+    )
+    base, manifest = checkpoint.load_expert(runs["smat"] / "base", suite.base)
+    assert same(base, suite.base)
+    assert (manifest["kind"], manifest["suite"]) == ("base", dict(suite.recipe))
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(runs, suite, train, tmp_path):
+    train(tmp_path / "again")
+    train(tmp_path / "other", seed=22, tasks=("rot90",))
+    for task in suite.tasks:
+        assert (tmp_path / "again" / task / "model.safetensors").read_bytes() == (
+            runs["smat"] / task / "model.safetensors"
+        ).read_bytes()
+    prints = {
+        checkpoint.load_manifest(folder / "rot90")["fingerprint"] for folder in (runs["smat"], tmp_path / "other")
+    }
+    assert len(prints) == 2
+
+
+def test_an_expert_does_not_depend_on_the_tasks_trained_before_it(runs, train, tmp_path):
+    train(tmp_path / "alone", tasks=("stripes",))
+    alone, among = (checkpoint.load_leaves(folder / "stripes")[0] for folder in (tmp_path / "alone", runs["smat"]))
+    assert same(alone, among)
+
+
+def test_all_methods_see_the_same_batches(suite):
+    seen = {}
+    for name in ("ft", "smat"):
+        batches = seen[name] = []
+
+        def recorded(task, key, step, batches=batches):
+            batches.append(suite.batch(task, key, step))
+            return batches[-1]
+
+        train_expert(suite._replace(batch=recorded), "mirror", DIGITS.methods[name], SIX, seed=3)
+    assert len(seen["ft"]) == len(seen["smat"]) == 6
+    for ours, theirs in zip(seen["ft"], seen["smat"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(seen["ft"][0][0], seen["ft"][1][0])
+
+
+def test_smat_is_ft_until_its_first_simulated_step(runs, suite):
+    ft, smat = (log_of(runs[name], "rot90") for name in ("ft", "smat"))
+    # period 4: the loss of step 3 is the first that meets a simulated state
+    assert [a["loss"] == b["loss"] for a, b in zip(ft, smat, strict=True)] == [True] * 3 + [False] * 3
+    long = replace(DIGITS.methods["smat"], period=7)
+    expert = train_expert(suite, "rot90", long, SIX, seed=21)
+    assert same(expert, checkpoint.load_leaves(runs["ft"] / "rot90")[0])
+
+
+def test_the_log_names_simulated_steps_and_their_scale(runs):
+    rows = log_of(runs["smat"], "negative")
+    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["simulated"] for row in rows] == [False, False, False, True, False, False]
+    assert all(row["scale"] == 1 for row in rows if not row["simulated"])
+    assert 0.1 <= rows[3]["scale"] < 1
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 and row["seconds"] > 0 for row in rows)
+
+
+def test_log_every_thins_the_log_and_keeps_the_last_step(runs, train, tmp_path):
+    train(tmp_path / "run", tasks=("rot90",), log_every=4)
+    rows, every = log_of(tmp_path / "run", "rot90"), log_of(runs["smat"], "rot90")
+    for row in (*rows, *every):
+        del row["seconds"]
+    assert rows == [every[3], every[5]]
+
+
+def test_the_manifest_says_how_the_expert_was_made(runs, suite):
+    manifest = checkpoint.load_manifest(runs["smat"] / "rot90")
+    expert, _ = checkpoint.load_leaves(runs["smat"] / "rot90")
+    assert manifest["hyperparameters"] == {
+        "alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "period": 4, "noise": "uniform",
+    }  # fmt: skip
+    assert manifest["training"] == {
+        "steps": 6, "lr": 5e-4, "optimizer": "adam", "schedule": "cosine", "weight_decay": 0.0, "max_grad_norm": None,
+    }  # fmt: skip
+    told = {name: manifest[name] for name in ("kind", "task", "label", "method", "seed", "suite")}
+    assert told == {
+        "kind": "expert", "task": "rot90", "label": "SMAT", "method": "smat", "seed": 21, "suite": dict(suite.recipe),
+    }  # fmt: skip
+    assert manifest["base_fingerprint"] == checkpoint.fingerprint(suite.base)
+    assert manifest["fingerprint"] == checkpoint.fingerprint(expert)
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["seconds"] > 0
+
+
+def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(ValueError, match="steps is 0") as error:
+        train(
+            tmp_path,
+            method=Smat(alpha_min=2.0, drop_prob=1.0, sigma=0.01, period=0, noise="uniform"),
+            tasks=("rot9", "mirror", "negative", "negative"),
+            training=Training(steps=0, lr=1e-3, weight_decay=0.1, max_grad_norm=-1.0),
+            log_every=0,
+        )
+    text = str(error.value)
+    for part in ("log_every is 0", "weight_decay is 0.1", "alpha_min is 2.0", "drop_prob is 1.0", "period is 0"):
+        assert part in text
+    for part in ("-1.0", "'rot9' is unknown", "mirror exists", "'negative' is named twice"):
+        assert part in text
+    assert text.count("steps is 0") == 1
+    assert "\n" not in text
+    assert [p.name for p in tmp_path.iterdir()] == ["mirror"]
+    with pytest.raises(ValueError, match="learning rate is nan"):
+        train(tmp_path / "run", training=Training(steps=6, lr=math.nan))
+    with pytest.raises(ValueError, match="no tasks"):
+        train(tmp_path / "run", tasks=())
+
+
+def test_overwrite_replaces_experts_and_nothing_else(train, tmp_path):
+    train(tmp_path, tasks=("rot90", "mirror"))
+    before = {task: checkpoint.load_manifest(tmp_path / task)["fingerprint"] for task in ("rot90", "mirror")}
+    with pytest.raises(ValueError, match=r"rot90 exists: choose another folder, or say --overwrite"):
+        train(tmp_path, "ft", tasks=("rot90",))
+    train(tmp_path, "ft", tasks=("rot90",), overwrite=True, label="plain")
+    manifests = {task: checkpoint.load_manifest(tmp_path / task) for task in before}
+    assert (manifests["rot90"]["method"], manifests["rot90"]["label"]) == ("ft", "plain")
+    assert manifests["rot90"]["fingerprint"] != before["rot90"]
+    assert manifests["mirror"]["fingerprint"] == before["mirror"]
+
+
+def test_the_base_of_other_experts_is_not_replaced(suite, train, tmp_path):
+    train(tmp_path, tasks=("rot90",))
+    other = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    with pytest.raises(ValueError, match=r"base is another base than suite 'digits' gives"):
+        train(tmp_path, suite=other, tasks=("mirror",))
+    assert checkpoint.load_manifest(tmp_path / "base")["fingerprint"] == checkpoint.fingerprint(suite.base)
+    assert not (tmp_path / "mirror").exists()
+    train(tmp_path, suite=other, tasks=("mirror",), overwrite=True)
+    assert checkpoint.load_manifest(tmp_path / "base")["fingerprint"] == checkpoint.fingerprint(other.base)
+
+
+def test_a_nan_loss_stops_with_its_step_and_leaves_no_expert(suite, train, tmp_path):
+    def broken(task, key, step):
+        images, labels = suite.batch(task, key, step)
+        return (images * math.nan if step == 2 else images), labels
+
+    with pytest.raises(ValueError, match="loss of mirror is nan at step 2: lower the learning rate"):
+        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror", "rot90"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mirror.log.jsonl"]
+    assert [row["step"] for row in log_of(tmp_path, "mirror")] == [0, 1]
+
+
+def test_parameters_that_are_not_finite_are_never_saved(suite, train, tmp_path):
+    def kink(params, batch):
+        # zero, with an infinite slope
+        return sum((leaf - leaf.detach()).abs().sum().sqrt() for leaf in params.values()), None
+
+    with pytest.raises(ValueError, match=r"of the mirror expert holds \d+ values that are NaN"):
+        train(
+            tmp_path,
+            "ft",
+            suite=suite._replace(loss_fn=lambda task: kink),
+            tasks=("mirror",),
+            training=Training(steps=1, lr=1e-3),
+        )
+    assert not (tmp_path / "mirror").exists()
+
+
+def test_weight_decay_needs_adamw(suite):
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.1, adam has none"):
+        training.make_optimizer(Training(steps=1, lr=1e-3, weight_decay=0.1))
+    decayed = Training(steps=1, lr=0.25, optimizer="adamw", schedule="constant", weight_decay=0.5)
+    still = suite._replace(loss_fn=lambda task: lambda params, batch: ((0.0 * params["layernorm.weight"]).sum(), None))
+    expert = train_expert(still, "rot90", DIGITS.methods["ft"], decayed, seed=0)
+    # a zero gradient leaves AdamW with its decay alone: theta * (1 - lr * decay), exact in these numbers
+    assert all(torch.equal(expert[path], leaf * 0.875) for path, leaf in suite.base.items())
+
+
+def test_tasks_are_known_without_loading_the_suite(suite):
+    assert task_names("digits") == suite.tasks
