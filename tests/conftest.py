@@ -2,7 +2,10 @@
 
 import os
 
-import pytest
+# one thread a worker: small tensors gain nothing from more, and workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
 
 ALLOWED_SKIPS = ("no GPU", "no ../shared", "mergekit is not installed", "slow")
 
