@@ -1,4 +1,8 @@
-"""FT against SMAT on digits by docs/protocols/digits.md: results as JSON, and the table of README.md."""
+"""FT against SMAT on digits by docs/protocols/digits.md: results as JSON, table and plot for README.md.
+
+``python -m benchmarks digits FOLDER`` keeps checkpoints there, so that a stopped run goes on; ``--report`` runs nothing
+and writes table and plot again from the stored results.
+"""
 
 import json
 import tempfile
@@ -6,12 +10,13 @@ from pathlib import Path
 
 from smat_fn.checkpoint import write_text
 from smat_fn.config import DIGITS
-from smat_fn.evaluate import main_table, markdown, write_results
+from smat_fn.evaluate import main_table, markdown, read_results, write_results
 from smat_fn.pipeline.study import as_json, paired, run_study
 
 from . import machine
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/digits"
 SEEDS = (21, 22, 23)
 METHODS = ("ft", "smat")
 MARKS = "<!-- digits: begin -->", "<!-- digits: end -->"
@@ -19,9 +24,12 @@ COMMAND = "python -m benchmarks digits"
 
 
 def main(arguments: list[str]) -> None:
-    """Run the protocol; an argument names a folder that keeps checkpoints, so that a stopped run goes on."""
+    """Run the protocol, or with ``--report`` only write its report."""
     from smat_fn.data.digits import TASKS
 
+    if arguments == ["--report"]:
+        publish()
+        return
     work = Path(arguments[0]) if arguments else Path(tempfile.mkdtemp(prefix="digits-study-"))
     between((ROOT / "README.md").read_text(encoding="utf-8"), "")  # tells of lost marks before the runs, not after
     facts = machine.describe(COMMAND)
@@ -36,10 +44,22 @@ def main(arguments: list[str]) -> None:
         "test": {m: {column: list(cell.scores) for column, cell in line.items()} for m, line in table.cells.items()},
         "paired": paired(first, second),
     }
-    write_text(ROOT / "benchmarks/results/digits.json", json.dumps(result, indent=1) + "\n")
-    write_results(ROOT / "benchmarks/results/digits.jsonl", study.rows)
+    write_text(RESULTS.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
+    write_results(RESULTS.with_suffix(".jsonl"), study.rows)
+    publish()
+
+
+def publish() -> None:
+    """The stored results as the table of README.md and docs/results/digits.png."""
+    from smat_fn.evaluate.plots import main_plot
+
+    result, table = (
+        json.loads(RESULTS.with_suffix(".json").read_text()),
+        main_table(read_results(RESULTS.with_suffix(".jsonl"))),
+    )
     text = report(result, markdown(table))
     write_text(ROOT / "README.md", between((ROOT / "README.md").read_text(encoding="utf-8"), text))
+    main_plot(table, ROOT / "docs/results/digits.png", title=f"digits, {len(result['seeds'])} seeds")
     print(text)
 
 
