@@ -1,0 +1,371 @@
+"""The fast path against the literal equations bit for bit; where the cuts fall, trees, buffers and errors."""
+
+import itertools
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from smat_fn import random
+from smat_fn.simulation import NOISES, draw, materialise, naive, participation, reweight, simulate
+from smat_fn.testing import assert_trees_equal, random_tree
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = {"one": (1,), "scalar": (), "w7": (7,), "w8": (2, 4), "w63": (7, 9), "empty": (0, 3)}
+OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
+
+
+def only_odd(path, leaf):
+    return path in {"one", "w63", "big"}
+
+
+def nowhere(path, leaf):
+    return False
+
+
+def state(dtype, shapes=SHAPES, seed=0):
+    return random_tree(seed, shapes, dtype=dtype), random_tree(seed + 1, shapes, dtype=dtype)
+
+
+def naive_pieces(drawn, leaves, where, start=0):
+    def masked(path, leaf):
+        return where is None or where(path, leaf)
+
+    masks = {p: naive.mask(drawn, p, v, masked=masked(p, v), start=start) for p, v in leaves.items()}
+    return masks, {p: naive.noise(drawn, p, v, start=start) for p, v in leaves.items()}
+
+
+@pytest.mark.parametrize("where", [None, only_odd, nowhere], ids=["all", "some", "none"])
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_output_equals_the_naive_one_bit_for_bit(dtype, noise, where):
+    theta, theta_0 = state(dtype)
+    for seed in (0, -(2**40)):
+        drawn = draw(random.key(seed), alpha_min=0.1, drop_prob=0.3, sigma=2e-3, noise=noise)
+        assert_trees_equal(
+            simulate(theta, theta_0, drawn, where=where), naive.simulate(theta, theta_0, drawn, where=where)
+        )
+        assert_trees_equal(reweight(theta, drawn, where=where), naive.reweight(theta, drawn, where=where))
+        masks, noises = naive_pieces(drawn, theta, where)
+        mask, epsilon = materialise(drawn, theta, where=where)
+        assert_trees_equal(mask, masks)
+        assert_trees_equal(epsilon, noises)
+        factor = {p: drawn.scale.to(m.dtype) * m for p, m in masks.items()}
+        assert_trees_equal(participation(drawn, theta, where=where), factor)
+
+
+@pytest.mark.parametrize(
+    "strengths",
+    [
+        OFF,
+        OFF | {"alpha_min": 0.0},
+        OFF | {"drop_prob": 0.999999},
+        OFF | {"drop_prob": 1e-9},
+        OFF | {"drop_prob": 1 / 3},
+        OFF | {"sigma": 1e-3},
+        OFF | {"sigma": 1e30},
+    ],
+    ids=str,
+)
+def test_each_operation_alone_equals_the_naive_one(strengths):
+    for dtype in DTYPES[:3]:
+        theta, theta_0 = state(dtype, seed=4)
+        drawn = draw(random.key(3), **strengths)
+        assert_trees_equal(simulate(theta, theta_0, drawn), naive.simulate(theta, theta_0, drawn))
+        assert_trees_equal(reweight(theta, drawn), naive.reweight(theta, drawn))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_leaf_equals_the_naive_one(dtype):
+    shapes = {"big": (17, 241)}
+    theta, theta_0 = state(dtype, shapes)
+    drawn = draw(random.key(9), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    assert theta["big"].numel() == 4097
+    assert_trees_equal(simulate(theta, theta_0, drawn), naive.simulate(theta, theta_0, drawn))
+    assert_trees_equal(reweight(theta, drawn), naive.reweight(theta, drawn))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_batch_of_draws_equals_the_naive_ones(dtype):
+    theta, theta_0 = state(dtype)
+    drawn, keys = draw(random.key(9), alpha_min=0.2, drop_prob=0.5, sigma=2e-3), random.split(random.key(9), 2)
+
+    def both(key):
+        one = drawn._replace(key=key)
+        return simulate(theta, theta_0, one, where=only_odd), reweight(theta, one, where=only_odd)
+
+    states, grads = torch.func.vmap(both)(keys)
+    for i, key in enumerate(keys):
+        one = drawn._replace(key=key)
+        assert_trees_equal({p: v[i] for p, v in states.items()}, naive.simulate(theta, theta_0, one, where=only_odd))
+        assert_trees_equal({p: v[i] for p, v in grads.items()}, naive.reweight(theta, one, where=only_odd))
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_coordinate_is_dropped_iff_its_field_is_below_the_threshold(above):
+    theta, theta_0 = state(torch.float32, {"w": (40,)})
+    key = random.key(2)
+    fields = random.bits(random.leaf_streams(key, ["w"])[0, 0], 40)
+    drawn = draw(key, alpha_min=1.0, drop_prob=(int(fields[3]) + above) / 65536, sigma=0.0)
+    dropped = fields < fields[3] + above
+    assert dropped[3] == bool(above)
+    assert torch.equal(simulate(theta, theta_0, drawn)["w"] == theta_0["w"], dropped)
+    assert torch.equal(reweight(theta, drawn)["w"] == 0, dropped)
+    assert torch.equal(participation(drawn, theta)["w"] == 0, dropped)
+
+
+def test_float32_masters_with_a_bfloat16_base_and_the_other_way_round():
+    drawn = draw(random.key(9), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    masters, low = state(torch.float32)[0], state(torch.bfloat16)[1]
+    assert_trees_equal(simulate(masters, low, drawn), naive.simulate(masters, low, drawn))
+    assert_trees_equal(simulate(low, masters, drawn), naive.simulate(low, masters, drawn))
+
+
+@pytest.mark.parametrize("start", [0, 3, 8, 2**35 + 5, 8 * 2**32 - 4])
+@pytest.mark.parametrize("noise", ["uniform", "laplace"])
+def test_starts_shift_into_the_full_leaf(start, noise):
+    theta, theta_0 = state(torch.bfloat16, {"w": (63,), "other": (9,)})
+    drawn = draw(random.key(2), alpha_min=0.2, drop_prob=0.4, sigma=1e-2, noise=noise)
+    masks, noises = naive_pieces(drawn, {"w": theta["w"]}, None, start)
+    c, center = drawn.scale * masks["w"], theta_0["w"].float()
+    expected = (center + c * (theta["w"].float() - center) + noises["w"]).bfloat16()
+    got = simulate(theta, theta_0, drawn, starts={"w": start})
+    assert_trees_equal({"w": got["w"]}, {"w": expected})
+    assert_trees_equal({"other": got["other"]}, {"other": simulate(theta, theta_0, drawn)["other"]})
+    assert_trees_equal(
+        {"w": reweight(theta, drawn, starts={"w": start})["w"]}, {"w": (c * theta["w"].float()).bfloat16()}
+    )
+
+
+@pytest.mark.parametrize("cuts", [(0, 1000), (0, 1, 1000), (0, 8, 500, 503, 1000), (0, 999, 1000)])
+def test_shards_put_together_are_the_whole(cuts):
+    theta, theta_0 = state(torch.float32, {"w": (1000,)})
+    drawn = draw(random.key(6), alpha_min=0.2, drop_prob=0.5, sigma=2e-3, noise="gaussian")
+    states, grads = [], []
+    for lo, hi in itertools.pairwise(cuts):
+        part = {"w": theta["w"][lo:hi]}
+        states.append(simulate(part, {"w": theta_0["w"][lo:hi]}, drawn, starts={"w": lo})["w"])
+        grads.append(reweight(part, drawn, starts={"w": lo})["w"])
+    assert_trees_equal({"w": torch.cat(states)}, simulate(theta, theta_0, drawn))
+    assert_trees_equal({"w": torch.cat(grads)}, reweight(theta, drawn))
+
+
+@pytest.mark.parametrize("piece", [5, 8, 64, 70])
+def test_where_leaves_are_cut_does_not_matter(monkeypatch, piece):
+    theta, theta_0 = state(torch.float32, SHAPES | {"w300": (300,), "tail": (2, 3)})
+    drawn = draw(random.key(6), alpha_min=0.2, drop_prob=0.5, sigma=2e-3, noise="laplace")
+    starts = {"w300": 2**35 + 3}
+
+    def everything(where):
+        return [
+            simulate(theta, theta_0, drawn, where=where, starts=starts),
+            reweight(theta, drawn, where=where, starts=starts),
+            *materialise(drawn, theta, where=where),
+        ]
+
+    whole = [everything(where) for where in (None, only_odd, nowhere)]
+    monkeypatch.setattr("smat_fn.ops.chunked.CHUNK", piece)
+    for where, expected in zip((None, only_odd, nowhere), whole, strict=True):
+        for got, want in zip(everything(where), expected, strict=True):
+            assert_trees_equal(got, want)
+
+
+def test_strided_leaves_are_read_in_their_logical_order():
+    theta, theta_0 = state(torch.float32, {"w": (6, 10)})
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    turned = {"w": theta["w"].t().contiguous().t()}
+    assert not turned["w"].is_contiguous()
+    assert_trees_equal(simulate(turned, theta_0, drawn), simulate(theta, theta_0, drawn))
+    assert_trees_equal(reweight(turned, drawn), reweight(theta, drawn))
+
+
+class Layer(NamedTuple):
+    weight: object
+    bias: object
+
+
+class Names(OrderedDict):
+    pass
+
+
+FLAT = {"a.weight": (3, 5), "a.bias": (5,), "b.0": (1,), "b.1": (2, 2)}
+
+
+def nested(flat):
+    layer = Layer(flat["a.weight"], flat["a.bias"])
+    return {
+        "flat": flat,
+        "dicts": {"a": {"weight": layer.weight, "bias": layer.bias}, "b": {"0": flat["b.0"], "1": flat["b.1"]}},
+        "mixed": {"a": layer, "b": [flat["b.0"], flat["b.1"]]},
+        "tuples": {"a": layer, "b": (flat["b.0"], flat["b.1"])},
+        "ordered": Names(flat),
+    }
+
+
+@pytest.mark.parametrize("form", ["flat", "dicts", "mixed", "tuples", "ordered"])
+def test_any_nesting_gives_the_flat_numbers_in_its_own_structure(form):
+    theta, theta_0 = state(torch.float32, FLAT)
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    results = {
+        "simulate": (simulate, (nested(theta)[form], nested(theta_0)[form], drawn), (theta, theta_0, drawn)),
+        "reweight": (reweight, (nested(theta)[form], drawn), (theta, drawn)),
+        "participation": (participation, (drawn, nested(theta)[form]), (drawn, theta)),
+    }
+    for fn, args, flat_args in results.values():
+        got, want = fn(*args), fn(*flat_args)
+        assert_trees_equal(got, want)
+        assert torch.utils._pytree.tree_structure(got) == torch.utils._pytree.tree_structure(nested(want)[form])
+
+
+@pytest.mark.parametrize("tree", [[1.0, 2.0], (1.0, 2.0), Layer(1.0, 2.0)], ids=["list", "tuple", "NamedTuple"])
+def test_sequences_at_the_root_are_named_by_position_or_field(tree):
+    leaves = random_tree(0, {"x": (5,), "y": (6,)})
+    params = type(tree)(*leaves.values()) if hasattr(tree, "_fields") else type(tree)(leaves.values())
+    names = getattr(tree, "_fields", ("0", "1"))
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    flat = dict(zip(names, leaves.values(), strict=True))
+    got = simulate(params, params, drawn)
+    assert type(got) is type(tree)
+    assert_trees_equal(got, simulate(flat, flat, drawn))
+
+
+def test_where_sees_paths_and_leaves():
+    theta, theta_0 = state(torch.float32, FLAT)
+    seen = []
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    simulate(nested(theta)["mixed"], nested(theta_0)["mixed"], drawn, where=lambda p, v: seen.append((p, v)) or True)
+    assert [path for path, _ in seen] == list(FLAT)
+    assert all(leaf is theta[path] for path, leaf in seen)
+
+
+@pytest.mark.parametrize("target", ["fresh", "params", "base"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_receives_the_pure_result_even_when_it_is_an_input(dtype, target):
+    theta, theta_0 = state(dtype, FLAT)
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    pure = simulate(theta, theta_0, drawn)
+    out = {"fresh": {p: torch.full_like(v, torch.nan) for p, v in theta.items()}, "params": theta, "base": theta_0}[
+        target
+    ]
+    storages = {p: v.data_ptr() for p, v in out.items()}
+    assert simulate(theta, theta_0, drawn, out=out) is out
+    assert {p: v.data_ptr() for p, v in out.items()} == storages
+    assert_trees_equal(out, pure)
+
+
+def test_out_of_reweight_may_be_the_gradient_and_of_any_nesting():
+    grads, _ = state(torch.bfloat16, FLAT)
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    pure = reweight(grads, drawn)
+    nest = nested(grads)["mixed"]
+    assert reweight(grads, drawn, out=nest) is nest
+    assert_trees_equal(grads, pure)
+
+
+def test_out_that_requires_gradients_or_has_a_lower_dtype_receives_values():
+    theta, theta_0 = state(torch.float32, FLAT)
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    pure = simulate(theta, theta_0, drawn)
+    leaves = {p: torch.zeros_like(v, requires_grad=True) for p, v in theta.items()}
+    assert_trees_equal(simulate({p: v.requires_grad_() for p, v in theta.items()}, theta_0, drawn, out=leaves), pure)
+    assert all(v.is_leaf and v.requires_grad for v in leaves.values())
+    low = simulate(
+        theta, theta_0, drawn, out={p: torch.empty_like(v, dtype=torch.bfloat16) for p, v in theta_0.items()}
+    )
+    assert_trees_equal(low, {p: v.bfloat16() for p, v in pure.items()})
+
+
+def test_inputs_are_never_changed():
+    theta, theta_0 = state(torch.float32, FLAT)
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3, noise="gaussian")
+    copies = [{p: v.clone() for p, v in t.items()} for t in (theta, theta_0, drawn._asdict())]
+    simulate(theta, theta_0, drawn)
+    reweight(theta, drawn)
+    participation(drawn, theta)
+    results = simulate(theta, theta_0, drawn), *materialise(drawn, theta, where=nowhere)
+    for result in (*results, reweight(theta, drawn), participation(drawn, theta, where=nowhere)):
+        for leaf in result.values():
+            leaf.zero_()
+    for tree, copy in zip((theta, theta_0, drawn._asdict()), copies, strict=True):
+        assert_trees_equal(tree, copy)
+
+
+def test_an_empty_tree_stays_empty():
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    assert simulate({}, {}, drawn) == {}
+    assert reweight([], drawn) == []
+
+
+GOOD = {"a": torch.zeros(2), "b": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("params", "base", "out", "message"),
+    [
+        (
+            GOOD | {"c": torch.zeros(1)},
+            {"a": torch.zeros(2), "b": torch.zeros(3, 1), "d": torch.zeros(1)},
+            None,
+            r"base lacks leaf 'c' of params; base has leaf 'd' that params lacks; "
+            r"leaf 'b' has shape \(3, 1\) in base but \(3,\) in params",
+        ),
+        (
+            GOOD,
+            GOOD,
+            {"a": torch.zeros(1)},
+            r"out lacks leaf 'b' of the result; leaf 'a' has shape \(1,\) in out but \(2,\) in the result",
+        ),
+        (
+            {"n": torch.zeros(2, dtype=torch.int64), "m": {"c": torch.zeros(1, dtype=torch.complex64)}},
+            GOOD,
+            None,
+            r"leaf 'n' of params has dtype int64: only floating-point .*; leaf 'm.c' of params has dtype complex64",
+        ),
+        (GOOD, GOOD | {"a": torch.zeros(2, dtype=torch.bool)}, None, "leaf 'a' of base has dtype bool"),
+        ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, GOOD, None, "two leaves have the path 'a.b': rename one"),
+        ({"a": {"b": 1.0}, "c": None}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a NoneType"),
+    ],
+    ids=["structure", "out", "integers", "bool base", "duplicates", "no tensors"],
+)
+def test_trees_that_do_not_fit_are_refused_with_every_problem(params, base, out, message):
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    with pytest.raises(ValueError, match=message):
+        simulate(params, base, drawn, out=out)
+
+
+def test_reweight_participation_and_materialise_refuse_integer_leaves():
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    tree = {"w": torch.zeros(2), "steps": [torch.zeros(2, dtype=torch.int32)]}
+    for name, call in {
+        "grads": lambda: reweight(tree, drawn),
+        "like": lambda: participation(drawn, tree),
+        "like ": lambda: materialise(drawn, tree),
+    }.items():
+        with pytest.raises(ValueError, match=f"leaf 'steps.0' of {name.strip()} has dtype int32"):
+            call()
+    with pytest.raises(ValueError, match="out has leaf 'x' that the result lacks"):
+        reweight(GOOD, drawn, out=GOOD | {"x": torch.zeros(1)})
+
+
+def test_bad_starts_are_refused_together():
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    message = r"starts names 'z', which is no leaf; starts\['a'\] is -1, must not be negative"
+    for call in (lambda s: simulate(GOOD, GOOD, drawn, starts=s), lambda s: reweight(GOOD, drawn, starts=s)):
+        with pytest.raises(ValueError, match=message):
+            call({"a": -1, "z": 0, "b": 4})
+
+
+def test_a_batch_of_draws_is_refused_outside_vmap():
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    batched = drawn._replace(key=random.split(drawn.key, len(GOOD)))
+    with pytest.raises(ValueError, match=r"a draw takes one key, of shape \(2,\), got torch.int64 \(2, 2\)"):
+        simulate(GOOD, GOOD, batched)
+
+
+def test_a_refused_call_writes_nothing():
+    drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+    out = {"a": torch.full((2,), 7.0), "b": torch.full((4,), 7.0)}
+    with pytest.raises(ValueError, match="leaf 'b' has shape"):
+        simulate(GOOD, GOOD, drawn, out=out)
+    assert_trees_equal(out, {"a": torch.full((2,), 7.0), "b": torch.full((4,), 7.0)})
