@@ -16,7 +16,6 @@ from smat_fn.pipeline.study import as_json, paired, run_study
 from . import machine
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/digits"
 SEEDS = (21, 22, 23)
 METHODS = ("ft", "smat")
 MARKS = "<!-- digits: begin -->", "<!-- digits: end -->"
@@ -44,8 +43,8 @@ def main(arguments: list[str]) -> None:
         "test": {m: {column: list(cell.scores) for column, cell in line.items()} for m, line in table.cells.items()},
         "paired": paired(first, second),
     }
-    write_text(RESULTS.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
-    write_results(RESULTS.with_suffix(".jsonl"), study.rows)
+    write_text(ROOT / "benchmarks/results/digits.json", json.dumps(result, indent=1) + "\n")
+    write_results(ROOT / "benchmarks/results/digits.jsonl", study.rows)
     publish()
 
 
@@ -54,11 +53,12 @@ def publish() -> None:
     from smat_fn.evaluate.plots import main_plot
 
     result, table = (
-        json.loads(RESULTS.with_suffix(".json").read_text()),
-        main_table(read_results(RESULTS.with_suffix(".jsonl"))),
+        json.loads((ROOT / "benchmarks/results/digits.json").read_text()),
+        main_table(read_results(ROOT / "benchmarks/results/digits.jsonl")),
     )
     text = report(result, markdown(table))
     write_text(ROOT / "README.md", between((ROOT / "README.md").read_text(encoding="utf-8"), text))
+    (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)
     main_plot(table, ROOT / "docs/results/digits.png", title=f"digits, {len(result['seeds'])} seeds")
     print(text)
 

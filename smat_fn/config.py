@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from .types import Aggregate, Noise, Scope
+from .types import Aggregate, Noise, Residence, Scope
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class Smat:
     """Distribution of the noise."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
+    residence: Residence | None = None
+    """Where base and simulated weights live, with equal results: host (pinned base, one buffer), device or stream
+    (weights rebuilt module by module); left out: a new copy each time."""
 
 
 @dataclass(frozen=True)
