@@ -13,7 +13,7 @@ from typing import Annotated
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import Finetune, Smat, preset_of, resolve
+from smat_fn.config import Asam, Finetune, Mergopt, Orthoreg, Smat, preset_of, resolve
 from smat_fn.pipeline import cli
 
 
@@ -24,6 +24,9 @@ class Train:
     method: (
         Annotated[Finetune, subcommand("ft", description=Finetune.__doc__)]
         | Annotated[Smat, subcommand("smat", description=Smat.__doc__)]
+        | Annotated[Asam, subcommand("asam", description=Asam.__doc__)]
+        | Annotated[Mergopt, subcommand("mergopt", description=Mergopt.__doc__)]
+        | Annotated[Orthoreg, subcommand("orthoreg", description=Orthoreg.__doc__)]
     )
     out: Path
     """Folder for the experts."""

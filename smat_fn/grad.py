@@ -55,6 +55,8 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
         leaves = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
 
         def differentiate(loss: Tensor, aux: Aux) -> tuple[tuple[Tensor, Aux], tuple[Tensor, ...]]:
+            if not loss.requires_grad:  # it touches no leaf
+                return (loss, aux), tuple(torch.zeros_like(leaf) for leaf in flat.values())
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
             return (loss.detach(), aux), grads
 

@@ -1,5 +1,5 @@
 """Training methods, one file each: ``State``, ``Info``, ``build(loss_fn, optimizer, base, ...) -> Method``."""
 
-from . import finetune, smat
+from . import asam, finetune, mergopt, orthoreg, smat
 
-__all__ = ["finetune", "smat"]
+__all__ = ["asam", "finetune", "mergopt", "orthoreg", "smat"]

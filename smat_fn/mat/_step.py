@@ -1,5 +1,6 @@
 """What every method does around its gradient: micro-batches, clipping, the optimizer, donation."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -75,6 +76,15 @@ def apply(
     options = {"donate": True} if donate else {}
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
     return State(params, opt_state, state.step + 1), norm
+
+
+def check_strengths(**strengths: float) -> list[str]:
+    """Problems of strengths that must be finite and not negative."""
+    return [
+        f"{name} is {value}, must be finite and not negative"
+        for name, value in strengths.items()
+        if not (math.isfinite(value) and value >= 0)
+    ]
 
 
 def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]:

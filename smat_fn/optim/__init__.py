@@ -2,6 +2,18 @@
 
 from .adam import AdamState, adam, adamw
 from .chain import chain, clip, clip_by_global_norm
+from .muon import MuonState, muon
 from .schedules import constant, cosine
 
-__all__ = ["AdamState", "adam", "adamw", "chain", "clip", "clip_by_global_norm", "constant", "cosine"]
+__all__ = [
+    "AdamState",
+    "MuonState",
+    "adam",
+    "adamw",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "muon",
+]

@@ -34,6 +34,12 @@ METHODS = {
             "lam": (2.0, "lam is 2.0"),
         },
     ),
+    "asam": ({"": {"rho": 0.05}, "sam": {"rho": 0.05, "adaptive": False}}, {"rho": (-1.0, "rho is -1.0")}),
+    "mergopt": (
+        {"": {"b": 0.01, "k_max": 4}},
+        {"b": (math.inf, "b is inf"), "k_max": (0, "k_max is 0")},
+    ),
+    "orthoreg": ({"": {"lambda_reg": 0.01}}, {"lambda_reg": (-0.1, "lambda_reg is -0.1")}),
 }
 FILES = sorted(f.stem for f in Path(smat_fn.mat.__file__).parent.glob("*.py") if not f.stem.startswith("_"))
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]

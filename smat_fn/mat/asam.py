@@ -1,0 +1,81 @@
+"""ASAM, as in SAFT, and SAM: the gradient at the worst nearby point, two passes a step."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..grad import value_and_grad
+from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from . import _step
+from ._step import State
+
+__all__ = ["Info", "State", "build", "climb"]
+
+
+class Info(NamedTuple):
+    """What is only looked at."""
+
+    loss: Tensor  # shape=(), at theta
+    aux: Aux
+    grad_norm: Tensor  # shape=(), float32, of the gradient at theta + e, before clipping
+    climbed_loss: Tensor  # shape=(), at theta + e
+
+
+def build(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    rho: float = 0.25,
+    adaptive: bool = True,
+    engine: Engine = "autograd",
+    donate: bool = False,
+) -> Method:
+    r"""Adaptive sharpness-aware minimisation.
+
+    ``g = grad L(theta)``; ``e = rho theta^2 (.) g / (|| |theta| (.) g || + 1e-12)``; the update uses
+    ``grad L(theta + e)`` at theta, on the same batch (all micro-batches of a step climb together).
+    The norm runs over all coordinates.
+
+    Args: rho: radius, >= 0; adaptive: False is plain SAM, |theta| replaced by 1; the others as in
+        `smat_fn.mat.finetune.build`.
+    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Source: Kwon et al., 2021; Foret et al., 2021; Lee et al., 2025 (SAFT); paper section 5.1.
+    """
+    problems = _step.check(optimizer, max_grad_norm, engine)
+    problems += _step.check_strengths(rho=rho)
+    if problems:
+        raise ValueError("asam: " + "; ".join(problems))
+    at = value_and_grad(loss_fn, engine=engine)
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        loss, aux, grads = _step.accumulate(at, state.params, batch)
+        climbed = climb(state.params, grads, rho=rho, adaptive=adaptive)
+        climbed_loss, _, grads = _step.accumulate(at, climbed, batch)
+        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        return state, Info(loss, aux, norm, climbed_loss)
+
+    return Method(_step.init(optimizer, base, donate=donate), update)
+
+
+@torch.no_grad()
+def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
+    """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
+
+    def weighted(theta: Tensor, g: Tensor) -> Tensor:
+        dtype = tree.compute_dtype(theta)
+        return theta.to(dtype).abs() * g.to(dtype) if adaptive else g.to(dtype)
+
+    slope = tree.tree_map(weighted, params, grads)
+    length = rho / (tree.global_norm(slope) + 1e-12)
+
+    def moved(theta: Tensor, s: Tensor) -> Tensor:
+        wide = theta.to(s.dtype)
+        return (wide + (wide.abs() * s if adaptive else s) * length.to(s.dtype)).to(theta.dtype)
+
+    return tree.tree_map(moved, params, slope)

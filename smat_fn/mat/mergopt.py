@@ -1,0 +1,84 @@
+"""MergOPT: the gradient at a randomly offset point in every step, one pass."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import random
+from ..grad import value_and_grad
+from ..simulation.apply import simulate
+from ..simulation.draws import Draw, draw
+from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from ..where import never
+from . import _step
+from ._step import State
+
+__all__ = ["Info", "State", "build", "offset"]
+
+STRENGTHS = 6  # a is uniform on {0.1, ..., 0.6}
+
+
+class Info(NamedTuple):
+    """What is only looked at."""
+
+    loss: Tensor  # shape=(), at the offset point
+    aux: Aux
+    grad_norm: Tensor  # shape=(), float32, before clipping
+    offset: Tensor  # c, shape=(), float64
+
+
+def build(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    b: float = 5e-4,
+    k_max: int = 7,
+    engine: Engine = "autograd",
+    donate: bool = False,
+) -> Method:
+    r"""Training at sampled merge offsets.
+
+    ``c = k a - 1`` with k uniform on {1..k_max} and a uniform on {0.1, ..., 0.6}; ``z ~ Laplace(0, b)`` per coordinate;
+    the update uses ``grad L(theta + c z)`` at theta. c and z of step s come from ``fold_in(key, s)``, one for all
+    micro-batches. This is the paper's description; the released code perturbs after the backward pass.
+
+    Args: b: scale of the Laplace noise, >= 0 (its RMS is sqrt(2) b); k_max: number of experts to be merged, >= 1;
+        the others as in `smat_fn.mat.finetune.build`.
+    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
+    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Source: Yang et al., 2026; paper section 5.1.
+    """
+    problems = _step.check(optimizer, max_grad_norm, engine)
+    problems += _step.check_strengths(b=b)
+    if not (isinstance(k_max, int) and k_max >= 1):
+        problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
+    if problems:
+        raise ValueError("mergopt: " + "; ".join(problems))
+    at = value_and_grad(loss_fn, engine=engine)
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        drawn = offset(random.fold_in(key, state.step), b=b, k_max=k_max)
+        with torch.no_grad():
+            # base = theta leaves theta + epsilon of the simulated state
+            moved = simulate(state.params, state.params, drawn, where=never)
+        loss, aux, grads = _step.accumulate(at, moved, batch)
+        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        return state, Info(loss, aux, norm, drawn.sigma / (math.sqrt(2) * b) if b else drawn.sigma)
+
+    return Method(_step.init(optimizer, base, donate=donate), update)
+
+
+def offset(key: Tensor, *, b: float, k_max: int) -> Draw:
+    """The draw whose noise is c z: sigma is ``c sqrt(2) b``, of either sign; c from the child 1 of the key."""
+    drawn = draw(key, alpha_min=1.0, drop_prob=0.0, sigma=math.sqrt(2) * b, noise="laplace")
+    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * _steps(k_max, key)).floor() + 1
+    return drawn._replace(sigma=drawn.sigma * (k * a / 10 - 1))
+
+
+def _steps(k_max: int, key: Tensor) -> Tensor:
+    return torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
