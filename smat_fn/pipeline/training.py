@@ -10,10 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from .. import checkpoint, optim, random, tree
 from ..config import MethodConfig, Training, settings
 from ..data import Suite
 from ..data.suite import check_member
+from ..grad import ModuleLoss
 from ..types import Batch, LossFn, Method, Optimizer, Params, Where
 
 OnStep = Callable[[int, Any], None]
@@ -147,7 +150,9 @@ def check_run(
         optimizer = make_optimizer(replace(training, steps=max(training.steps, 1)))
     except ValueError as error:
         problems.append(str(error))
-    problems += refusals(build_method, method, optimizer, _no_loss, {}, where=None, max_grad_norm=limit)
+    problems += refusals(
+        build_method, method, optimizer, ModuleLoss(nn.Module(), _no_loss), {}, where=None, max_grad_norm=limit
+    )
     problems += ["no tasks: name at least one"] if not tasks else []
     problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
     for task in dict.fromkeys(tasks):
@@ -165,7 +170,7 @@ def refusals(check: Callable[..., Any], *args: Any, **options: Any) -> list[str]
     return []
 
 
-def _no_loss(params: Params, batch: Batch) -> tuple[Any, None]:
+def _no_loss(module: nn.Module, batch: Batch) -> tuple[Any, None]:
     raise AssertionError("built to check its options, not to run")
 
 
