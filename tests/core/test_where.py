@@ -14,6 +14,7 @@ VISION = {
     **{"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12},
     **{"image_size": 8, "patch_size": 4},
 }
+NO_GROUPS = {name: size for name, size in LM.items() if name != "num_key_value_heads"}
 ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
 MLP = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -26,6 +27,32 @@ def make(kind):
         return hf.LlamaForCausalLM(hf.LlamaConfig(**LM))
     if kind == "llama tied":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**LM, tie_word_embeddings=True))
+    if kind in ("qwen2", "qwen2 tied"):
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**LM, tie_word_embeddings="tied" in kind))
+    if kind == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**LM, head_dim=4))
+    if kind == "gemma":
+        return hf.GemmaForCausalLM(hf.GemmaConfig(**LM, head_dim=4))
+    if kind == "t5":
+        sizes = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_heads": 2}
+        config = hf.T5Config(**sizes, num_layers=2, feed_forward_proj="gated-gelu")
+        return hf.T5ForConditionalGeneration(config)
+    if kind == "bert":
+        return hf.BertForSequenceClassification(hf.BertConfig(**NO_GROUPS, num_labels=3))
+    if kind == "bert tied":
+        return hf.BertForMaskedLM(hf.BertConfig(**NO_GROUPS))
+    if kind == "clip":
+        text = NO_GROUPS | {"max_position_embeddings": 8}
+        return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=4))
+    if kind == "qwen2 moe":
+        sizes = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+        return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**LM, **sizes, num_experts=2, num_experts_per_tok=1))
+    if kind == "gpt oss":
+        config = hf.GptOssConfig(**LM, head_dim=4, num_local_experts=2, num_experts_per_tok=1)
+        return hf.GptOssForCausalLM(config)
+    if kind == "swin":
+        sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 4, "window_size": 2}
+        return hf.SwinForImageClassification(hf.SwinConfig(**sizes, depths=[1, 1], num_heads=[1, 1]))
     if kind == "gpt2":
         sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
         return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=11, bos_token_id=1, eos_token_id=2, **sizes))
@@ -50,7 +77,25 @@ VIT = [f"attention.{x}_proj.weight" for x in "qkvo"] + ["mlp.fc1.weight", "mlp.f
 CLIP = [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "out")] + ["mlp.fc1.weight", "mlp.fc2.weight"]
 GPT2 = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
 LLAMA4 = [f"feed_forward.{x}" for x in EXPERTS] + [f"feed_forward.shared_expert.{x[4:]}" for x in MLP]
+T5 = [f"layer.0.SelfAttention.{x}.weight" for x in "qkvo"]
+T5_MLP = [f"DenseReluDense.{x}.weight" for x in ("wi_0", "wi_1", "wo")]
+T5_ENCODER = T5 + [f"layer.1.{x}" for x in T5_MLP]
+T5_DECODER = T5 + [f"layer.1.EncDecAttention.{x}.weight" for x in "qkvo"] + [f"layer.2.{x}" for x in T5_MLP]
+BERT = [f"attention.self.{x}.weight" for x in ("query", "key", "value")]
+BERT += [f"{x}.dense.weight" for x in ("attention.output", "intermediate", "output")]
+QWEN2_MOE = [f"mlp.{x}" for x in EXPERTS] + [f"mlp.shared_expert.{x[4:]}" for x in MLP]
 EXPECTED = {
+    "qwen2": in_blocks("model.layers", ATTENTION + MLP),
+    "qwen2 tied": in_blocks("model.layers", ATTENTION + MLP),
+    "qwen3": in_blocks("model.layers", ATTENTION + MLP),
+    "gemma": in_blocks("model.layers", ATTENTION + MLP),
+    "t5": in_blocks("encoder.block", T5_ENCODER) | in_blocks("decoder.block", T5_DECODER),
+    "bert": in_blocks("bert.encoder.layer", BERT),
+    "bert tied": in_blocks("bert.encoder.layer", BERT),
+    "clip": in_blocks("text_model.encoder.layers", CLIP) | in_blocks("vision_model.encoder.layers", CLIP),
+    "qwen2 moe": in_blocks("model.layers", ATTENTION + QWEN2_MOE),
+    "gpt oss": in_blocks("model.layers", ATTENTION + [f"mlp.{x}" for x in EXPERTS]),
+    "swin": {f"swin.encoder.layers.{i}.blocks.0.{name}" for i in range(2) for name in VIT},
     "llama": in_blocks("model.layers", ATTENTION + MLP),
     "llama tied": in_blocks("model.layers", ATTENTION + MLP),
     "gpt2": in_blocks("transformer.h", GPT2),
@@ -87,6 +132,14 @@ def test_a_head_is_left_out_tied_or_not():
     assert not tied("model.embed_tokens.weight", torch.zeros(11, 8))
 
 
+def test_what_lies_beside_the_masked_set():
+    leaves = {kind: dict(make(kind).named_parameters()) for kind in ("qwen2 moe", "bert tied", "swin")}
+    assert "model.layers.0.mlp.shared_expert_gate.weight" in leaves["qwen2 moe"]
+    assert "model.layers.0.mlp.gate.weight" in leaves["qwen2 moe"]
+    assert "cls.predictions.transform.dense.weight" in leaves["bert tied"]
+    assert "swin.encoder.layers.0.downsample.reduction.weight" in leaves["swin"]
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,6 +171,58 @@ def test_a_block_weight_tied_to_an_embedding_is_left_out():
     assert not where.block_linear(module)("embed.weight", module.embed.weight)
 
 
+class Mixture(nn.Module):
+    """Experts as a list, and gates that no type's name gives away."""
+
+    def __init__(self):
+        super().__init__()
+        self.choose = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4))
+        self.share = nn.Linear(3, 1)
+        self.shared = nn.Linear(3, 3)
+        self.experts = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 3))
+        self.positions = nn.Parameter(torch.zeros(1, 5, 3))
+        self.up = nn.Parameter(torch.zeros(4, 3, 2))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
+def test_gates_are_told_by_the_experts_they_stand_by(container):
+    module = nn.Sequential()
+    module.layers = container([nn.ModuleDict({"mlp": Mixture()}), nn.ModuleDict({"mlp": Mixture()})])
+    names = ["mlp.shared.weight", *(f"mlp.experts.{i}.weight" for i in range(4))]
+    assert picked(where.block_linear(module), module) == in_blocks("layers", names)
+
+
+def test_tokens_and_positions_are_no_stacked_experts():
+    module = nn.Module()
+    module.layers = nn.ModuleList([nn.ModuleDict({"mlp": Stacked()}), nn.ModuleDict({"mlp": Stacked()})])
+    assert picked(where.block_linear(module), module) == in_blocks("layers", ["mlp.up"])
+
+
+def test_attention_of_torch_itself():
+    layer = nn.TransformerEncoderLayer(4, 2, 6)
+    module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    names = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
+    assert picked(where.block_linear(module), module) == in_blocks("layers", names)
+    split = nn.ModuleList([nn.Sequential(nn.MultiheadAttention(4, 2, kdim=3, add_bias_kv=True))])
+    names = {f"0.0.{x}_proj_weight" for x in "qkv"} | {"0.0.out_proj.weight"}
+    assert picked(where.block_linear(split), split) == names
+
+
+def test_lists_of_bare_layers_and_wrappers_are_no_blocks():
+    module = Tiny()
+    module.heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    names = picked(where.block_linear(module), module)
+    assert names == picked(where.block_linear(Tiny()), Tiny())
+    wrapped = nn.Sequential(Tiny())
+    assert picked(where.block_linear(wrapped), wrapped) == {f"0.{name}" for name in names}
+
+
 def test_a_module_without_blocks_has_nothing_to_mask():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert picked(where.block_linear(module), module) == set()
@@ -139,3 +244,18 @@ def test_trainable_follows_requires_grad_and_names_tied_weights_once():
 
 def test_never():
     assert not where.never("blocks.0.fc.weight", torch.zeros(1))
+
+
+def test_muon_matrices_are_the_two_dimensional_leaves_of_the_masked_set():
+    block = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "experts": Stacked()})
+    module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block, block]), "head": torch.nn.Linear(4, 3)})
+    leaves = dict(module.named_parameters())
+    masked, matrices = block_linear(module), muon_matrices(module)
+    assert {path for path, leaf in leaves.items() if masked(path, leaf)} == {"layers.0.up.weight", "layers.0.experts.w"}
+    assert {path for path, leaf in leaves.items() if matrices(path, leaf)} == {"layers.0.up.weight"}
+
+
+class Stacked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2, 4, 8))

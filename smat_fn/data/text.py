@@ -1,0 +1,184 @@
+"""Prompts with answers as batches of tokens for a causal language model.
+
+A tokenizer is one of ``transformers``; only its call, its special ids and its vocabulary are used.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from ..models.causal_lm import IGNORED, NO_EOS, check_tokenizer
+from ..tree import raise_problems
+from .batching import batch_indices
+
+MULTIPLE = 8
+Truncate: TypeAlias = Literal["right", "left", "prompt-middle"]
+Row: TypeAlias = tuple[str, str]
+
+
+class Example(NamedTuple):
+    """One row as tokens; ``labels`` are the token itself or -100."""
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """What "right" truncation does to the rows of a task, as shares from 0 to 1 of ``rows``."""
+
+    rows: int
+    eos: float  # EOS is lost, and maybe more
+    answer: float  # a part of the answer is lost
+    whole_answer: float  # no token of the answer is left
+    longest: int  # tokens of the longest row, EOS included
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id that fills up short rows: PAD, or EOS where there is none.
+
+    EOS is safe: attention masks and labels come from the lengths of rows, so a filled position is never seen and
+    never supervised, and a row's own EOS always is.
+    """
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def encode(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    vocabulary: int,
+    max_length: int = 512,
+    truncate: Truncate = "right",
+    mask_prompt: bool = False,
+) -> list[Example]:
+    r"""Training examples: ``prompt + "\n" + answer + EOS``, with special tokens, at most ``max_length`` tokens.
+
+    EOS is appended before truncation and supervised when it is retained; a tokenizer that appends it itself adds no
+    second one. The answer begins at the first token in which the row differs from ``prompt + "\n"`` alone, so that a
+    token across the border belongs to the answer.
+
+    Args: rows: pairs of prompt and answer; vocabulary: rows of the embedding; truncate: "right" keeps the first tokens
+        (the paper), "left" BOS and the last ones, "prompt-middle" BOS, answer and EOS, and of the prompt both ends
+        (where even BOS, answer and EOS are too long it keeps the first tokens of those); mask_prompt: no loss on the
+        prompt.
+    Raises: ValueError for a tokenizer that does not fit (`check_tokenizer`), bad options, tokens without a row in
+        the embedding, and rows of which no token would be supervised.
+    """
+    if truncate not in get_args(Truncate):
+        raise ValueError(f"truncate {truncate!r} is unknown, choose one of {get_args(Truncate)}")
+    if max_length < 2:
+        raise ValueError(f"max_length is {max_length}, must be at least 2: the first token has no prediction")
+    check_tokenizer(tokenizer, vocabulary)
+    texts, starts = _tokens(rows, tokenizer)
+    examples, outside, empty = [], [], []
+    for index, (ids, start) in enumerate(zip(texts, starts, strict=True)):
+        labels = [IGNORED] * start + ids[start:] if mask_prompt else ids
+        kept = _kept(len(ids), start, max_length, truncate, bos=ids[0] == tokenizer.bos_token_id)
+        examples.append(Example(tuple(ids[i] for i in kept), tuple(labels[i] for i in kept)))
+        if max(ids) >= vocabulary:
+            outside.append(f"{index} (token {max(ids)})")
+        if all(label == IGNORED for label in examples[-1].labels[1:]):
+            empty.append(f"{index} ({len(ids)} tokens)")
+    problems = []
+    if outside:
+        problems.append(
+            f"the embedding has {vocabulary} rows, too few for the tokens of rows {_some(outside)}: "
+            "take the model's own tokenizer, or remove these rows"
+        )
+    if empty:
+        problems.append(
+            f"within {max_length} tokens nothing is to be predicted in rows {_some(empty)}: "
+            "raise max_length, or keep the answers by truncate='prompt-middle'"
+        )
+    raise_problems(problems)
+    return examples
+
+
+def collate(examples: Sequence[Example], pad: int, *, multiple: int = MULTIPLE) -> dict[str, Tensor]:
+    """Examples side by side, filled up on the right to the longest, rounded up to a multiple.
+
+    Args: pad: id of filled positions (`pad_id`), which have label -100 and attention 0.
+    Returns: int64 tensors (B, T) ``input_ids``, ``attention_mask``, ``labels`` on the CPU.
+    Raises: ValueError for no examples.
+    """
+    if not examples:
+        raise ValueError("collate: no examples, give at least one")
+    length = -(-max(len(example.input_ids) for example in examples) // multiple) * multiple
+
+    def filled(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=torch.int64)
+
+    return {
+        "input_ids": filled([example.input_ids for example in examples], pad),
+        "attention_mask": filled([[1] * len(example.input_ids) for example in examples], 0),
+        "labels": filled([example.labels for example in examples], IGNORED),
+    }
+
+
+def batch(examples: Sequence[Example], key: Tensor, step: int, *, batch_size: int, pad: int) -> dict[str, Tensor]:
+    """The batch of one step: `batch_indices` of the run key, collated; a pure function of its arguments."""
+    chosen = batch_indices(key, len(examples), batch_size, step)
+    return collate([examples[i] for i in chosen.tolist()], pad)
+
+
+def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Cut]:
+    """Per task, the shares of rows whose answer or EOS "right" truncation cuts.
+
+    Args: rows: task -> pairs of prompt and answer.
+    Raises: ValueError for a tokenizer without EOS and for a task without rows.
+    """
+    raise_problems([f"task {task!r} has no rows: leave it out" for task, pairs in rows.items() if not pairs])
+    report = {}
+    for task, pairs in rows.items():
+        texts, starts = _tokens(pairs, tokenizer)
+        lengths, n = [len(ids) for ids in texts], len(pairs)
+        answers = [start < length - 1 for start, length in zip(starts, lengths, strict=True)]
+        report[task] = Cut(
+            n,
+            sum(length > max_length for length in lengths) / n,
+            sum(length - 1 > max_length and there for length, there in zip(lengths, answers, strict=True)) / n,
+            sum(start >= max_length and there for start, there in zip(starts, answers, strict=True)) / n,
+            max(lengths),
+        )
+    return report
+
+
+def _tokens(rows: Sequence[Row], tokenizer: Any) -> tuple[list[list[int]], list[int]]:
+    """Whole texts with EOS, and where their answers begin."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError(NO_EOS)
+    if not rows:
+        return [], []
+    options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
+    fronts = tokenizer([prompt + "\n" for prompt, _ in rows], **options)["input_ids"]
+    texts = tokenizer([prompt + "\n" + answer for prompt, answer in rows], **options)["input_ids"]
+    texts = [list(ids) if ids and ids[-1] == eos else [*ids, eos] for ids in texts]
+    starts = []
+    for front, ids in zip(fronts, texts, strict=True):
+        same = (i for i, (a, b) in enumerate(zip(front, ids, strict=False)) if a != b)
+        starts.append(min(next(same, len(front)), len(ids) - 1))
+    return texts, starts
+
+
+def _some(items: Sequence[str], shown: int = 5) -> str:
+    rest = len(items) - shown
+    return ", ".join(items[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _kept(length: int, start: int, limit: int, truncate: Truncate, *, bos: bool) -> list[int]:
+    """The positions that stay."""
+    excess = length - limit
+    if excess <= 0:
+        return list(range(length))
+    if truncate == "left":
+        return [*range(bos), *range(excess + bos, length)]
+    if truncate == "prompt-middle":
+        if start - bos < excess:
+            return [*range(bos), *range(start, length)][:limit]
+        room = start - excess
+        head = max(room - room // 2, int(bos))
+        return [*range(head), *range(head + excess, length)]
+    return list(range(limit))

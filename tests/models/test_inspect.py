@@ -1,0 +1,71 @@
+"""The table of a dry run."""
+
+import torch
+from torch import nn
+
+from smat_fn import where
+from smat_fn.models import inspect
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+        self.norm = nn.LayerNorm(3)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 2)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(()), requires_grad=False)
+
+
+def test_leaves_say_what_is_trained_masked_and_tied():
+    module = Model()
+    module.layers[1].fc.weight.requires_grad_(False)
+    rows = {leaf.name: leaf for leaf in inspect.describe_leaves(module, where.block_linear(module))}
+    assert list(rows) == [name for name, _ in module.named_parameters()]
+    shape = (5, 2)
+    assert rows["embed.weight"] == inspect.Leaf("embed.weight", shape, 10, "float32", True, False, ("head.weight",))
+    assert rows["layers.0.fc.weight"][1:] == ((3, 2), 6, "float32", True, True, ())
+    # only what is trained can be masked
+    assert rows["layers.1.fc.weight"][1:] == ((3, 2), 6, "float32", False, False, ())
+    assert rows["gain"] == inspect.Leaf("gain", (), 1, "float32", False, False, ())
+    assert [leaf.masked for leaf in inspect.describe_leaves(module, None)] == [leaf.trained for leaf in rows.values()]
+
+
+def test_the_table_joins_equal_leaves_of_all_blocks_and_adds_up():
+    module = Model()
+    text = inspect.table(inspect.describe_leaves(module, where.block_linear(module)))
+    assert [line.split() for line in text.splitlines()] == [
+        ["leaf", "shape", "dtype", "trained", "masked", "parameters"],
+        ["gain", "()", "float32", "-", "-", "1"],
+        ["embed.weight", "=", "head.weight", "5", "x", "2", "float32", "yes", "-", "10"],
+        ["layers.*.fc.weight", "(2)", "3", "x", "2", "float32", "yes", "yes", "12"],
+        ["layers.*.fc.bias", "(2)", "3", "float32", "yes", "-", "6"],
+        ["layers.*.norm.weight", "(2)", "3", "float32", "yes", "-", "6"],
+        ["layers.*.norm.bias", "(2)", "3", "float32", "yes", "-", "6"],
+        ["all:", "41", "parameters", "in", "10", "leaves"],
+        ["trained:", "40", "parameters", "in", "9", "leaves,", "97.6%"],
+        ["masked:", "12", "parameters", "in", "2", "leaves,", "29.3%"],
+    ]
+
+
+def test_a_block_that_differs_has_its_own_line():
+    module = Model()
+    module.layers[1].fc.weight.requires_grad_(False)
+    lines = inspect.table(inspect.describe_leaves(module, where.block_linear(module))).splitlines()
+    assert [line.split() for line in lines if "fc.weight" in line] == [
+        ["layers.0.fc.weight", "3", "x", "2", "float32", "yes", "yes", "6"],
+        ["layers.1.fc.weight", "3", "x", "2", "float32", "-", "-", "6"],
+    ]
+
+
+def test_no_leaves():
+    assert inspect.table([]).splitlines()[1:] == [
+        f"{name}: 0 parameters in 0 leaves" for name in ("all", "trained", "masked")
+    ]
