@@ -247,15 +247,15 @@ def test_never():
 
 
 def test_muon_matrices_are_the_two_dimensional_leaves_of_the_masked_set():
-    block = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "experts": Stacked()})
+    block = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "experts": ThreeD()})
     module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block, block]), "head": torch.nn.Linear(4, 3)})
     leaves = dict(module.named_parameters())
-    masked, matrices = block_linear(module), muon_matrices(module)
+    masked, matrices = where.block_linear(module), where.muon_matrices(module)
     assert {path for path, leaf in leaves.items() if masked(path, leaf)} == {"layers.0.up.weight", "layers.0.experts.w"}
     assert {path for path, leaf in leaves.items() if matrices(path, leaf)} == {"layers.0.up.weight"}
 
 
-class Stacked(torch.nn.Module):
+class ThreeD(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(2, 4, 8))
