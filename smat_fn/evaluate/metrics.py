@@ -1,6 +1,43 @@
-"""Metrics on the 0 to 100 scale."""
+"""Metrics on the 0 to 100 scale: accuracy of class indices, and those of TRACE's texts.
+
+A text metric is ``metric(predictions, references, prompts) -> float``, the mean over rows; only SARI reads the prompts.
+Predictions and references are stripped first. An empty prediction has no label, no number and ROUGE 0, but a SARI: it
+has deleted all that is to be deleted.
+"""
+
+import re
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
 from torch import Tensor
+
+from ..tree import raise_problems
+
+TextMetric: TypeAlias = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
+
+_LETTER = r"[\s:=()\[\]\"'*]*([A-D])(?![A-Za-z0-9])"
+# in the order in which they are tried, on NFKC text, whose colons and brackets are ASCII
+_LABELS = (
+    *(
+        re.compile(keyword + _LETTER, re.IGNORECASE)
+        for keyword in (
+            r"(?<![a-z])answer(?:\s+is)?",
+            r"(?<![a-z])(?:choose|choice|option)(?:\s+is)?",
+            r"(?:答案|选择|选项|选)(?:是|为)?",
+        )
+    ),
+    re.compile(r"\A[\[(]?\s*([A-D])\s*[\])]?\s*[.,:、。\-]?\Z", re.IGNORECASE),
+    re.compile(r"(?<![A-Za-z0-9])([A-D])(?![A-Za-z0-9])"),
+)
+_DIGITS = r"([-+]?\d+(?:\.\d+)?)(?!\w|\.\d)"
+_NUMBERS = (
+    re.compile(r"\banswer(?:\s+is)?[\s:=$(*]*" + _DIGITS, re.IGNORECASE | re.ASCII),
+    re.compile(r"(?<![\w.])" + _DIGITS, re.ASCII),
+)
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
@@ -15,3 +52,152 @@ def accuracy(predictions: Tensor, labels: Tensor) -> float:
             "give one prediction per label, at least one"
         )
     return 100 * int((predictions == labels.to(predictions.device)).sum()) / labels.numel()
+
+
+def extract_label(text: str) -> str:
+    """The letter A to D that a text answers with, "" where there is none.
+
+    The first that is found of: a letter after "answer"; after "choose", "choice" or "option"; after 答案, 选择, 选项
+    or 选; a letter alone, perhaps in brackets or with a full stop; a stand-alone capital anywhere. Only the last minds
+    the case, so that "the answer is a dovish one" reads as A.
+    """
+    text = unicodedata.normalize("NFKC", text).strip()
+    for pattern in _LABELS:
+        if match := pattern.search(text):
+            return match[1].upper()
+    return ""
+
+
+def extract_number(text: str) -> str:
+    """The number after "answer", else the first stand-alone number, "" where there is none; digits as they stand."""
+    for pattern in _NUMBERS:
+        if match := pattern.search(text):
+            return match[1]
+    return ""
+
+
+def label_accuracy(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Share of rows whose `extract_label` is the reference's first character (C-STANCE, FOMC)."""
+    return _mean(predictions, references, lambda p, r: float(extract_label(p) == r[:1].upper() != ""))
+
+
+def first_letter_accuracy(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """`label_accuracy` of the predictions' first characters alone (ScienceQA: a letter, then the reasons).
+
+    The first character counts whatever follows it: "B" and "Because" are both B, "The answer is B" is no label.
+    """
+    return _mean(predictions, references, lambda p, r: float(extract_label(p[:1]) == r[:1].upper() != ""))
+
+
+def numeric_accuracy(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Share of rows whose `extract_number` is the reference, as strings: 7.0 is not 7 (NumGLUE).
+
+    A reference that is no number must be the whole prediction.
+    """
+
+    def row(prediction: str, reference: str) -> float:
+        numeric = re.fullmatch(_DIGITS, reference, re.ASCII)
+        return float((extract_number(prediction) if numeric else prediction) == reference)
+
+    return _mean(predictions, references, row)
+
+
+def rouge_l(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Mean F of summary-level ROUGE-L as in package ``rouge`` 1.0.1, the reference passed first (MeetingBank).
+
+    Sentences end at full stops, words at spaces, case counts. 0 where a text has nothing but full stops. The package
+    adds 1e-8 to a denominator: equal texts score 99.99999950.
+    """
+    from rouge import Rouge
+
+    scorer = Rouge(metrics=["rouge-l"], stats=["f"])
+    limit = sys.getrecursionlimit()
+
+    def row(prediction: str, reference: str) -> float:
+        if not all(text.replace(".", "").strip() for text in (prediction, reference)):
+            return 0.0
+        # the package walks back through its table by recursion, a word a call
+        sys.setrecursionlimit(limit + len(prediction.split()) + len(reference.split()))
+        try:
+            return scorer.get_scores(reference, prediction)[0]["rouge-l"]["f"]
+        finally:
+            sys.setrecursionlimit(limit)
+
+    return _mean(predictions, references, row)
+
+
+def sari(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str]) -> float:
+    """Mean SARI against one reference, the prompt as source; lower case, sacrebleu's 13a tokens (20Minuten).
+
+    With n-gram counts S, P, R of source, prediction and reference, the mean over n = 1..4 of the mean of
+    - keep: F of precision mean_{g in S&P} (S&P&R)[g] / (S&P)[g] and recall sum(S&P&R) / sum(S&R),
+    - delete: precision mean_{g in S-P} (S-P-R)[g] / (S-P)[g],
+    - add: F of the precision and recall of the set P\\S against R\\S,
+    where & is the minimum, - the positive difference, and a mean over nothing is 1.
+    Raises: ValueError unless there is a prompt per prediction.
+    Source: Xu et al., TACL 2016, as in Hugging Face's metric ``sari``.
+    """
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    tokenize = Tokenizer13a()
+    if len(prompts) != len(predictions):
+        raise ValueError(f"SARI needs a prompt per prediction: got {len(prompts)} for {len(predictions)}")
+    # "" is one empty word, as in Hugging Face's metric
+    sources = iter([tokenize(prompt.lower()).split(" ") for prompt in prompts])
+
+    def row(prediction: str, reference: str) -> float:
+        source, *others = next(sources), *(tokenize(text.lower()).split(" ") for text in (prediction, reference))
+        return sum(_sari(*(_grams(words, n) for words in (source, *others))) for n in range(1, 5)) / 4
+
+    return _mean(predictions, references, row)
+
+
+TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(
+    {
+        "C-STANCE": label_accuracy,
+        "FOMC": label_accuracy,
+        "MeetingBank": rouge_l,
+        "ScienceQA": first_letter_accuracy,
+        "NumGLUE-cm": numeric_accuracy,
+        "NumGLUE-ds": numeric_accuracy,
+        "20Minuten": sari,
+    }
+)
+
+
+def _sari(source: Counter[str], prediction: Counter[str], reference: Counter[str]) -> float:
+    kept, keepable = source & prediction, source & reference
+    right = kept & reference
+    precision = sum(right[g] / kept[g] for g in right) / len(kept) if kept else 1.0
+    recall = right.total() / keepable.total() if keepable else 1.0
+    keep = _harmonic(precision, recall)
+
+    deleted = source - prediction
+    good = deleted - reference
+    delete = sum(good[g] / deleted[g] for g in good) / len(deleted) if deleted else 1.0
+
+    added, addable = prediction.keys() - source.keys(), reference.keys() - source.keys()
+    hits = len(added & addable)
+    add = _harmonic(hits / len(added) if added else 1.0, hits / len(addable) if addable else 1.0)
+    return (keep + delete + add) / 3
+
+
+def _harmonic(a: float, b: float) -> float:
+    return 2 * a * b / (a + b) if a + b else 0.0
+
+
+def _grams(words: list[str], n: int) -> Counter[str]:
+    return Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+def _mean(predictions: Sequence[str], references: Sequence[str], row: Callable[[str, str], float]) -> float:
+    problems = [
+        f"{name} is one string: give a list of them"
+        for name, texts in (("predictions", predictions), ("references", references))
+        if isinstance(texts, str)
+    ]
+    if len(predictions) != len(references) or not len(references):
+        problems.append(f"{len(predictions)} predictions for {len(references)} references: give one each, at least one")
+    raise_problems(problems)
+    pairs = zip(predictions, references, strict=True)
+    return 100 * sum(row(prediction.strip(), reference.strip()) for prediction, reference in pairs) / len(references)

@@ -1,0 +1,319 @@
+"""Rows from files and from the hub: what comes out, and every problem named by its row."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smat_fn.data.rows import ImageRows, TextRows, load_rows, name_rows, take
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
+TRACE = "C-STANCE", "FOMC", "MeetingBank", "ScienceQA", "NumGLUE-cm", "NumGLUE-ds", "20Minuten"
+CLIP8 = "Cars", "DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SUN397", "SVHN"
+ROWS = [{"prompt": "one\u00e9", "answer": "1"}, {"prompt": "two", "answer": ""}]
+TEXTS = TextRows(("one\u00e9", "two"), ("1", ""))
+PIXELS = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+
+
+def png(pixels, mode="RGB", **options):
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(out, "PNG", **options)
+    return out.getvalue()
+
+
+def image_table(cells=None, labels=(1, 0), names=("image", "label")):
+    """A datasets.Dataset as the hub gives them: encoded images, labels with names."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    cells = [{"bytes": png(pixels), "path": None} for pixels in PIXELS] if cells is None else cells
+    features = Features({names[0]: Image(), names[1]: ClassLabel(names=["cat", "dog"])})
+    plain = Dataset.from_dict({names[0]: cells, names[1]: list(labels)})
+    return Dataset(plain.data.table.cast(features.arrow_schema))
+
+
+def write(folder, task, name, text):
+    (folder / task).mkdir(exist_ok=True)
+    (folder / task / name).write_text(text, encoding="utf-8")
+
+
+def write_table(path, **columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def write_npz(path, **changes):
+    arrays = {"images": PIXELS, "labels": np.array([1, 0]), "class_names": np.array(["cat", "dog"])} | changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """``hub(answer)`` makes the hub answer so, or raise; returns the list of what it was asked."""
+    import datasets
+
+    def install(answer):
+        asked = []
+
+        def load_dataset(path, name=None, split=None):
+            asked.append((path, name, split))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return install
+
+
+def test_json_and_jsonl(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps(ROWS))
+    write(tmp_path, "t", "dev.jsonl", "\ufeff" + "\r\n".join(map(json.dumps, ROWS)) + "\n\n")
+    assert load_rows(tmp_path, "t", "train") == TEXTS
+    assert load_rows(str(tmp_path), "t", "dev") == TEXTS
+    assert load_rows(tmp_path / "t" / "train.json", "any", "eval") == TEXTS
+
+
+def test_text_parquet(tmp_path):
+    write_table(tmp_path / "a.parquet", answer=["1", ""], prompt=["one\u00e9", "two"], more=[1, 2])
+    assert load_rows(tmp_path / "a.parquet", "t", "train") == TEXTS
+
+
+def test_columns_are_renamed(tmp_path):
+    rows = [{"question": row["prompt"], "prompt": 3, "target": row["answer"]} for row in ROWS]
+    write(tmp_path, "t", "train.json", json.dumps(rows))
+    assert load_rows(tmp_path, "t", "train", columns={"prompt": "question", "answer": "target"}) == TEXTS
+    with pytest.raises(ValueError, match=r"columns renames \['question'\]"):
+        load_rows(tmp_path, "t", "train", columns={"question": "prompt"})
+    write_npz(tmp_path / "a.npz", images=None, x=PIXELS)
+    assert len(load_rows(tmp_path / "a.npz", "t", "train", columns={"image": "x"}).images) == 2
+
+
+def test_npz(tmp_path):
+    rows = load_rows(write_npz(tmp_path / "a.npz"), "t", "train")
+    assert np.array_equal(rows.images, PIXELS)
+    assert rows.images.dtype == np.uint8
+    assert (rows.labels.tolist(), rows.labels.dtype, rows.class_names) == ([1, 0], np.int64, ("cat", "dog"))
+
+
+def test_image_parquet_is_decoded_when_read(tmp_path):
+    image_table(names=("img", "y")).to_parquet(tmp_path / "a.parquet")
+    rows = load_rows(tmp_path / "a.parquet", "t", "train", columns={"image": "img", "label": "y"})
+    assert isinstance(rows, ImageRows)
+    assert np.array_equal(np.stack(list(rows.images)), PIXELS)
+    assert rows.images[0].flags.writeable
+    assert (rows.labels.tolist(), rows.class_names) == ([1, 0], ("cat", "dog"))
+
+
+def test_images_without_the_hubs_metadata(tmp_path):
+    write_table(tmp_path / "a.parquet", image=[png(pixels) for pixels in PIXELS], label=[5, 0])
+    rows = load_rows(tmp_path / "a.parquet", "t", "train")
+    assert np.array_equal(rows.images[1], PIXELS[1])
+    assert (rows.labels.tolist(), rows.class_names) == ([5, 0], ())
+
+
+def test_images_become_upright_rgb(tmp_path):
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by a quarter
+    grey = PIXELS[0, :, :, 0]
+    cells = [png(PIXELS[0], exif=exif), png(grey, "L")]
+    write_table(tmp_path / "a.parquet", image=cells, label=[0, 1])
+    images = load_rows(tmp_path / "a.parquet", "t", "train").images
+    assert np.array_equal(images[0], np.rot90(PIXELS[0], -1))
+    assert np.array_equal(images[1], np.repeat(grey[:, :, None], 3, axis=2))
+
+
+def test_the_hub_is_asked_for_config_and_split(hub):
+    from datasets import Dataset
+
+    asked = hub(Dataset.from_list(ROWS))
+    assert load_rows("someone/texts", "FOMC", "dev") == TEXTS
+    hub(image_table())
+    rows = load_rows("someone/images", "MNIST", "test")
+    assert np.array_equal(np.stack(list(rows.images)), PIXELS)
+    assert rows.class_names == ("cat", "dog")
+    assert asked == [("someone/texts", "FOMC", "dev")]
+
+
+def test_a_hub_out_of_reach_says_what_to_put_where(hub):
+    cause = ConnectionError("Couldn't reach 'someone/texts' on the Hub (OfflineModeIsEnabled)\nmore")
+    hub(cause)
+    with pytest.raises(ValueError, match="someone/texts") as caught:
+        load_rows("someone/texts", "FOMC", "dev")
+    message = str(caught.value)
+    assert "(ConnectionError: Couldn't reach 'someone/texts' on the Hub (OfflineModeIsEnabled))" in message
+    assert 'make a folder with FOMC/dev.json (a list of {"prompt": ..., "answer": ...})' in message
+    assert "for images FOMC/dev.npz (images, labels, class_names)" in message
+    assert "\n" not in message
+    assert caught.value.__cause__ is cause
+
+
+def test_a_path_is_no_dataset_id(hub, tmp_path):
+    asked = hub(AssertionError("asked"))
+    for source in (tmp_path / "none", "./none", "none/a.json", "a/b/c"):
+        with pytest.raises(ValueError, match="there is no file or folder"):
+            load_rows(source, "t", "train")
+    assert not asked
+
+
+def test_files_that_are_not_there(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps(ROWS))
+    with pytest.raises(ValueError, match=r"t has no eval.json, .*t holds \['train.json'\]"):
+        load_rows(tmp_path, "t", "eval")
+    with pytest.raises(ValueError, match=r"u has no train.json, .* holds \['t'\]"):
+        load_rows(tmp_path, "u", "train")
+    write(tmp_path, "t", "train.jsonl", "")
+    with pytest.raises(ValueError, match=r"train\.json and train\.jsonl: keep one"):
+        load_rows(tmp_path, "t", "train")
+    (tmp_path / "a.csv").write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match=r"a.csv is none of \.json, \.jsonl, \.parquet, \.npz"):
+        load_rows(tmp_path / "a.csv", "t", "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.json", "[", r"a.json is no JSON in UTF-8 \(Expecting value"),
+        ("a.json", "{}", "holds one dict, not a list"),
+        ("a.json", "[]", "there are no rows"),
+        ("a.jsonl", "\n", "there are no rows"),
+        ("a.json", '[{}, 3, "x"]', "rows 1 and 2: no JSON object"),
+        (
+            "a.jsonl",
+            '{"prompt": "p", "answer": "a"}\n{\n\n[1]\nx',
+            "line 2 is no JSON .* line 5 is no JSON .* row 1: no JSON",
+        ),
+        ("a.json", '[{"text": "p"}]', r"'prompt' is missing, there are \['text'\].*'answer' is missing"),
+        ("a.json", '[{"prompt": "p", "label": "a"}]', r"^[^;]*'answer' is missing, there are \['prompt', 'label'\]"),
+    ],
+)
+def test_bad_json(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=complaint):
+        load_rows(tmp_path / name, "t", "train")
+
+
+def test_json_in_another_encoding(tmp_path):
+    (tmp_path / "a.json").write_bytes("[\u00e9]".encode("latin-1"))
+    with pytest.raises(ValueError, match="no JSON in UTF-8"):
+        load_rows(tmp_path / "a.json", "t", "train")
+
+
+def test_all_bad_texts_are_named_at_once(tmp_path):
+    rows = [
+        {"prompt": "p", "answer": "a"},
+        {"prompt": " \n", "answer": 3},
+        {"answer": "a"},
+        {"prompt": None, "answer": None},
+        {"prompt": "", "answer": "\ud83d"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match=r"a\.json") as caught:
+        load_rows(tmp_path / "a.json", "t", "train")
+    assert str(caught.value).removeprefix(f"{tmp_path / 'a.json'}: ") == (
+        "the prompt of row 2 is missing; the prompt of row 3 is no string; the prompt of rows 1 and 4 is empty; "
+        "the answer of rows 1 and 3 is no string; the answer of row 4 has half a surrogate pair (rows count from 0)"
+    )
+
+
+def test_many_rows_are_cut_short():
+    assert name_rows([4]) == "row 4"
+    assert name_rows([4, 7]) == "rows 4 and 7"
+    assert name_rows(range(10)) == "rows 0, 1, 2, 3, 4, 5, 6, 7, 8 and 9"
+    assert name_rows(range(1000)) == "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 990 more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"labels": np.array([2, -1])}, "label of rows 0 and 1 is outside 0 to 1"),
+        ({"labels": np.array([0.0, 1.0])}, "label of rows 0 and 1 is no integer"),
+        ({"labels": np.array([0])}, r"labels have shape \(1,\), must be one each of 2 images"),
+        ({"images": PIXELS / 255, "class_names": np.array([3])}, "images are float64 .*class_names are int64"),
+        ({"images": PIXELS[:0], "labels": np.array([], int)}, "there are no rows"),
+        ({"class_names": None}, r"lacks \['class_names'\], its arrays are \['images', 'labels'\]"),
+        ({"class_names": np.array(["a", None])}, "cannot be read .*without pickled objects"),
+    ],
+)
+def test_bad_npz(tmp_path, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load_rows(write_npz(tmp_path / "a.npz", **changes), "t", "train")
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.parquet"])
+def test_files_that_are_something_else(tmp_path, name):
+    array = io.BytesIO()
+    np.save(array, PIXELS)
+    for content in (b"", b"PK\x03\x04 and so on", b"text", array.getvalue()):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} (cannot be read|is no parquet)"):
+            load_rows(tmp_path / name, "t", "train")
+
+
+def test_all_bad_images_are_named_at_once(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    cut = png(noise)[:1500]
+    cells = [png(noise), b"text", None, cut]
+    write_table(tmp_path / "a.parquet", image=cells, label=[0, -1, 1, None])
+    with pytest.raises(ValueError, match=r"a.parquet: the label of row 3 is no integer") as caught:
+        load_rows(tmp_path / "a.parquet", "t", "train")
+    message = str(caught.value)
+    assert "the label of row 1 is outside 0, 1, ..." in message
+    assert [f"the image of row {i} does not decode" in message for i in range(4)] == [False, True, True, True]
+
+
+def test_missing_and_empty_columns_of_tables(tmp_path):
+    write_table(tmp_path / "a.parquet", image=[b""])
+    with pytest.raises(ValueError, match=r"'label' is missing, there are \['image'\]"):
+        load_rows(tmp_path / "a.parquet", "t", "train")
+    write_table(tmp_path / "a.parquet", picture=[b""])
+    with pytest.raises(ValueError, match=r"'prompt' is missing.*image rows need a column 'image'.*'answer' is missing"):
+        load_rows(tmp_path / "a.parquet", "t", "train")
+    write_table(tmp_path / "a.parquet", prompt=[], answer=[])
+    with pytest.raises(ValueError, match="there are no rows"):
+        load_rows(tmp_path / "a.parquet", "t", "train")
+
+
+def test_take(tmp_path):
+    assert take(TEXTS, [1, 0, 1]) == TextRows(("two", "one\u00e9", "two"), ("", "1", ""))
+    arrays = load_rows(write_npz(tmp_path / "a.npz"), "t", "train")
+    image_table().to_parquet(tmp_path / "a.parquet")
+    for rows in (arrays, load_rows(tmp_path / "a.parquet", "t", "train")):
+        few = take(take(rows, [1, 0]), [1])
+        assert np.array_equal(few.images[0], PIXELS[0])
+        assert (len(few.images), few.labels.tolist(), few.class_names) == (1, [1], ("cat", "dog"))
+
+
+@needs_shared
+@pytest.mark.parametrize("task", TRACE)
+def test_trace(task):
+    counts = {split: load_rows(SHARED / "trace", task, split) for split in ("train", "dev", "eval")}
+    stored = json.loads((SHARED / "trace" / task / "dev.json").read_text(encoding="utf-8"))
+    assert counts["dev"] == TextRows(tuple(r["prompt"] for r in stored), tuple(r["answer"] for r in stored))
+    facts = json.loads((SHARED / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    assert {s: len(rows.prompts) for s, rows in counts.items()} == {
+        s: facts[f"trace/{task}/{s}.json"]["rows"] for s in counts
+    }
+
+
+@needs_shared
+@pytest.mark.parametrize("task", CLIP8)
+def test_vision(task):
+    facts = json.loads((SHARED / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    seen = set()
+    for split in ("train", "dev", "test"):
+        rows = load_rows(SHARED / "vision", task, split)
+        assert rows.images.shape == (facts[f"vision/{task}/{split}.npz"]["rows"], 32, 32, 3)
+        assert set(rows.labels.tolist()) == set(range(len(rows.class_names)))
+        seen.add(rows.class_names)
+    assert len(seen) == 1
