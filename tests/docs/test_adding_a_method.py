@@ -1,0 +1,35 @@
+"""The example of docs/adding_a_method.md, run as it stands against its closed form."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import optim, random
+from smat_fn.types import Optimizer
+
+PAGE = Path(__file__).parents[2] / "docs/adding_a_method.md"
+
+
+@pytest.fixture
+def build():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names = {"__name__": "l2sp"}
+    exec(code, names)
+    return names["build"]
+
+
+def test_the_update_is_the_closed_form(build):
+    base, params = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 0.5])}
+    sgd = Optimizer(lambda p: (), lambda g, s, p: ({"w": p["w"] - 0.5 * g["w"]}, s))
+    method = build(lambda p, batch: ((p["w"] * batch).sum(), {}), sgd, base, pull=0.25)
+    state, info = method.update(random.key(0), method.init(params), torch.tensor([4.0, 8.0]))
+    # w - 0.5 (batch + 0.25 (w - base))
+    assert torch.equal(state.params["w"], torch.tensor([3.0 - 0.5 * 4.5, 0.5 - 0.5 * 8.625]))
+    assert float(info.loss) == 16.0
+
+
+def test_bad_arguments_are_refused(build):
+    with pytest.raises(ValueError, match="l2sp: pull is -1"):
+        build(lambda p, b: (p["w"].sum(), {}), optim.adam(1e-3), {"w": torch.zeros(1)}, pull=-1)
