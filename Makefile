@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all test-matrix lint format clean
 
 demo: $(VENV)/.run
 	$(PY) train.py ft --out demo/ft --overwrite
@@ -19,6 +19,12 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PY) -m pytest -n 2
 
+# the oldest torch allowed, with the triton it brings; several gigabytes, so only on demand
+test-matrix:
+	$(PYTHON) -m venv $(VENV)-matrix
+	$(VENV)-matrix/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[test]'
+	$(VENV)-matrix/bin/python -m pytest tests/ops tests/transforms
+
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -29,7 +35,7 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-matrix demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

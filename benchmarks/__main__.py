@@ -4,7 +4,11 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    "digits": "FT against SMAT on digits over seeds, by docs/protocols/digits.md (about 10 minutes on 2 cores)"
+    "digits": "FT against SMAT on digits over seeds, by docs/protocols/digits.md (about 10 minutes on 2 cores)",
+    "cpu": "the operations on one CPU thread, and both gradient engines (about 3 minutes)",
+    "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
+    "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
+    "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run: tiny, on the CPU)",
 }
 
 

@@ -1,96 +1,140 @@
-"""Simulated weights that exist only while a module runs: rebuilt in its forward, and again where backward needs them.
+"""Simulated weights that exist only while they are used: rebuilt a block at a time, in forward and again in backward.
 
 Possible because a draw is a function of (key, path, coordinate): what is saved for backward is a leaf's path instead of
-its tensor. The base is resident on the device, or streamed from pinned memory with look-ahead.
+its tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from ..simulation.draws import Draw
-from ..types import Where
-from .storage import Runtime, runtime_for
-
-
-class BaseSource(Protocol):
-    """Gives theta_0 of a module's leaves on the device."""
-
-    def get(self, paths: Sequence[str]) -> dict[str, Tensor]:
-        """Leaves of theta_0; valid until they are dropped."""
+States = Callable[[Sequence[str]], Sequence[Tensor]]
 
 
-class ResidentBase:
-    """theta_0 on the device."""
+@contextmanager
+def rebuilding(module: nn.Module, leaves: Mapping[str, Tensor], states: States) -> Iterator[None]:
+    """Each part of the module sees the states of its own leaves, only while it runs; run loss *and* gradient inside.
 
-    def __init__(self, base: Mapping[str, Tensor]) -> None:
-        self._base = dict(base)
+    The states of one block (`blocks`) are alive, until another one is asked for. Gradients flow to ``leaves`` as if the
+    states were they, a tied leaf's summed (a leaf that one part reads twice and another once: in another order). A
+    weight read while its part does not run raises, since it is not there. The module is as before afterwards, also
+    after an exception.
 
-    def get(self, paths: Sequence[str]) -> dict[str, Tensor]:
-        """Leaves of theta_0."""
-        return {path: self._base[path] for path in paths}
-
-
-class StreamedBase:
-    """theta_0 in pinned memory, copied a module at a time, the next ones in the order of the last pass ahead of use.
-
-    Args: base: flat leaves of theta_0; like: flat leaves that give the device; ahead: modules copied in advance.
+    Args: leaves: by names of ``module.named_parameters()`` (tied weights once); others stay the module's own;
+        states: new tensors for the leaves of a block, the same values whenever asked.
     """
+    path_of = {id(p): path for path, p in module.named_parameters() if path in leaves}
+    cache = _Cache(blocks(leaves), states)
+    handles, originals = [], []
 
-    def __init__(
-        self,
-        base: Mapping[str, Tensor],
-        like: Mapping[str, Tensor],
-        *,
-        ahead: int = 2,
-        runtime: Runtime | None = None,
-    ) -> None:
-        self._device = next(iter(like.values())).device
-        self._runtime = runtime or runtime_for(self._device)
-        self._pinned = {path: self._runtime.pin(leaf) for path, leaf in base.items()}
-        self._ahead = ahead
-        self._flying: dict[tuple[str, ...], dict[str, Tensor]] = {}
-        self._next: dict[tuple[str, ...], tuple[str, ...]] = {}  # who followed whom, forward and backward alike
-        self._last: tuple[str, ...] | None = None
+    def pack(tensor: Tensor) -> Any:
+        path = cache.holds(tensor)
+        return tensor if path is None else _Saved(path, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def get(self, paths: Sequence[str]) -> dict[str, Tensor]:
-        """Leaves of theta_0, copied in advance if the order of modules was as before."""
-        wanted = tuple(paths)
-        if self._last is not None and self._last != wanted:
-            self._next[self._last] = wanted
-        self._last = wanted
-        if wanted not in self._flying:
-            self._fetch(wanted)
-        self._runtime.join()
-        leaves = self._flying.pop(wanted)
-        following = wanted
-        for _ in range(self._ahead):
-            following = self._next.get(following, ())
-            if not following:
-                break
-            if following not in self._flying:
-                self._fetch(following)
-        while len(self._flying) > self._ahead:
-            self._flying.pop(next(iter(self._flying)))
-        return leaves
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        return cache.get((saved.path,))[0].as_strided(saved.size, saved.stride, saved.offset)
 
-    def _fetch(self, paths: tuple[str, ...]) -> None:
-        with self._runtime.side():
-            self._flying[paths] = {
-                path: self._pinned[path].to(self._device, non_blocking=True, copy=True) for path in paths
-            }
+    try:
+        for owner in module.modules():
+            own = {name: path_of[id(p)] for name, p in owner._parameters.items() if id(p) in path_of}
+            if not own:
+                continue
+            stubs = {name: _Absent(leaves[path], path) for name, path in own.items()}
+            originals.append((owner, {name: owner._parameters[name] for name in own}))
+            owner._parameters.update(stubs)  # type: ignore[arg-type]
+            # first and last of the part's hooks, so that the others see its weights too
+            handles.append(owner.register_forward_pre_hook(_enter(own, leaves, cache), prepend=True))
+            handles.append(owner.register_forward_hook(_leave(stubs), always_call=True))
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        cache.clear()
+        for handle in handles:
+            handle.remove()
+        for owner, parameters in originals:
+            owner._parameters.update(parameters)
 
 
-class _Owner(NamedTuple):
-    module: nn.Module
-    names: dict[str, str]  # of the module's own parameter -> leaf path
+def blocks(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """For each leaf the leaves rebuilt with it: those below the same last number of their paths, else of one module.
+
+    ``h.0.attn.weight`` goes with ``h.0.mlp.bias``, ``embed.weight`` with ``embed.bias``: a transformer's layer is a
+    block, whose leaves share a launch.
+    """
+    prefix_of = {}
+    for path in paths:
+        parts = path.split(".")[:-1]
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        prefix_of[path] = ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+    members: dict[str, list[str]] = {}
+    for path, prefix in prefix_of.items():
+        members.setdefault(prefix, []).append(path)
+    return {path: tuple(members[prefix]) for path, prefix in prefix_of.items()}
 
 
-class _Rebuilt(torch.autograd.Function):
-    """theta~ for theta, the gradient passed through: a leaf gathers the sum of raw gradients, tied or not."""
+class _Saved(NamedTuple):
+    path: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Cache:
+    """The states of the block that was asked for last."""
+
+    def __init__(self, block_of: Mapping[str, tuple[str, ...]], states: States) -> None:
+        self._block_of, self._make = block_of, states
+        self._states: dict[str, Tensor] = {}
+        self._path_at: dict[int, str] = {}  # by address of the storage, which is the state's own as long as it is here
+
+    def get(self, paths: Sequence[str]) -> list[Tensor]:
+        """States of leaves."""
+        if any(path not in self._states for path in paths):
+            # a tied leaf may come with leaves of another block
+            wanted = list(dict.fromkeys(member for path in paths for member in self._block_of[path]))
+            self.clear()
+            with torch.no_grad():
+                self._states.update(zip(wanted, self._make(wanted), strict=True))
+            self._path_at.update({s.untyped_storage().data_ptr(): path for path, s in self._states.items()})
+        return [self._states[path] for path in paths]
+
+    def holds(self, tensor: Tensor) -> str | None:
+        """The leaf whose state this is a view of; None for any other tensor."""
+        path = self._path_at.get(tensor.untyped_storage().data_ptr())
+        return None if path is None or tensor.dtype != self._states[path].dtype else path
+
+    def clear(self) -> None:
+        """Let all go."""
+        self._states.clear()
+        self._path_at.clear()
+
+
+def _enter(own: Mapping[str, str], leaves: Mapping[str, Tensor], cache: _Cache) -> Callable[..., None]:
+    paths = list(dict.fromkeys(own.values()))
+
+    def hook(module: nn.Module, _: Any) -> None:
+        states = zip(paths, cache.get(paths), strict=True)
+        weights = {path: _StandIn.apply(leaves[path], state) for path, state in states}
+        module._parameters.update({name: weights[path] for name, path in own.items()})
+
+    return hook
+
+
+def _leave(stubs: Mapping[str, Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(stubs)  # type: ignore[arg-type]
+
+    return hook
+
+
+class _StandIn(torch.autograd.Function):
+    """A state in place of its leaf, the gradient passed through."""
 
     @staticmethod
     def forward(ctx, leaf, state):  # type: ignore[no-untyped-def]
@@ -101,83 +145,26 @@ class _Rebuilt(torch.autograd.Function):
         return gradient, None
 
 
-class Rebuilder:
-    """Runs a module on simulated weights that are never there all at once.
+class _Absent(Tensor):
+    """Shape, dtype and device of a leaf whose values are not there: whoever reads them is told so."""
 
-    Args: module: whose parameters the leaf paths name (tied weights once).
-    """
+    path: str
 
-    def __init__(self, module: nn.Module, base: BaseSource) -> None:
-        self._module, self._base = module, base
-        path_of = {id(p): path for path, p in module.named_parameters()}
-        self._owners = [
-            _Owner(owner, {name: path_of[id(p)] for name, p in owner.named_parameters(recurse=False)})
-            for owner in module.modules()
-        ]
-        self.rebuilds = 0  # leaves rebuilt so far
+    @staticmethod
+    def __new__(cls, leaf: Tensor, path: str) -> "_Absent":
+        stub = Tensor._make_wrapper_subclass(
+            cls, leaf.size(), strides=leaf.stride(), dtype=leaf.dtype, device=leaf.device, requires_grad=True
+        )
+        stub.path = path
+        return stub
 
-    @contextmanager
-    def at(self, leaves: Mapping[str, Tensor], draw: Draw, where: Where | None) -> Iterator[nn.Module]:
-        """The module with simulated weights of ``leaves``; run loss and gradient inside.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-        A module's parameters are meta tensors except while it runs, so that weights read from outside (which would miss
-        the simulation) raise instead of being wrong. The module is as before afterwards, also after an exception.
-        """
-        live: dict[int, str] = {}
-        handles, originals = [], []
-        for owner, names in self._owners:
-            own = {name: path for name, path in names.items() if path in leaves}
-            if not own:
-                continue
-            before = {name: p for name, p in owner.named_parameters(recurse=False) if name in own}
-            stubs = {name: torch.empty_like(p, device="meta") for name, p in before.items()}
-            originals.append((owner, before))
-            owner._parameters.update(stubs)  # type: ignore[arg-type]
-            handles.append(owner.register_forward_pre_hook(self._enter(own, leaves, draw, where, live)))
-            handles.append(owner.register_forward_hook(_leave(stubs, live), always_call=True))
-
-        def pack(tensor: Tensor) -> Any:
-            path = live.get(tensor.untyped_storage().data_ptr())
-            return tensor if path is None else (path, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-        def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, Tensor):
-                return saved
-            path, *view = saved
-            return self._states([path], leaves, draw, where)[path].as_strided(*view)
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                yield self._module
-        finally:
-            for handle in handles:
-                handle.remove()
-            for owner, parameters in originals:
-                owner._parameters.update(parameters)
-
-    def _enter(self, own, leaves, draw, where, live):  # type: ignore[no-untyped-def]
-        def hook(module, _):  # type: ignore[no-untyped-def]
-            states = self._states(list(dict.fromkeys(own.values())), leaves, draw, where)
-            for name, path in own.items():
-                live[states[path].untyped_storage().data_ptr()] = path
-                module._parameters[name] = _Rebuilt.apply(leaves[path], states[path])
-
-        return hook
-
-    def _states(
-        self, paths: Sequence[str], leaves: Mapping[str, Tensor], draw: Draw, where: Where | None
-    ) -> dict[str, Tensor]:
-        from ..simulation.apply import simulate
-
-        self.rebuilds += len(paths)
-        with torch.no_grad():
-            return simulate({path: leaves[path].detach() for path in paths}, self._base.get(paths), draw, where=where)
-
-
-def _leave(stubs, live):  # type: ignore[no-untyped-def]
-    def hook(module, *_):  # type: ignore[no-untyped-def]
-        for name, stub in stubs.items():
-            live.pop(module._parameters[name].untyped_storage().data_ptr(), None)
-            module._parameters[name] = stub
-
-    return hook
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        flat = pytree.tree_leaves((args, kwargs))
+        paths = ", ".join(repr(a.path) for a in flat if isinstance(a, cls))
+        raise ValueError(
+            f"leaf {paths} was read by {func} outside the forward pass of the module that owns it: residences 'device' "
+            "and 'stream' rebuild weights for that time only, use residence 'host' or None"
+        )

@@ -1,119 +1,227 @@
-"""Where theta_0 and the simulated state live on a device: one reusable buffer, filled from pinned memory ahead of time.
+"""Where theta_0 lives: on the device, in a reusable buffer there, or in pinned memory with copies ahead of use.
 
-During clean steps the base is copied, a slice a step, on a side stream into the buffer; a simulated step overwrites it
-in place with theta~. Nothing here changes a value: whatever is missing is copied before it is used.
+Copies run on a side stream. Nothing here changes a value: what has not arrived is waited for before it is used.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..simulation.draws import Draw
-from ..types import Where
-
 
 class Runtime(Protocol):
-    """Pinned memory and a side stream; a counting fake stands in for it in tests."""
+    """Pinned memory and a side stream; a fake that counts and delays stands in for it in tests."""
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned host memory."""
+        """A contiguous copy in pinned host memory."""
 
-    def side(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the side stream, after what is queued on the main stream."""
+    def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous memory on the device for `copy`, valid until the first one."""
 
-    def join(self) -> None:
-        """The main stream waits for the side stream."""
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        """Queue copies on the side stream, after all that is queued on the main stream; returns a ticket."""
+
+    def join(self, ticket: Any) -> None:
+        """The main stream waits for the copies of a ticket and those before."""
 
 
 class CudaRuntime:
-    """CUDA's pinned memory and one side stream."""
+    """CUDA's pinned memory and one side stream.
+
+    The memory of `empty` belongs to the side stream, so the allocator hands it on to that stream alone, where all that
+    uses it later waits for the main stream first. (``record_stream`` would hold memory back until the device has caught
+    up with the host: a copy per module would then pile up to a copy of everything.)
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._device = torch.cuda.Stream(device), device
+        self._device, self._stream = device, torch.cuda.Stream(device)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned host memory."""
+        """A contiguous copy in pinned host memory."""
         return tensor.detach().cpu().contiguous().pin_memory()
 
-    def side(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the side stream, after what is queued on the main stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+    def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous memory on the device."""
+        with torch.cuda.stream(self._stream):
+            return [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in like]
 
-    def join(self) -> None:
-        """The main stream waits for the side stream."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queue copies on the side stream; returns the event after them."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def join(self, ticket: torch.cuda.Event) -> None:
+        """The main stream waits for an event."""
+        torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
 class HostRuntime:
-    """No device: copies at once, in order."""
+    """No side stream: copies at once, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy."""
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        """The tensor itself, contiguous in host memory."""
+        return tensor.detach().cpu().contiguous()
 
-    def side(self) -> AbstractContextManager[Any]:
-        """No other stream."""
-        return nullcontext()
+    def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous memory on the device."""
+        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in like]
 
-    def join(self) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def join(self, ticket: None) -> None:
         """Nothing to wait for."""
 
 
+@cache
 def runtime_for(device: torch.device) -> Runtime:
-    """The runtime of a device."""
-    return CudaRuntime(device) if device.type == "cuda" else HostRuntime()
+    """The one runtime of a device."""
+    return CudaRuntime(device) if device.type == "cuda" else HostRuntime(device)
+
+
+def one_device(leaves: Mapping[str, Tensor]) -> torch.device:
+    """The device of all leaves. Raises: ValueError if there are several."""
+    devices = sorted({str(leaf.device) for leaf in leaves.values()})
+    if len(devices) > 1:
+        raise ValueError(f"leaves lie on {', '.join(devices)}: a residence needs one device, use residence=None")
+    return torch.device(devices[0] if devices else "cpu")
+
+
+class Span(NamedTuple):
+    """Coordinates [start, stop) of a leaf."""
+
+    path: str
+    start: int
+    stop: int
 
 
 class BaseBuffer:
     """theta_0 in pinned memory and one buffer of its size on the device.
 
-    Args: base: flat leaves of theta_0; like: flat leaves that give the device; slices: clean steps of a period, over
-        which the copy is spread; runtime: of the device by default.
+    Args: base: flat leaves of theta_0; like: flat leaves that give the device; slices: number of `prefetch` calls that
+        fill the buffer, each with an equal share of its bytes; runtime: of the device by default.
+    Raises: ValueError for leaves on several devices.
     """
 
     def __init__(
         self, base: Mapping[str, Tensor], like: Mapping[str, Tensor], *, slices: int, runtime: Runtime | None = None
     ) -> None:
-        device = next(iter(like.values())).device
-        self._runtime = runtime or runtime_for(device)
+        self._runtime = runtime or runtime_for(one_device(like))
         self._pinned = {path: self._runtime.pin(leaf) for path, leaf in base.items()}
-        self._buffer = {path: torch.empty_like(leaf, device=device) for path, leaf in self._pinned.items()}
-        self._parts = cut({path: leaf.nbytes for path, leaf in base.items()}, max(1, slices))
-        self._filled = 0  # parts of the buffer that hold theta_0
+        self._buffer = dict(zip(base, self._runtime.empty(list(self._pinned.values())), strict=True))
+        self._slices = cut(base, max(1, slices))
+        self._filled, self._ticket = 0, None  # slices of the buffer that hold theta_0, and when the last one arrives
 
     def prefetch(self) -> None:
         """Queue the copy of the next slice, if one is missing."""
-        if self._filled < len(self._parts):
-            self._copy(self._parts[self._filled])
+        if self._filled < len(self._slices):
+            spans = self._slices[self._filled]
+            self._ticket = self._runtime.copy(_views(self._buffer, spans), _views(self._pinned, spans))
             self._filled += 1
 
-    def simulate(self, params: Mapping[str, Tensor], draw: Draw, where: Where | None) -> dict[str, Tensor]:
-        """theta~ in the buffer; it stays valid until the next `prefetch` or `simulate`."""
-        from ..simulation.apply import simulate
-
-        while self._filled < len(self._parts):
+    def take(self) -> dict[str, Tensor]:
+        """theta_0 in the buffer, for the caller to overwrite until the next `prefetch` or `take`."""
+        while self._filled < len(self._slices):
             self.prefetch()
-        self._runtime.join()
-        self._filled = 0  # before the buffer changes, so that an exception leaves no half-valid one behind
-        simulate(dict(params), self._buffer, draw, where=where, out=self._buffer)
-        return self._buffer
-
-    def _copy(self, paths: Sequence[str]) -> None:
-        with self._runtime.side():
-            for path in paths:
-                self._buffer[path].copy_(self._pinned[path], non_blocking=True)
+        if self._slices:
+            self._runtime.join(self._ticket)
+        self._filled = 0
+        return dict(self._buffer)
 
 
-def cut(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Leaves in order, in at most ``parts`` groups of about equal size; no group is empty."""
-    total, done = sum(sizes.values()), 0
-    groups: list[list[str]] = [[] for _ in range(parts)]
-    for path, size in sizes.items():
-        # by the middle of the leaf, so that a large one goes where most of it lies
-        groups[min(parts - 1, int(parts * (done + size / 2) / max(total, 1)))].append(path)
-        done += size
-    return [group for group in groups if group]
+def cut(leaves: Mapping[str, Tensor], parts: int) -> list[list[Span]]:
+    """All coordinates in order, in at most ``parts`` slices of equal bytes (within one coordinate); none is empty."""
+    total = sum(leaf.nbytes for leaf in leaves.values())
+    bounds = [total * part // parts for part in range(parts + 1)]
+    slices: list[list[Span]] = [[] for _ in range(parts)]
+    begin = 0
+    for path, leaf in leaves.items():
+        ends = [min(max(bound - begin, 0), leaf.nbytes) // leaf.element_size() for bound in bounds]
+        for part in range(parts):
+            if ends[part] < ends[part + 1]:
+                slices[part].append(Span(path, ends[part], ends[part + 1]))
+        begin += leaf.nbytes
+    return [spans for spans in slices if spans]
+
+
+def _views(leaves: Mapping[str, Tensor], spans: Sequence[Span]) -> list[Tensor]:
+    return [leaves[path].view(-1)[start:stop] for path, start, stop in spans]
+
+
+class ResidentBase:
+    """theta_0 on the device of ``like``; arguments as `StreamedBase`."""
+
+    def __init__(self, base: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+        device = one_device(like)
+        self._base = {path: leaf.detach().to(device).contiguous() for path, leaf in base.items()}
+
+    def get(self, paths: Sequence[str]) -> list[Tensor]:
+        """Leaves of theta_0."""
+        return [self._base[path] for path in paths]
+
+    def rewind(self) -> None:
+        """Nothing to forget."""
+
+
+class StreamedBase:
+    """theta_0 in pinned memory, copied group by group; after the first pass, ahead of use in the order of the last one.
+
+    A pass is all `get` calls between two `rewind`. On the device are at most the group in use and ``ahead`` more.
+
+    Args: base: flat leaves of theta_0; like: flat leaves that give the device; runtime: of the device by default.
+    Raises: ValueError for leaves on several devices.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        like: Mapping[str, Tensor],
+        *,
+        ahead: int = 1,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._runtime = runtime or runtime_for(one_device(like))
+        self._pinned = {path: self._runtime.pin(leaf) for path, leaf in base.items()}
+        self._ahead = ahead
+        self._order: list[tuple[str, ...]] = []  # groups of the last pass
+        self._seen: list[tuple[str, ...]] = []  # of this one
+        self._next = 0  # position in the order
+        self._flying: dict[int, tuple[list[Tensor], Any]] = {}  # by position
+
+    def get(self, paths: Sequence[str]) -> list[Tensor]:
+        """Leaves of theta_0; drop them soon."""
+        group = tuple(paths)
+        self._seen.append(group)
+        flight = None
+        with suppress(ValueError):  # not expected any more: guess on from where the order was left
+            position = self._order.index(group, self._next)
+            flight, self._next = self._flying.pop(position, None), position + 1
+        leaves, ticket = flight or self._fetch(group)
+        coming = range(self._next, min(self._next + self._ahead, len(self._order)))
+        self._flying = {i: flight for i, flight in self._flying.items() if i in coming}
+        for i in coming:
+            if i not in self._flying:
+                self._flying[i] = self._fetch(self._order[i])
+        self._runtime.join(ticket)
+        return leaves
+
+    def rewind(self) -> None:
+        """End of a pass, complete or not."""
+        self._order, self._seen, self._next = self._seen or self._order, [], 0
+        self._flying.clear()
+
+    def _fetch(self, group: tuple[str, ...]) -> tuple[list[Tensor], Any]:
+        sources = [self._pinned[path] for path in group]
+        targets = self._runtime.empty(sources)
+        return targets, self._runtime.copy(targets, sources)

@@ -1,0 +1,95 @@
+"""One CPU thread: the operations against torch's own random numbers and a copy; both gradient engines."""
+
+import json
+import multiprocessing
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smat_fn.checkpoint import write_text
+from smat_fn.types import Engine
+
+from . import timing
+from .kernels import copy_of, make, ours, plain
+
+ROOT = Path(__file__).parent.parent
+COMMAND = "python -m benchmarks cpu"
+SIZES = (10**6, 10**7)
+ENGINES: tuple[Engine, ...] = ("autograd", "func")
+MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8192}
+TOKENS = 8, 128
+
+
+def main(arguments: list[str]) -> None:
+    """Print both tables; ``--dry-run`` takes tiny sizes and writes no file."""
+    dry_run = "--dry-run" in arguments
+    torch.set_num_threads(1)
+    rows, engines = operations(dry_run), gradients(dry_run)
+    print(timing.markdown(rows), timing.markdown(engines), sep="\n\n")
+    if not dry_run:
+        result = {**timing.describe(COMMAND), "threads": 1, "rows": rows, "model": MODEL, "engines": engines}
+        write_text(ROOT / "benchmarks/results/cpu.json", json.dumps(result, indent=1) + "\n")
+
+
+def operations(dry_run: bool) -> list[dict[str, Any]]:
+    """CPU nanoseconds per coordinate, and ratios of neighbouring runs."""
+    rows, device = [], torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (1000,) if dry_run else SIZES:
+            leaves = make({"layers.w": (size,)}, dtype, device)
+            candidates = {name: run for name, run in ours(leaves, device).items() if name in ("simulate", "reweight")}
+            baseline = plain(leaves)
+            candidates |= {f"{name}, torch.rand": baseline[name] for name in tuple(candidates)}
+            candidates["copy"] = copy_of(2 * leaves.bytes, device)
+            rounds = 2 if dry_run else 9
+            times = timing.interleaved(candidates, rounds=rounds, clock=timing.cpu_time)
+            for name in candidates:
+                row = {"dtype": str(dtype).removeprefix("torch."), "coordinates": size, "what": name}
+                row["ns per coordinate"] = timing.quartiles(times[name], 1e9 / size)
+                if f"{name}, torch.rand" in times:
+                    row["torch.rand / time"] = timing.ratios(times[f"{name}, torch.rand"], times[name])
+                rows.append(row)
+    return rows
+
+
+def gradients(dry_run: bool) -> list[dict[str, Any]]:
+    """CPU seconds of a gradient of a small Llama by each engine, and the peak of memory above its start."""
+    # a peak is of a process: each engine gets its own
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for engine in ENGINES:
+        with context.Pool(1) as pool:
+            rows.append(pool.apply(_gradient, (engine, dry_run)))
+    return rows
+
+
+def _gradient(engine: Engine, dry_run: bool) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    run, start = _step(engine, dry_run), _peak()
+    times = timing.interleaved({"": run}, rounds=2 if dry_run else 5, clock=timing.cpu_time)[""]
+    return {"engine": engine, "s": timing.quartiles(times), "peak MiB above start": round((_peak() - start) / 2**20, 1)}
+
+
+def _step(engine: Engine, dry_run: bool) -> Callable[[], Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from smat_fn.grad import ModuleLoss, value_and_grad
+    from smat_fn.models.modules import parameters
+
+    sizes = {name: value // 32 + 2 if dry_run else value for name, value in MODEL.items()}
+    sizes["hidden_size"] = 64 if dry_run else sizes["hidden_size"]
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(sizes["vocab_size"], (2, 8) if dry_run else TOKENS)
+    loss = ModuleLoss(model, lambda module: (module(input_ids=tokens, labels=tokens).loss, None))
+    gradient, weights = value_and_grad(loss, engine=engine), parameters(model)
+    return lambda: gradient(weights)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
