@@ -5,7 +5,7 @@ import os
 # one thread a worker: small tensors gain nothing from more, and workers share the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
+import pytest
 
 ALLOWED_SKIPS = ("no GPU", "no ../shared", "mergekit is not installed", "slow")
 

@@ -32,7 +32,8 @@ def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
         for name, config in {**preset.methods, **preset.mergers}.items() for f in fields(config)
         if getattr(config, f.name) is None
     }  # fmt: skip
-    assert open_ == {("smat", "lam"), ("smat", "residence"), *((name, "coef") for name in ("ta", "ties", "dare", "della"))}
+    searched = {(name, "coef") for name in ("ta", "ties", "dare", "della")}
+    assert open_ == {("smat", "lam"), ("smat", "residence"), *searched}
 
 
 def test_mergers_stand_in_the_order_of_the_tables():
