@@ -1,15 +1,16 @@
 """How SMAT takes a gradient at the simulated state: where theta_0 and theta~ live decides memory and transfers."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import ops, tree
 from ..grad import ModuleLoss, value_and_grad
-from ..ops.rebuild import Rebuilder, ResidentBase, StreamedBase
-from ..ops.storage import BaseBuffer
-from ..simulation.apply import simulate
+from ..ops.rebuild import rebuilding
+from ..ops.storage import BaseBuffer, ResidentBase, StreamedBase
+from ..simulation.apply import _parts, simulate
 from ..simulation.draws import Draw
 from ..types import Aux, Batch, Engine, LossFn, Params, Residence, Where
 from . import _step
@@ -81,8 +82,16 @@ class _Buffered:
 
     def gradient(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         """(loss, aux, gradient at theta~)."""
+        leaves, base = tree.flatten(params), self._buffer_for(params).take()
+        # a base of another dtype is no place for a state
+        states = {
+            path: base[path]
+            if base[path].dtype == leaf.dtype
+            else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            for path, leaf in leaves.items()
+        }
         with torch.no_grad():
-            states = self._buffer_for(params).simulate(tree.flatten(params), drawn, self._where)
+            simulate(leaves, base, drawn, where=self._where, out=states)
         return _step.accumulate(self._at, tree.unflatten(params, states), batch)
 
     def _buffer_for(self, params: Params) -> BaseBuffer:
@@ -94,11 +103,11 @@ class _Buffered:
 
 
 class _Rebuilt:
-    """theta~ of one module at a time, in forward and again in backward."""
+    """theta~ of one block at a time, in forward and again in backward."""
 
     def __init__(self, loss_fn: ModuleLoss, base: Params, where: Where | None, *, streamed: bool) -> None:
         self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
-        self._rebuilder: Rebuilder | None = None
+        self._source: ResidentBase | StreamedBase | None = None
 
     def idle(self, params: Params) -> None:
         """Nothing to prepare."""
@@ -106,17 +115,38 @@ class _Rebuilt:
     def gradient(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         """(loss, aux, gradient at theta~)."""
         self._loss_fn.check(params)
-        if self._rebuilder is None:
-            base = tree.flatten(self._base)
-            source = StreamedBase(base, params) if self._streamed else ResidentBase(base)
-            self._rebuilder, self._base = Rebuilder(self._loss_fn.module, source), None
-        rebuilder = self._rebuilder
+        if self._source is None:
+            kind = StreamedBase if self._streamed else ResidentBase
+            self._source, self._base = kind(tree.flatten(self._base), params), None
+        source, module = self._source, self._loss_fn.module
+        make = _simulator(params, drawn, self._where)
 
         def at(params: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
             leaves = {path: leaf.detach().requires_grad_() for path, leaf in params.items()}
-            with torch.enable_grad(), rebuilder.at(leaves, drawn, self._where) as module:
-                loss, aux = self._loss_fn.loss(module, batch)
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            try:
+                with torch.enable_grad(), rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))):
+                    loss, aux = self._loss_fn.loss(module, batch)
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            finally:
+                source.rewind()
             return (loss.detach(), aux), dict(zip(leaves, grads, strict=True))
 
         return _step.accumulate(at, params, batch)
+
+
+def _simulator(
+    params: Mapping[str, Tensor], drawn: Draw, where: Where | None
+) -> Callable[[Sequence[str], Sequence[Tensor]], list[Tensor]]:
+    """`simulate` of some leaves at a time; what they share of the draw is made once."""
+    (part,) = _parts(params, drawn, where, {})
+    position = {path: i for i, path in enumerate(part.paths)}
+
+    def make(paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
+        rows, leaves = [position[path] for path in paths], [params[path] for path in paths]
+        streams = torch.stack([part.numbers.streams[:, row] for row in rows], 1)
+        states = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+        masked, starts = [part.masked[row] for row in rows], [part.starts[row] for row in rows]
+        ops.simulate_into(leaves, list(base), states, *part.numbers._replace(streams=streams), masked, starts)
+        return states
+
+    return make

@@ -59,7 +59,7 @@ def build(
         period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; residence: where
         theta_0 and theta~ live, bits being equal. None: base as it is, theta~ a new tree. "host": theta_0 in pinned
         memory, prefetched during clean steps into one reusable buffer that becomes theta~. "device": theta_0 on the
-        device, theta~ rebuilt module by module in forward and backward, no second copy. "stream": the same with
+        device, theta~ rebuilt block by block in forward and backward, no second copy. "stream": the same with
         theta_0 streamed from pinned memory, no copy at all. engine: of `value_and_grad`;
         donate: reuse the state's buffers (the state passed in is then spent), same bits.
     Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
@@ -106,6 +106,9 @@ def build(
         )
         return state, Info(loss, aux, norm, scale, weight > 0)
 
+    if residence in ("host", "stream"):
+        # only names and shapes are needed for init: the caller's base must not stay alive here
+        base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return Method(_step.init(optimizer, base, donate=donate), update)
 
 

@@ -7,6 +7,12 @@ Inputs: ``<dtype>/base/<leaf>`` and ``<dtype>/e<i>/<leaf>``. Outputs, always com
 0.3, lambda 0.3, normalize true and false). In float32 alone: dare_linear (density 0.5, lambda 0.3, unscaled) and its
 masks, ``dare_linear/mask/e<i>/<leaf>``; della (density 0.5, epsilon 0.07), of which only the keep probabilities are
 stored, ``della/keep/e<i>/<leaf>``: mergekit does not divide by them.
+
+For the mergers beyond the paper, in both dtypes: linear_weighted (weights 0.5, 2, 0.3, normalized) and linear_sum (the
+same, not normalized), slerp (e0 as base, e1, t 0.3) and slerp_line (base, e0, t 0.3 where the embedding of e0 is that
+of base times 1.25, a parallel leaf), model_stock (of e0 and of the means of e0 with e1 and with e2), breadcrumbs
+(density 0.625, gamma 0.125, lambda 0.3, unscaled). In float32 alone: dare_ties (density 0.5, lambda 0.3, unscaled),
+whose masks are those of dare_linear.
 """
 
 from pathlib import Path
@@ -16,6 +22,7 @@ from mergekit.merge_methods.api import merge_state_dicts
 from safetensors.torch import save_file
 
 COEF, DENSITY = 0.3, 0.3
+WEIGHTS = {"e0": 0.5, "e1": 2.0, "e2": 0.3}
 SHAPES = {
     "model.embed_tokens.weight": (40, 16),
     "model.layers.0.input_layernorm.weight": (16,),
@@ -53,6 +60,27 @@ def merge(models, method, dtype, **parameters):
     )
 
 
+def more(models, dtype):
+    """Runs of the mergers beyond the paper, by name."""
+    options = {"dtype": torch.float32, "out_dtype": dtype}
+    experts = {name: tree for name, tree in models.items() if name != "base"}
+    for name, normalize in {"linear_weighted": True, "linear_sum": False}.items():
+        parameters = {"weight": WEIGHTS, "normalize": normalize}
+        yield name, merge_state_dicts(experts, "linear", parameters=parameters, **options)
+    embed = "model.embed_tokens.weight"
+    line = {"e0": {**experts["e0"], embed: models["base"][embed] * 1.25}, "base": models["base"]}
+    pairs = {"slerp": ("e0", {name: experts[name] for name in ("e0", "e1")}), "slerp_line": ("base", line)}
+    for name, (base, pair) in pairs.items():
+        yield name, merge_state_dicts(pair, "slerp", parameters={"t": 0.3}, base=base, **options)
+    e0 = experts["e0"]
+    near = {"base": models["base"], "e0": e0}
+    for name in ("e1", "e2"):
+        near[name] = {path: ((leaf.float() + experts[name][path].float()) / 2).to(dtype) for path, leaf in e0.items()}
+    yield "model_stock", merge_state_dicts(near, "model_stock", parameters={}, base="base", **options)
+    trimmed = {"density": 0.625, "gamma": 0.125, "rescale": False, "normalize": False, "lambda": COEF}
+    yield "breadcrumbs", merge(models, "breadcrumbs", dtype, **trimmed)
+
+
 def recorded(models, method, **parameters):
     """The merge, and the (probabilities, mask) of every draw by expert and leaf: mergekit draws leaf by leaf."""
     draws, bernoulli = [], torch.bernoulli
@@ -87,6 +115,8 @@ def main():
         put(f"{name}/task_arithmetic", merge(models, "task_arithmetic", dtype, **{"lambda": COEF}))
         for run, mean in {"ties_mean": True, "ties_sum": False}.items():
             put(f"{name}/{run}", merge(models, "ties", dtype, density=DENSITY, normalize=mean, **{"lambda": COEF}))
+        for run, merged in more(models, dtype):
+            put(f"{name}/{run}", merged)
 
     models = family(torch.float32)
     options = {"density": 0.5, "rescale": False, "lambda": COEF}
@@ -95,6 +125,9 @@ def main():
     put(
         "dare_linear/mask", {f"{e}/{path}": mask.bool().reshape(SHAPES[path]) for (e, path), (_, mask) in draws.items()}
     )
+    merged, same = recorded(models, "dare_ties", normalize=False, **options)
+    assert all(torch.equal(same[slot][1], mask) for slot, (_, mask) in draws.items())
+    put("float32/dare_ties", merged)
     _, draws = recorded(models, "della", epsilon=0.07, **options)
     put("della/keep", {f"{e}/{path}": keep.reshape(SHAPES[path]) for (e, path), (keep, _) in draws.items()})
     save_file(out, Path(__file__).parent / "golden" / "mergekit.safetensors")

@@ -1,0 +1,285 @@
+"""SMAT against FT on true model shapes with random weights: time of a period, its phases, and peak memory.
+
+Blocks of one period (t steps) of FT and SMAT alternate in one process and on one state, so that drift cancels; a row of
+FT against FT says how small a difference can be told.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import random as python_random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from smat_fn import random
+from smat_fn.mat import _simulated, _step, finetune, smat
+from smat_fn.ops import storage
+from smat_fn.types import Method
+
+from . import timing
+from .shapes import SHAPES, Setup, set_up
+
+PERIOD = 4
+SECONDS, LIMIT = 8, 300  # of rounds for a row; after the limit no other row is started
+RESIDENCES = (None, "host", "device", "stream")
+RESULTS = Path(__file__).parent / "results/steps.json"
+
+
+def simulated(setup: Setup, residence: Any) -> Method:
+    """SMAT with the paper's strengths; its base is where the residence wants it."""
+    kept_there = residence in (None, "device")
+    base = {path: leaf.clone() if kept_there else leaf.cpu() for path, leaf in setup.state.params.items()}
+    return smat.build(
+        setup.loss,
+        setup.optimizer,
+        base,
+        where=setup.where,
+        max_grad_norm=setup.shape.clip,
+        period=PERIOD,
+        drop_prob=0.5,
+        residence=residence,
+        engine="autograd",
+        donate=True,
+        **setup.shape.strengths,
+    )
+
+
+class Trainer:
+    """Trains the one state by whichever method, a period at a time."""
+
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self._state, self._batch, self._key = setup.state, setup.batch, random.key(0).to(device)
+
+    def period(self, method: Method) -> None:
+        """PERIOD steps, the last one simulated."""
+        assert self._state.step % PERIOD == 0
+        for _ in range(PERIOD):
+            self._state, _ = method.update(self._key, self._state, self._batch)
+
+
+def alternate(
+    first: Callable[[], None], second: Callable[[], None], *, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Seconds of both, in turns and each first every other time; at least 3 rounds."""
+    clock, begin = Clock(), time.monotonic()
+    times: tuple[list[float], list[float]] = ([], [])
+    while len(times[0]) < 3 or (time.monotonic() - begin < seconds and len(times[0]) < 200):
+        order = (0, 1) if len(times[0]) % 2 == 0 else (1, 0)
+        marks = [clock.now()]
+        for which in order:
+            (first, second)[which]()
+            marks.append(clock.now())
+        clock.wait()
+        for which, start, stop in zip(order, marks, marks[1:], strict=False):
+            times[which].append(clock.between(start, stop))
+    return times
+
+
+class Clock:
+    """Events of the current stream; without a device, the host's clock."""
+
+    def __init__(self) -> None:
+        self._cuda = torch.cuda.is_available()
+
+    def now(self, stream: Any = None) -> Any:
+        """A mark in the stream."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream or torch.cuda.current_stream())
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Seconds, after `wait`."""
+        return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def phases() -> Iterator[dict[str, float]]:
+    """Seconds of what runs inside, by phase; filled at the end. Copies run beside the other phases."""
+    clock = Clock()
+    spans: list[tuple[str, Any, Any]] = []
+    totals: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = clock.now()
+            result = function(*args, **kwargs)
+            spans.append((name, start, clock.now()))
+            return result
+
+        return run
+
+    def copied(kind: Any) -> Callable[..., Any]:
+        copy = kind.copy
+
+        def run(self: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+            stream = getattr(self, "_stream", None)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())  # not to count the wait
+            start = clock.now(stream)
+            ticket = copy(self, targets, sources)
+            spans.append(("copies", start, clock.now(stream)))
+            return ticket
+
+        return run
+
+    simulator = _simulated._simulator
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (_simulated, "simulate", timed("simulate", _simulated.simulate)),
+            (_simulated, "_simulator", lambda *args: timed("simulate", simulator(*args))),
+            (_step, "finish", timed("finish", _step.finish)),
+            (storage.CudaRuntime, "copy", copied(storage.CudaRuntime)),
+            (storage.HostRuntime, "copy", copied(storage.HostRuntime)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        start = clock.now()
+        yield totals
+        stop = clock.now()
+    clock.wait()
+    for name, begin, end in spans:
+        totals[name] = totals.get(name, 0.0) + clock.between(begin, end)
+    totals["rest"] = clock.between(start, stop) - sum(v for name, v in totals.items() if name != "copies")
+
+
+def interval(times: Sequence[float], reference: Sequence[float], *, draws: int = 2000) -> tuple[float, float, float]:
+    """Ratio of sums, and the 95 % interval of a bootstrap over rounds."""
+    source, rounds = python_random.Random(0), list(zip(times, reference, strict=True))
+    found = []
+    for _ in range(draws):
+        sample = source.choices(rounds, k=len(rounds))
+        found.append(sum(a for a, _ in sample) / sum(b for _, b in sample))
+    points = statistics.quantiles(found, n=40)
+    return sum(times) / sum(reference), points[0], points[-1]
+
+
+def bandwidths(device: torch.device, size: int) -> dict[str, float]:
+    """Measured bytes a second: a copy on the device (read and written), and from pinned memory to it."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    host = storage.runtime_for(device).pin(source)
+    rates = {}
+    for name, origin, factor in (("device", source, 2), ("link", host, 1)):
+        copy = functools.partial(target.copy_, origin, non_blocking=True)
+        times = [timing.device_time(copy) for _ in range(6)]
+        rates[name] = factor * size / min(times[1:])
+    return rates
+
+
+def measure(name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool) -> list[dict[str, Any]]:
+    """Rows of one model: FT against FT, then SMAT against FT by residence; none is started after the deadline."""
+    setup = set_up(SHAPES[name], device, dry_run)
+    trainer, rates = Trainer(setup, device), bandwidths(device, 1 << (16 if dry_run else 30))
+    ft = finetune.build(
+        setup.loss,
+        setup.optimizer,
+        setup.state.params,
+        max_grad_norm=setup.shape.clip,
+        engine="autograd",
+        donate=True,
+    )
+    size = sum(leaf.nbytes for leaf in setup.state.params.values())
+    common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}
+    rows, memory = [], None
+    for residence in ("FT", *RESIDENCES):
+        if time.monotonic() > deadline:
+            print(f"steps: {name}, residence {residence}, not started, {LIMIT} s are over")
+            break
+        method = ft if residence == "FT" else simulated(setup, residence)
+        period, baseline = functools.partial(trainer.period, method), functools.partial(trainer.period, ft)
+        baseline()
+        period()
+        peak = _peak(period)
+        memory = memory or peak
+        times, reference = alternate(period, baseline, seconds=seconds)
+        with phases() as parts:
+            period()
+        ratio, low, high = interval(times, reference)
+        row = {
+            **common,
+            "method": "FT" if residence == "FT" else "SMAT",
+            "residence": str(residence) if residence != "FT" else "",
+            "ms a step": timing.quartiles(times, 1e3 / PERIOD),
+            "FT ms": timing.quartiles(reference, 1e3 / PERIOD),
+            "ratio": round(ratio, 5),
+            "95 %": f"{low:.4f} to {high:.4f}",
+            "rounds": len(times),
+            **{
+                f"{part} ms a period": round(1e3 * parts.get(part, 0.0), 4) for part in ("simulate", "finish", "copies")
+            },
+            "rest ms a period": round(1e3 * parts["rest"], 4),
+            "peak GB": peak / 1e9,
+            "memory ratio": peak / memory if memory else 1.0,
+        }
+        if residence == "FT":
+            row["resolves 0.2 %"] = str(0.998 <= low <= 1 <= high <= 1.002)
+        else:
+            # theta and theta_0 read, theta~ written; rebuilt weights nearly all once more in backward
+            passes = 1 if residence in (None, "host") else 2
+            row["simulate floor ms"] = round(1e3 * passes * 3 * size / rates["device"], 4)
+            row["copies floor ms"] = round(
+                1e3 * {None: 0, "host": 1, "device": 0, "stream": 2}[residence] * size / rates["link"], 4
+            )
+        rows.append({**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}})
+        del method, period
+        gc.collect()
+    return rows
+
+
+def _peak(period: Callable[[], None]) -> int:
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    period()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def run(
+    dry_run: bool, *, only: Sequence[str] = tuple(SHAPES), seconds: float = SECONDS, out: Path = RESULTS
+) -> list[dict[str, Any]]:
+    """Rows of all models, written to ``out``; a dry run has tiny widths, needs no GPU and writes nothing."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rows: list[dict[str, Any]] = []
+    deadline = time.monotonic() + LIMIT
+    for name in only:
+        if time.monotonic() > deadline:
+            print(f"steps: {name} not started, {LIMIT} s are over")
+            continue
+        rows += measure(name, device, seconds=0.0 if dry_run else seconds, deadline=deadline, dry_run=dry_run)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not dry_run:
+            result = {**timing.describe("python -m benchmarks steps"), "period": PERIOD, "rows": rows}
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """``--dry-run``: tiny widths; ``--only`` models; ``--seconds`` of rounds a row; ``--out`` file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks steps")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if not (options.dry_run or torch.cuda.is_available()):
+        sys.exit("benchmarks steps: needs a CUDA device; --dry-run takes every path on tiny widths on the CPU")
+    print(timing.markdown(run(options.dry_run, only=options.only, seconds=options.seconds, out=options.out)))

@@ -1,0 +1,48 @@
+"""DARE with the election of TIES: drop changes at random, rescale, add the changes that agree with the elected sign."""
+
+import torch
+from torch import Tensor
+
+from .. import random
+from ..types import Aggregate, Params
+from ._common import Piece, add, agreeing, apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+
+
+def dare_ties(
+    key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob: float, aggregate: Aggregate = "sum"
+) -> Params:
+    """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂_i the masked, rescaled task vectors of `dare`; s = + where Σ_i δ̂_i ≥ 0, else −.
+
+    Nothing is trimmed: the masks have made the vectors sparse.
+
+    Args: key, drop_prob: as in `dare`; coef: γ, finite; aggregate: "sum" of the agreeing entries, or their "mean".
+    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Yu et al., "Language models are super Mario", 2024, with Yadav et al., "TIES-Merging", 2023.
+    """
+    check(base, experts, [*key_problems(key), *coef_problems(coef), *_problems(drop_prob, aggregate)])
+    return apply_vector(base, dare_ties_vector(key, base, experts, drop_prob=drop_prob, aggregate=aggregate), coef=coef)
+
+
+def dare_ties_vector(
+    key: Tensor, base: Params, experts: Experts, *, drop_prob: float, aggregate: Aggregate = "sum"
+) -> Leaves:
+    """The merged task vector of `dare_ties`: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, aggregate)])
+    threshold = int(random.threshold(drop_prob))
+    kept = 1 - threshold / 65536
+
+    def fuse(piece: Piece) -> Tensor:
+        masked = [(d / kept).where(f >= threshold, 0) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+        sign = torch.where(add(masked) >= 0, 1.0, -1.0).to(masked[0].dtype)
+        return agreeing(masked, sign, mean=aggregate == "mean")
+
+    return merge_pieces(start, flat, fuse, key=key)
+
+
+def _problems(drop_prob: float, aggregate: str) -> list[str]:
+    problems = drop_problems(drop_prob)
+    if aggregate not in ("sum", "mean"):
+        problems.append(f"aggregate is {aggregate!r}, must be 'sum' or 'mean'")
+    return problems

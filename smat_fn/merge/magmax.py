@@ -1,0 +1,33 @@
+"""MagMax: of all experts' changes of a coordinate, the one of largest magnitude."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from ._common import Piece, apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems
+
+
+def magmax(base: Params, experts: Experts, *, coef: float) -> Params:
+    """θ₀ + γ τ, τ = Δ_i of ``i = argmax_i |Δ_i|`` in every coordinate; of two opposite ones the positive.
+
+    Args: experts: {name: tree} or a list of trees; coef: γ, finite.
+    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes.
+    Source: Marczak et al., "MagMax: leveraging model merging for seamless continual learning", 2024.
+    """
+    check(base, experts, coef_problems(coef))
+    return apply_vector(base, magmax_vector(base, experts), coef=coef)
+
+
+def magmax_vector(base: Params, experts: Experts) -> Leaves:
+    """τ: flat, floating-point leaves only, for `apply_vector`."""
+    return merge_pieces(*check(base, experts), _largest)
+
+
+def _largest(piece: Piece) -> Tensor:
+    # the largest magnitude belongs to the largest or to the smallest number, whatever the experts' order
+    high, low = reduce(torch.maximum, piece.deltas), reduce(torch.minimum, piece.deltas)
+    return torch.where(high >= -low, high, low)

@@ -1,0 +1,58 @@
+"""Model Stock: towards the experts' mean, as far as the angle between the experts says."""
+
+import math
+from itertools import combinations
+
+from torch import Tensor
+
+from ..types import Params
+from ._common import Piece, add, apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems
+from ._leaves import cosine, count_problems, gram
+
+
+def model_stock(base: Params, experts: Experts, *, coef: float = 1.0) -> Params:
+    """θ₀ + γ t · mean_i Δ_i, per leaf ``t = N cos ω / (1 + (N − 1) cos ω)``, ω the angle between the Δ_i.
+
+    cos ω is the mean cosine over all pairs, in float64; a pair with a zero Δ_i counts as 0. A mean below 0, which the
+    derivation excludes (t would run to −∞), counts as 0 too: the leaf stays base's.
+
+    Args: experts: {name: tree} or a list, of at least two trees; coef: γ, finite, 1 in the paper.
+    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes, and for a single expert.
+    Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", 2024.
+    """
+    check(base, experts, [*coef_problems(coef), *_count(experts)])
+    return apply_vector(base, model_stock_vector(base, experts), coef=coef)
+
+
+def model_stock_vector(base: Params, experts: Experts) -> Leaves:
+    """t · mean_i Δ_i: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, _count(experts))
+    ratios = model_stock_ratios(start, flat)
+
+    def fuse(piece: Piece) -> Tensor:
+        return add(piece.deltas) * (ratios[piece.path] / len(flat))
+
+    return merge_pieces(start, flat, fuse)
+
+
+def model_stock_ratios(base: Params, experts: Experts) -> dict[str, float]:
+    """t of every floating-point leaf, from 0 to 1."""
+    start, flat = check(base, experts, _count(experts))
+    return {
+        path: _ratio(gram([leaves[path] for leaves in flat.values()], leaf))
+        for path, leaf in start.items()
+        if leaf.is_floating_point()
+    }
+
+
+def _ratio(products: list[list[float]]) -> float:
+    count = len(products)
+    pairs = [cosine(products, i, j) for i, j in combinations(range(count), 2)]
+    cos = max(math.fsum(pairs) / len(pairs), 0.0)  # fsum: the experts' order plays no part
+    return count * cos / (1 + (count - 1) * cos)
+
+
+def _count(experts: Experts) -> list[str]:
+    return count_problems(experts, "model_stock", least=2)

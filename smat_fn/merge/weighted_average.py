@@ -1,0 +1,59 @@
+"""Weighted average: the experts' mean with a weight for each."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from .. import tree
+from ..types import Params
+from ._common import add
+from ._inputs import Experts, check_alone
+from ._leaves import all_at_once
+
+
+def weighted_average(
+    experts: Experts, *, weights: Mapping[str, float] | Sequence[float], normalize: bool = True
+) -> Params:
+    """Σ_i w_i θ_i / Σ_i w_i, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
+
+    Args: experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values;
+        weights: {name: w} or a list of them in the experts' order, finite; normalize: False leaves out the division.
+    Returns: a new tree of the first expert's structure.
+    Raises: ValueError that lists every weight and every leaf that does not fit, and for weights whose sum is 0.
+    Source: Wortsman et al., "Model soups", 2022; `weight_average` is the case of equal weights.
+    """
+    problems, given = _given(experts, weights, normalize)
+    flat = all_at_once(problems, lambda: check_alone(experts))
+    total = math.fsum(given.values()) if normalize else 1.0
+
+    def mean(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf.clone()
+        dtype = tree.compute_dtype(leaf)
+        return add(flat[n][path].to(leaf.device, dtype) * w for n, w in given.items()).div_(total).to(leaf.dtype)
+
+    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
+    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in next(iter(flat.values())).items()})
+
+
+def _given(
+    experts: Experts, weights: Mapping[str, float] | Sequence[float], normalize: bool
+) -> tuple[list[str], dict[str, float]]:
+    """Problems, and the weight of every expert in the experts' order."""
+    if not isinstance(experts, (Mapping, list, tuple)):
+        return [], {}  # `check_alone` says it
+    names = [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
+    if isinstance(weights, Mapping):
+        table = {str(name): float(weight) for name, weight in weights.items()}
+        problems = [f"weights lacks expert {name!r}: 0 leaves it out" for name in names if name not in table]
+        problems += [f"weights names {name!r}, which is no expert: remove it" for name in table if name not in names]
+    else:
+        table = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
+        problems = []
+        if len(weights) != len(names):
+            problems.append(f"weights holds {len(weights)} numbers for {len(names)} experts: give one for each")
+    problems += [f"the weight of {name!r} is {w}, must be finite" for name, w in table.items() if not math.isfinite(w)]
+    if not problems and names and normalize and math.fsum(table.values()) == 0:
+        problems.append("the sum of weights is 0: pass normalize=False, or other weights")
+    return problems, {name: table[name] for name in names if name in table}

@@ -1,0 +1,27 @@
+"""WiSE-FT: a point on the line from the base to one expert."""
+
+from ..types import Params
+from ._common import apply_vector, merge_pieces
+from ._inputs import Experts, Leaves, check, coef_problems
+from ._leaves import count_problems
+
+
+def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:
+    """(1 − γ) θ₀ + γ θ₁, computed as θ₀ + γ (θ₁ − θ₀), rounded once to base's dtypes.
+
+    Args: experts: {name: tree} or a list, of one tree; coef: γ, finite; 0 gives base.
+    Returns: a new tree of base's structure; non-floating leaves are base's.
+    Raises: ValueError that lists every problem of values, structure and shapes, and for more than one expert.
+    Source: Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.
+    """
+    check(base, experts, [*coef_problems(coef), *_count(experts)])
+    return apply_vector(base, wise_ft_vector(base, experts), coef=coef)
+
+
+def wise_ft_vector(base: Params, experts: Experts) -> Leaves:
+    """Δ₁: flat, floating-point leaves only, for `apply_vector`."""
+    return merge_pieces(*check(base, experts, _count(experts)), lambda piece: piece.deltas[0])
+
+
+def _count(experts: Experts) -> list[str]:
+    return count_problems(experts, "wise_ft", least=1, most=1)
