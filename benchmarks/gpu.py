@@ -1,7 +1,11 @@
-"""All benchmarks that need a CUDA device, one after the other, a short table of each last."""
+"""All benchmarks that need a CUDA device, one after the other, a short table of each last.
+
+``--dry-run`` needs none: it compiles every kernel variant for sm_90 and takes every path of the harness on the CPU.
+"""
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 import time
 
@@ -19,6 +23,8 @@ def main(arguments: list[str]) -> None:
     if not (dry_run or torch.cuda.is_available()):
         sys.exit("benchmarks gpu: needs a CUDA device; --dry-run takes every path on tiny sizes on the CPU")
     start, tables = time.monotonic(), []
+    if dry_run:
+        subprocess.run([sys.executable, "-m", "benchmarks", "sass", "--check"], check=True)
     for name in NAMES:
         if importlib.util.find_spec(f".{name}", __package__) is None:
             continue

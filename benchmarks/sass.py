@@ -27,14 +27,14 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, tensors, options o
 
 
 def main(arguments: list[str]) -> None:
-    """Compile all variants (``--dry-run``: those of an aligned masked bf16 tree; no file) and print a table."""
+    """Compile all variants and print a table; ``--check`` writes no file, ``--dry-run`` takes a few variants only."""
     if os.environ.get("TRITON_INTERPRET") == "1":  # kernels of an interpreting process cannot be compiled
         clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, "-m", "benchmarks", "sass", *arguments]
         sys.exit(subprocess.run(command, env=clean, cwd=ROOT, check=False).returncode)
     rows = [measure(*call) for call in record(dry_run=DRY_RUN in arguments)]
     print(table(rows))
-    if DRY_RUN not in arguments:
+    if not arguments:
         result = {**machine.describe(COMMAND), "note": NOTE, "rows": rows}
         write_text(ROOT / "benchmarks/results/sass.json", json.dumps(result, indent=1) + "\n")
     problems = [f"{name(row)}: {problem}" for row in rows for problem in row["problems"]]
