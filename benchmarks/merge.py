@@ -1,0 +1,221 @@
+"""Merging of folders on disk against mergekit on random Llama-shaped checkpoints: time and anonymous memory."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from smat_fn.checkpoint import write_text
+
+from . import machine, timing
+
+ROOT = Path(__file__).parent.parent
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500}
+DELTA = 1e-3  # RMS of the experts' changes; the weights' is 0.02
+
+# one process a merge; it says "ready" when all is imported, merges on a line of input, and says "done"
+OURS = """
+import sys, torch
+from pathlib import Path
+from smat_fn import random
+from smat_fn.config import *
+from smat_fn.merge.stream import merge_folders
+config, base, out, *experts = sys.argv[1:]
+torch.set_num_threads({threads})
+print("ready", flush=True); sys.stdin.readline()
+merge_folders(eval(config), Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out), key=random.key(0))
+print("done", flush=True); sys.stdin.readline()
+"""
+THEIRS = """
+import json, sys, torch
+from mergekit.config import MergeConfiguration
+from mergekit.merge import MergeOptions, run_merge
+torch.set_num_threads({threads})
+config = MergeConfiguration.model_validate(json.loads(sys.argv[1]))
+print("ready", flush=True); sys.stdin.readline()
+run_merge(config, sys.argv[2], MergeOptions(copy_tokenizer=False, random_seed=42, quiet=True))
+print("done", flush=True); sys.stdin.readline()
+"""
+MERGERS = {
+    "wa": ("WeightAverage()", "linear", {}, {"weight": 1.0}),
+    "ta": ("TaskArithmetic(coef=0.3)", "task_arithmetic", {"lambda": 0.3, "normalize": False}, {"weight": 1.0}),
+    "ties, threshold per tensor": (
+        "Ties(coef=0.3, keep=0.5, aggregate='sum', scope='tensor')",
+        "ties",
+        {"lambda": 0.3, "normalize": False},
+        {"weight": 1.0, "density": 0.5},
+    ),
+    "ties, threshold per expert": ("Ties(coef=0.3, keep=0.5, aggregate='sum', scope='global')", None, {}, {}),
+    "dare": ("Dare(coef=0.3, drop_prob=0.3)", "dare_linear", {"lambda": 0.3}, {"weight": 1.0, "density": 0.7}),
+    "della": (
+        "Della(coef=1.0, drop_prob=0.5, window=0.14)",
+        "della",
+        {"lambda": 1.0},
+        {"weight": 1.0, "density": 0.5, "epsilon": 0.07},
+    ),
+}
+SAME_BITS = "wa", "ta"  # TIES: equal magnitudes are common in bfloat16, and mergekit takes any of them
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table; without ``--small``, write benchmarks/results/merge.json too."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks merge", description=__doc__)
+    found = "a Python that has mergekit (default: $MERGEKIT_PYTHON; without one, no comparison)"
+    parser.add_argument("--mergekit", default=os.environ.get("MERGEKIT_PYTHON"), metavar="PYTHON", help=found)
+    parser.add_argument("--small", action="store_true", help="tiny checkpoints, no result file")
+    parser.add_argument("--experts", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mergers", nargs="*", default=list(MERGERS), choices=list(MERGERS))
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="merge-") as name:
+        base, experts = checkpoints(Path(name), SMALL if options.small else LARGE, options.experts)
+        size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+        rows = []
+        for merger in options.mergers:
+            rows.append(compare(merger, base, experts, Path(name), options))
+            print(json.dumps(rows[-1]), flush=True)
+    print(timing.markdown(rows))
+    if not options.small:
+        facts = machine.describe("python -m benchmarks merge " + shlex.join(_public(arguments)))
+        facts |= {
+            "threads": options.threads,
+            "experts": options.experts,
+            "model": LARGE,
+            "MB of a model": round(size / 1e6),
+        }
+        facts |= {"mergekit": _version(options.mergekit), "load at the end": os.getloadavg()[0], "rows": rows}
+        write_text(ROOT / "benchmarks/results/merge.json", json.dumps(facts, indent=1) + "\n")
+
+
+def checkpoints(folder: Path, sizes: dict[str, int], count: int) -> tuple[Path, list[Path]]:
+    """A random bfloat16 Llama and experts at small distances."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = folder / "base"
+    config = LlamaConfig(**sizes, num_attention_heads=sizes["hidden_size"] // 64 or 1, tie_word_embeddings=False)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(base)
+    experts = [folder / f"expert-{i}" for i in range(count)]
+    for expert in experts:
+        expert.mkdir()
+        leaves = {
+            name: leaf + DELTA * torch.randn(leaf.shape) for name, leaf in load_file(base / "model.safetensors").items()
+        }
+        save_file(
+            {name: leaf.bfloat16() for name, leaf in leaves.items()}, expert / "model.safetensors", {"format": "pt"}
+        )
+        (expert / "config.json").write_text((base / "config.json").read_text())
+    return base, experts
+
+
+def compare(
+    merger: str, base: Path, experts: Sequence[Path], folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds and peak anonymous memory of one merge by both; mergekit computes in float32 too."""
+    config, method, top, each = MERGERS[merger]
+    out, other = folder / "ours", folder / "theirs"
+    threads, python = options.threads, options.mergekit
+    script = OURS.format(threads=threads)
+    ours = measure([sys.executable, "-c", script, config, str(base), str(out), *map(str, experts)], threads)
+    row: dict[str, Any] = {"merger": merger, "s": ours[0], "MB": ours[1]}
+    if python and method:
+        models = [{"model": str(expert), "parameters": each} for expert in experts]
+        recipe = {
+            "merge_method": method,
+            "models": models,
+            "parameters": top,
+            "dtype": "float32",
+            "out_dtype": "bfloat16",
+        }
+        recipe |= {} if method == "linear" else {"base_model": str(base)}
+        theirs = measure([python, "-c", THEIRS.format(threads=threads), json.dumps(recipe), str(other)], threads)
+        row |= {"mergekit s": theirs[0], "mergekit MB": theirs[1]}
+        row |= {"time ratio": round(theirs[0] / ours[0], 2), "memory ratio": round(theirs[1] / ours[1], 1)}
+        if merger in SAME_BITS:
+            row["differing coordinates"] = differing(out, other)
+    for used in (out, other):
+        for file in used.glob("*"):
+            file.unlink()
+        if used.exists():
+            used.rmdir()
+    return row
+
+
+def measure(command: Sequence[str], threads: int) -> tuple[float, float]:
+    """(seconds, MB of anonymous memory at the peak above that after the imports), watched from outside."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if child.stdout.readline().strip() != "ready":
+            raise RuntimeError(_text(errors))
+        start = peak = _anonymous(child.pid)
+        begin = time.perf_counter()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        os.set_blocking(child.stdout.fileno(), False)
+        while "done" not in (child.stdout.readline() or ""):
+            if child.poll() is not None:
+                raise RuntimeError(_text(errors))
+            peak = max(peak, _anonymous(child.pid))
+            time.sleep(0.005)
+        seconds = time.perf_counter() - begin
+        child.stdin.write("\n")
+    return round(seconds, 2), round((peak - start) / 1e6, 1)
+
+
+def differing(left: Path, right: Path) -> int:
+    """Coordinates whose bits differ between two checkpoints of the same leaves."""
+    found = 0
+    placed = [{name: store for store in _stores(folder) for name in store.keys()} for folder in (left, right)]  # noqa: SIM118
+    assert placed[0].keys() == placed[1].keys()
+    for name, store in placed[0].items():
+        found += int(
+            (store.get_tensor(name).view(torch.int16) != placed[1][name].get_tensor(name).view(torch.int16)).sum()
+        )
+    return found
+
+
+def _stores(folder: Path) -> list[Any]:
+    return [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+
+
+def _anonymous(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return file.read()[-2000:]
+
+
+def _version(python: str | None) -> str | None:
+    if python is None:
+        return None
+    show = "from importlib.metadata import version; print(version('mergekit'), 'with torch', version('torch'))"
+    return subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _public(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the path of a Python."""
+    return ["PYTHON" if i and arguments[i - 1] == "--mergekit" else word for i, word in enumerate(arguments)]
