@@ -6,7 +6,7 @@ Folders are searched for checkpoints of train.py and merge.py. Experts are score
 the tasks of the experts merged into them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +29,10 @@ class Eval:
     """PNG of experts and merged models, methods side by side."""
     split: Literal["test", "dev"] = "test"
     """Which examples to score."""
+    suite_options: Annotated[
+        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: as they were trained)")
+    ] = field(default_factory=dict)
+    """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
     threads: int = 1
     """CPU threads."""
 
@@ -45,7 +49,7 @@ def main(args: Eval) -> None:
 
     torch.set_num_threads(args.threads)
     folders = evaluation.find_checkpoints(args.checkpoints)
-    rows = evaluation.evaluate(folders, split=args.split)
+    rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options)
     table = main_table(rows, split=args.split)
     Console(width=max(100, Console().width)).print(terminal(table))
     if args.out:

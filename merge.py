@@ -8,7 +8,7 @@ Each merged model becomes the folder --out/<merger> with a card (README.md) besi
 "default: preset" take the value of --preset.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -57,6 +57,10 @@ class Merge:
     """Seed of the random masks of DARE and DELLA."""
     overwrite: bool = False
     """Replace merged models that exist."""
+    suite_options: Annotated[
+        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: as they were trained)")
+    ] = field(default_factory=dict)
+    """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
     threads: int = 1
     """CPU threads."""
 
@@ -84,6 +88,7 @@ def main(args: Merge) -> None:
         calibration=CALIBRATION_COEFS[preset.family] if args.calibrate else None,
         seed=args.seed,
         overwrite=args.overwrite,
+        options=args.suite_options,
     )
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"

@@ -2,6 +2,7 @@
 
     python train.py ft --out runs/ft
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
+    python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --dry-run
 
 Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it, the
 base that all of them start from the folder --out/base. Options with "default: preset" take the value of --preset.
@@ -38,18 +39,28 @@ class Train:
     """Seed of training: batches and draws."""
     suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
     """Seed of the suite: splits and base. Experts to be merged need the same."""
-    suite_options: Annotated[dict[str, int | float], arg(help_behavior_hint="(default: the suite's)")] = field(
-        default_factory=dict
-    )
-    """Numbers of the suite's recipe to change, as NAME VALUE pairs: pretrain_steps 300."""
+    model: str | None = None
+    """Language suites: the base, a folder or a name on the hub."""
+    data: str | None = None
+    """Language suites: rows, a folder of TASK/{train,dev,eval}.json or a dataset of the hub."""
+    rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
+    """Language suites: only the first rows of each split."""
+    suite_options: Annotated[
+        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: preset, or the suite's)")
+    ] = field(default_factory=dict)
+    """Other options of the suite to change, as NAME VALUE pairs: pretrain_steps 300, or mask_prompt True device cpu."""
     lr: float | None = None
     """Learning rate. The preset's was chosen on dev, for each method."""
     steps: int | None = None
-    """Optimizer steps per expert."""
+    """Optimizer steps per expert, instead of epochs."""
+    epochs: int | None = None
+    """Passes over a task's rows, the same for all tasks."""
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     log_every: int = 1
     """Steps between lines of the log."""
+    dry_run: bool = False
+    """Only check, and print what would be trained: settings, leaves, budget, rows that truncation cuts."""
     overwrite: bool = False
     """Replace experts that exist."""
     threads: int = 1
@@ -60,24 +71,35 @@ def main(args: Train) -> None:
     preset = preset_of(args.preset)
     import torch
 
-    from smat_fn.data import load_suite
-    from smat_fn.pipeline.training import check_run, task_names, train_run
+    from smat_fn.data import load_suite, task_names
+    from smat_fn.pipeline.dry_run import dry_run
+    from smat_fn.pipeline.training import check_run, train_run
 
     torch.set_num_threads(args.threads)
     method = resolve(args.method, preset.methods)
     lr = preset.lr[method.name] if args.lr is None else args.lr
-    training = replace(preset.training, lr=lr, steps=preset.training.steps if args.steps is None else args.steps)
     seed = preset.seed if args.seed is None else args.seed
     suite_seed = seed if args.suite_seed is None else args.suite_seed
-    known = task_names(preset.suite)
+    named = {"model": args.model, "data": args.data, "rows": args.rows}
+    options = {**preset.options, **args.suite_options, **{k: v for k, v in named.items() if v is not None}}
+    known = task_names(preset.suite, **options)
     tasks = args.tasks or known
+    training = replace(preset.training, lr=lr)
+    if args.epochs is not None:
+        training = replace(training, steps=None, epochs=dict.fromkeys(tasks, args.epochs))
+    if args.steps is not None:
+        training = replace(training, steps=args.steps, epochs={})
     # loading a suite for the first time pretrains its base: bad input is told before
     check_run(
         method, training, known=known, tasks=tasks, out=args.out, log_every=args.log_every, overwrite=args.overwrite
     )
-    suite = load_suite(preset.suite, seed=suite_seed, **args.suite_options)
+    suite = load_suite(preset.suite, seed=suite_seed, **options)
+    if args.dry_run:
+        print(dry_run(suite, method, training, tasks=tasks, seed=seed))
+        return
     origin = "given" if args.lr is not None else f"preset {args.preset}"
-    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {training.steps} steps, seed {seed}")
+    length = "epochs by task" if training.steps is None else f"{training.steps} steps"
+    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}, seed {seed}")
     folders = train_run(
         suite,
         method,

@@ -8,9 +8,9 @@ BENCHMARKS = {
     "cpu": "the operations on one CPU thread, and both gradient engines (about 3 minutes)",
     "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
-    "steps": "steps of SMAT against fine-tuning, true shapes, every residence (a CUDA device, about 5 minutes)",
+    "steps": "steps of SMAT and FT, true shapes, every residence (a CUDA device, about 5 minutes)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
-    "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run: without one, tiny, about 6 minutes)",
+    "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }
 
 

@@ -4,7 +4,7 @@ A field that is ``None`` takes the preset's value; `resolve` fills them in.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from .types import Aggregate, Noise, Residence, Scope
@@ -146,12 +146,13 @@ MERGERS: tuple[type[MergerConfig], ...] = (WeightAverage, TaskArithmetic, Ties, 
 class Training:
     """How an expert is trained, whatever the method."""
 
-    steps: int
+    steps: int | None  # None: by epochs
     lr: float
     optimizer: Literal["adam", "adamw"] = "adam"
     schedule: Literal["constant", "cosine"] = "cosine"
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+    epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class Preset:
     lr_grid: tuple[float, ...]  # what it was chosen from
     methods: Mapping[str, MethodConfig]
     mergers: Mapping[str, MergerConfig]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the suite
 
 
 DIGITS = Preset(
@@ -191,7 +193,52 @@ DIGITS = Preset(
         "della": Della(drop_prob=0.1, window=0.14),
     },
 )
-PRESETS: Mapping[str, Preset] = {"digits": DIGITS}
+
+
+def _llama(model: str, *, rho: float, b: float, lambda_reg: float) -> Preset:
+    """The paper's language experiment on a backbone."""
+    epochs = {
+        "C-STANCE": 5, "FOMC": 3, "MeetingBank": 7, "ScienceQA": 3, "NumGLUE-cm": 5, "NumGLUE-ds": 5, "20Minuten": 7,
+    }  # fmt: skip
+    lr, names = 2e-5, [config.name for config in METHODS]
+    return Preset(
+        suite="trace",
+        family="language",
+        seed=0,
+        training=Training(
+            None, lr, optimizer="adamw", schedule="constant", weight_decay=1e-3, max_grad_norm=1.0, epochs=epochs
+        ),
+        lr=dict.fromkeys(names, lr),
+        lr_grid=(lr,),
+        methods={
+            "ft": Finetune(),
+            "smat": Smat(alpha_min=0.2, drop_prob=0.5, sigma=2e-3, period=4, noise="uniform"),
+            "asam": Asam(rho=rho, adaptive=True),
+            "mergopt": Mergopt(b=b, k_max=7),
+            "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
+        },
+        mergers={
+            "wa": WeightAverage(),
+            "ta": TaskArithmetic(),
+            "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+            "dare": Dare(drop_prob=0.3),
+            "della": Della(drop_prob=0.5, window=0.14),
+        },
+        options={
+            "model": model,
+            "data": "yanggangu/SMAT-TRACE",
+            "dtype": "bfloat16",
+            "max_length": 512,
+            "batch_size": 8,
+        },
+    )
+
+
+PRESETS: Mapping[str, Preset] = {
+    "digits": DIGITS,
+    "llama-3.2-1b": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03),
+    "llama-3.1-8b": _llama("meta-llama/Llama-3.1-8B", rho=0.25, b=2.5e-4, lambda_reg=0.01),
+}
 
 C = TypeVar("C", bound=MethodConfig | MergerConfig)
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from ..types import Batch, LossFn, Params, Where
 
-SUITES = ("digits",)
+if TYPE_CHECKING:
+    from .text import Cut
+
+SUITES = ("digits", "trace")
 
 
 class Suite(NamedTuple):
@@ -25,7 +29,11 @@ class Suite(NamedTuple):
     batch: Callable[[str, Tensor, int], Batch]  # (task, run key, step): a pure function of the three
     score: Callable[[Params, str, str], float]  # (params, task, "dev" or "test") -> 0 to 100
     recipe: Mapping[str, Any]  # JSON values; ``load_suite(**recipe)`` builds the same suite
-    seed: int  # of splits, base and heads
+    seed: int  # of splits, base and heads, of sampled answers
+    epoch_steps: Callable[[str], int] | None = None  # task -> batches of one epoch; checks all that the task needs
+    repeats: Mapping[str, int] = MappingProxyType({})  # tasks whose score is the mean of several decodes: how many
+    score_once: Callable[[Params, str, str, int], float] | None = None  # (.., repeat): the score of one of them
+    cuts: Callable[[str], "Cut"] | None = None  # task -> what truncation does to its training rows
 
 
 def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
@@ -36,6 +44,17 @@ def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
     if name not in SUITES:
         raise ValueError(f"suite {name!r} is unknown, the suites are {', '.join(map(repr, SUITES))}")
     return import_module(f".{name}", __package__).load(seed=seed, **options)
+
+
+def task_names(name: str, **options: Any) -> tuple[str, ...]:
+    """The tasks of a suite, without its base: ``task_names(**options)`` of its module, or its ``TASKS``.
+
+    Raises: ValueError as `load_suite`.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is unknown, the suites are {', '.join(map(repr, SUITES))}")
+    module = import_module(f".{name}", __package__)
+    return module.task_names(**options) if hasattr(module, "task_names") else tuple(module.TASKS)
 
 
 def check_member(kind: str, value: str, known: tuple[str, ...]) -> None:

@@ -20,6 +20,9 @@ def card(manifest: Mapping[str, Any]) -> str:
     if manifest["dev_curve"]:
         tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
         lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
+    if finals := manifest.get("dev_finals"):
+        again = ", ".join(f"{coef}: {score:.2f}" for coef, score in finals)
+        lines += ["", f"That was one decode; the best were decoded again, means over decodes: {again}."]
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     lines += [
         f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"

@@ -1,7 +1,7 @@
 """Evaluate checkpoints on disk: scores as JSON lines, the main table, a summary and a plot."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,24 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
 
 
 def evaluate(
-    folders: Sequence[Path], *, split: str = "test", on_model: Callable[[str], None] | None = None
+    folders: Sequence[Path],
+    *,
+    split: str = "test",
+    on_model: Callable[[str], None] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
     The suite is rebuilt from each manifest, and must give the base that the checkpoint was made from.
 
-    Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored.
+    Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored; options: of the
+        suites, instead of those in the manifests.
     Raises: ValueError that lists every checkpoint without a suite, of another base, or of one label, model and seed
         with another, before any is scored.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
     suites: dict[str, Suite] = {}
+    prints: dict[str, str] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
     problems = []
     for folder, manifest in manifests.items():
@@ -57,8 +63,9 @@ def evaluate(
             continue
         name = json.dumps(recipe)
         if name not in suites:
-            suites[name] = load_suite(**recipe)
-        if manifest.get("base_fingerprint") != checkpoint.fingerprint(suites[name].base):
+            suites[name] = load_suite(**{**recipe, **(options or {})})
+            prints[name] = checkpoint.fingerprint(suites[name].base)
+        if manifest.get("base_fingerprint") != prints[name]:
             problems.append(
                 f"{folder} was made from another base than suite {suites[name].name!r} gives here: "
                 "other library versions or threads pretrain another one, train again"

@@ -1,6 +1,6 @@
 """Merge experts on disk: checked inputs, an optional search on dev, merged checkpoints with a card each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from ..config import Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAver
 from ..data import Suite, load_suite
 from ..types import Params
 from .card import card
+from .search import Decode, Reranked, rerank
 from .training import BASE, mean, refusals
 
 CARD = "README.md"
@@ -33,6 +34,7 @@ class Merged(NamedTuple):
     coef: float | None  # None for WA
     dev: dict[str, float]  # score per task on dev, empty without a search
     curve: tuple[tuple[float, float], ...]  # (coef, mean dev score) of every candidate
+    finals: tuple[tuple[float, float], ...] = ()  # of those that were decoded again, where answers are sampled
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -102,7 +104,8 @@ def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> dict[str
 def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite | None = None) -> Merged:
     """One merged model; with a suite, a coefficient that is left open is searched on its dev split.
 
-    The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Random
+    The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
+    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`). Random
     masks come from ``fold_in(key(seed), "merge")``.
     """
     scores: dict[str, float] = {}
@@ -124,6 +127,10 @@ def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite |
     coef = config.coef
     if coef is None:
         assert suite is not None, "merge_run checks this"
+        if suite.repeats:
+            found = _rerank(suite, inputs, merge.COEFS, lambda c: merge.apply_vector(inputs.base, vector, coef=c))
+            params = merge.apply_vector(inputs.base, vector, coef=found.best)
+            return Merged(params, found.best, found.scores, found.curve, found.finals)
         selection = merge.select_coef(inputs.base, vector, score)
         coef, curve = selection.best, selection.curve
     params = merge.apply_vector(inputs.base, vector, coef=coef)
@@ -132,16 +139,34 @@ def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, suite: Suite |
     return Merged(params, coef, dict(scores), curve)
 
 
+def _rerank(
+    suite: Suite, inputs: Inputs, candidates: Sequence[float], build: Callable[[float], Params]
+) -> Reranked[float]:
+    assert suite.score_once is not None
+    once = suite.score_once
+
+    def score(candidate: float, decodes: Sequence[Decode]) -> list[float]:
+        params = build(candidate)
+        return [once(params, task, "dev", repeat) for task, repeat in decodes]
+
+    return rerank(candidates, score, tasks=list(inputs.experts), repeats=suite.repeats)
+
+
 def calibrate(config: MergerConfig, inputs: Inputs, suite: Suite, *, coef: float, seed: int) -> MergerConfig:
     """The merger with the sparsity of the largest mean dev score at a fixed coefficient, ties to less pruning.
 
     TIES keeps 0.5, 0.3, 0.2 or 0.1; DARE and DELLA drop 0.1, 0.3, 0.5, 0.7 or 0.9 (paper, sparse-merger calibration).
+    Sampled answers are decoded as in `merge_one`.
     """
     field, candidates = ("keep", merge.TIES_KEEPS) if isinstance(config, Ties) else ("drop_prob", merge.DROP_PROBS)
 
     def at(value: float, **options: float) -> MergerConfig:
         changes: dict[str, Any] = {field: value, **options}
         return replace(config, **changes)
+
+    if suite.repeats:
+        models = lambda value: merge_one(at(value, coef=coef), inputs, seed=seed).params  # noqa: E731
+        return at(_rerank(suite, inputs, candidates, models).best)
 
     def score(value: float) -> float:
         return mean(list(merge_one(at(value, coef=coef), inputs, seed=seed, suite=suite).dev.values()))
@@ -159,11 +184,13 @@ def merge_run(
     calibration: Mapping[str, float] | None = None,
     seed: int,
     overwrite: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
     Args: search: choose open coefficients on dev, and score every merged model there; calibration: first choose the
-        sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks.
+        sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks; options: of the suite,
+        instead of those in the experts' manifests.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
@@ -175,7 +202,7 @@ def merge_run(
         problems += refusals(checkpoint.refuse_existing, out / config.name, overwrite=overwrite)
     try:
         inputs = load_inputs(base, experts)
-        suite = _common_suite(inputs) if search or calibration else None
+        suite = _common_suite(inputs, options or {}) if search or calibration else None
     except ValueError as error:
         problems.append(str(error))
     tree.raise_problems(problems)
@@ -197,7 +224,7 @@ def _check_options(config: MergerConfig) -> None:
         merge.apply_vector(one, vector, coef=0.0 if config.coef is None else config.coef)
 
 
-def _common_suite(inputs: Inputs) -> Suite:
+def _common_suite(inputs: Inputs, options: Mapping[str, Any]) -> Suite:
     recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items()}
     first = next(iter(recipes.values()))
     problems = [f"expert {task!r} names no suite, so nothing to search on" for task, r in recipes.items() if not r]
@@ -206,7 +233,7 @@ def _common_suite(inputs: Inputs) -> Suite:
     ]
     tree.raise_problems(problems)
     assert first is not None
-    suite = load_suite(**first)
+    suite = load_suite(**{**first, **options})
     if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(inputs.base):
         raise ValueError(
             f"suite {suite.name!r} gives another base here than the experts': train again, with these versions"
@@ -231,6 +258,7 @@ def write_merged(
         "experts": {task: manifest.get("fingerprint") for task, manifest in inputs.manifests.items()},
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
+        **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
     }
     manifest = checkpoint.describe(merged.params, **facts)
     checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})

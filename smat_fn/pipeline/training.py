@@ -25,12 +25,27 @@ BASE = "base"
 
 def make_optimizer(training: Training) -> Optimizer:
     """The optimizer and schedule of a training configuration, with torch's fused kernels."""
+    assert training.steps is not None, "budget gives them"
     lr = optim.cosine(training.lr, training.steps) if training.schedule == "cosine" else optim.constant(training.lr)
     if training.optimizer == "adamw":
         return optim.adamw(lr, weight_decay=training.weight_decay, fused=True)
     if training.weight_decay:
         raise ValueError(f"weight_decay is {training.weight_decay}, adam has none: take optimizer adamw, or 0")
     return optim.adam(lr, fused=True)
+
+
+def budget(suite: Suite, task: str, training: Training) -> Training:
+    """The training of one task, its steps computed from its epochs where they are not given.
+
+    Raises: ValueError for rows of the task that the suite cannot use.
+    """
+    per_epoch = None if suite.epoch_steps is None else suite.epoch_steps(task)
+    if training.steps is not None:
+        return replace(training, epochs={})
+    if per_epoch is None:
+        raise ValueError(f"suite {suite.name!r} has no epochs: give steps")
+    epochs = training.epochs[task]
+    return replace(training, steps=epochs * per_epoch, epochs={task: epochs})
 
 
 def build_method(
@@ -66,6 +81,8 @@ def train_expert(
     Args: on_step: called as ``on_step(step, info)`` after every step.
     """
     key = random.fold_in(random.key(seed), task)
+    training = budget(suite, task, training)
+    assert training.steps is not None
     run = build_method(
         method,
         make_optimizer(training),
@@ -107,29 +124,24 @@ def train_run(
         "label": label or method.name.upper(),
         "method": method.name,
         "hyperparameters": settings(method),
-        "training": asdict(training),
         "seed": seed,
         "suite": dict(suite.recipe),
         "base_fingerprint": origin,
     }
+    budgets = {task: budget(suite, task, training) for task in tasks}  # before the first one is trained
     _write_base(out / BASE, suite, origin, overwrite=overwrite)
     folders = []
-    for task in tasks:
+    for task, own in budgets.items():
         started = time.perf_counter()
-        with _log(out / f"{task}.log.jsonl", task, training, log_every) as on_step:
+        with _log(out / f"{task}.log.jsonl", task, own, log_every) as on_step:
             params = train_expert(suite, task, method, training, seed=seed, on_step=on_step)
         tree.check_finite(tree.flatten(params), f"the {task} expert")
-        manifest = checkpoint.describe(
-            params, kind="expert", task=task, **facts, seconds=round(time.perf_counter() - started, 3)
-        )
+        seconds = round(time.perf_counter() - started, 3)
+        numbers = {name: value for name, value in asdict(own).items() if name != "epochs" or value}
+        manifest = checkpoint.describe(params, kind="expert", task=task, **facts, training=numbers, seconds=seconds)
         checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)
         folders.append(out / task)
     return folders
-
-
-def task_names(suite: str) -> tuple[str, ...]:
-    """The tasks of a suite by its name: ``TASKS`` of its module, so that its base need not be there yet."""
-    return tuple(importlib.import_module(f"..data.{suite}", __package__).TASKS)
 
 
 def check_run(
@@ -143,11 +155,18 @@ def check_run(
     overwrite: bool,
 ) -> None:
     """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
-    problems = [f"steps is {training.steps}, must be at least 1"] if training.steps < 1 else []
+    steps = training.steps
+    problems = [f"steps is {steps}, must be at least 1"] if steps is not None and steps < 1 else []
+    if steps is None:
+        for task in dict.fromkeys(tasks):
+            if (epochs := training.epochs.get(task)) is None:
+                problems.append(f"task {task!r} has no number of epochs: give --epochs or --steps")
+            elif epochs < 1:
+                problems.append(f"epochs of {task} is {epochs}, must be at least 1")
     problems += [f"log_every is {log_every}, must be at least 1"] if log_every < 1 else []
     optimizer, limit = optim.adam(0.0), training.max_grad_norm
     try:
-        optimizer = make_optimizer(replace(training, steps=max(training.steps, 1)))
+        optimizer = make_optimizer(replace(training, steps=max(steps or 1, 1)))
     except ValueError as error:
         problems.append(str(error))
     problems += refusals(
@@ -190,13 +209,15 @@ def _log(path: Path, task: str, training: Training, every: int) -> Iterator[OnSt
     """A JSON line every few steps, and a progress bar on a terminal."""
     from tqdm import tqdm
 
+    total = training.steps
+    assert total is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file, tqdm(total=training.steps, desc=f"train {task}", disable=None, leave=False) as bar:
+    with open(path, "w") as file, tqdm(total=total, desc=f"train {task}", disable=None, leave=False) as bar:
         started = time.perf_counter()
 
         def on_step(step: int, info: Any) -> None:
             bar.update()
-            if (step + 1) % every and step + 1 < training.steps:
+            if (step + 1) % every and step + 1 < total:
                 return
             row = {
                 "step": step,

@@ -12,7 +12,7 @@ import pytest
 import smat_fn.config
 from smat_fn import mat, merge
 from smat_fn.config import MERGERS, METHODS, PRESETS, Dare, Smat, Ties, preset_of, resolve, settings
-from smat_fn.data import SUITES
+from smat_fn.data import SUITES, task_names
 from smat_fn.evaluate import tables
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +57,9 @@ def test_methods_correspond_to_files_and_their_options_to_arguments():
 
 def test_mergers_correspond_to_files_and_their_options_to_arguments():
     folder = Path(merge.__file__).parent
-    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"select"}
-    assert {module.__name__.rpartition(".")[2] for module in merge.MERGERS.values()} == files
+    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"select", "coefs"}
+    modules = [*merge.MERGERS.values(), *merge.MORE_MERGERS.values()]
+    assert {module.__name__.rpartition(".")[2] for module in modules} == files
     for config in MERGERS:
         function = getattr(merge, merge.MERGERS[config.name].__name__.rpartition(".")[2])
         taken = set(inspect.signature(function).parameters) - {"key", "base", "experts"}
@@ -103,5 +104,34 @@ def test_options_left_out_take_the_presets_values():
 
 def test_an_unknown_preset_names_the_known_ones():
     assert preset_of("digits") is PRESETS["digits"]
-    with pytest.raises(ValueError, match="preset 'digit' is unknown, choose one of digits"):
+    with pytest.raises(ValueError, match="preset 'digit' is unknown, choose one of digits, llama"):
         preset_of("digit")
+
+
+@pytest.mark.parametrize(
+    ("name", "rho", "b", "lambda_reg"), [("llama-3.2-1b", 2, 5e-4, 0.03), ("llama-3.1-8b", 0.25, 2.5e-4, 0.01)]
+)
+def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg):
+    preset = PRESETS[name]
+    assert vars(preset.training) == {
+        **{"steps": None, "lr": 2e-5, "optimizer": "adamw", "schedule": "constant"},
+        **{"weight_decay": 1e-3, "max_grad_norm": 1.0},
+        "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
+    }
+    assert {method: settings(config) for method, config in preset.methods.items()} == {
+        "ft": {},
+        "smat": {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "period": 4, "noise": "uniform"},
+        "asam": {"rho": rho, "adaptive": True},
+        "mergopt": {"b": b, "k_max": 7},
+        "orthoreg": {"lambda_reg": lambda_reg, "block_only": False},
+    }
+    assert {merger: settings(config) for merger, config in preset.mergers.items()} == {
+        "wa": {},
+        "ta": {},
+        "ties": {"keep": 0.5, "aggregate": "sum", "scope": "global"},
+        "dare": {"drop_prob": 0.3},
+        "della": {"drop_prob": 0.5, "window": 0.14},
+    }
+    assert set(preset.lr.values()) == {2e-5}
+    wanted = {"dtype": "bfloat16", "max_length": 512, "batch_size": 8, "data": "yanggangu/SMAT-TRACE"}
+    assert preset.options == wanted | {"model": "meta-llama/" + name.title()}

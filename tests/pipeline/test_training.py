@@ -9,8 +9,9 @@ import torch
 
 from smat_fn import checkpoint
 from smat_fn.config import DIGITS, Smat, Training
+from smat_fn.data import task_names
 from smat_fn.pipeline import training
-from smat_fn.pipeline.training import task_names, train_expert
+from smat_fn.pipeline.training import train_expert
 
 SIX = Training(steps=6, lr=5e-4)
 

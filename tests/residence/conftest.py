@@ -192,7 +192,7 @@ class FakeRuntime:
     """Copies run when they are waited for (late), or at once (early): a wait forgotten, or a copy too soon, shows."""
 
     def __init__(self, late):
-        self.late, self.pinned, self.copies, self.joins = late, 0, [], []
+        self.late, self.pinned, self.copies, self.joins, self.ahead = late, 0, [], [], []
         self.queue, self.lent, self.peak = [], weakref.WeakSet(), 0
 
     def pin(self, tensor):
@@ -219,6 +219,7 @@ class FakeRuntime:
 
     def join(self, ticket):
         self.joins.append(ticket)
+        self.ahead.append(len(self.copies) - ticket)
         self._run(ticket)
 
     def _run(self, ticket):

@@ -132,6 +132,24 @@ def test_one_weight_under_three_names():
     assert_trees_close(theirs, grads, rtol=1e-5, atol=1e-5)
 
 
+def test_a_module_with_leaves_of_two_blocks():
+    module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5))
+    module[1].weight = module[0].weight
+    asked = []
+    rebuilt(module, new_values(module), lambda m: m(torch.eye(5)).sum(), asked)
+    assert asked == [("0.weight",), ("0.weight", "1.bias")]
+    check(module, lambda m: m(torch.eye(5)).pow(2).sum())
+
+
+def test_a_weight_read_as_another_dtype():
+    class Bits(nn.Linear):
+        def forward(self, x):
+            # its bits, as a factor that backward needs
+            return super().forward(x) * self.weight.detach().view(torch.int32).sign()
+
+    check(nn.Sequential(nn.Linear(5, 5), Bits(5, 5)), lambda m: m(torch.eye(5)).pow(2).sum())
+
+
 def test_hooks_of_the_module_see_its_weights():
     module, x = mlp(2), torch.ones(1, 5)
     seen = []
@@ -189,7 +207,7 @@ def test_weights_leave_with_a_forward_that_fails():
         def forward(self, x):
             with pytest.raises(RuntimeError, match="shapes"):
                 self.child(x[:, :2])
-            return self.child(x).sum() + self.child.weight.sum()
+            return x.sum() + self.child.weight.sum()
 
     module = Forgiving()
     with pytest.raises(ValueError, match=r"leaf 'child\.weight' was read"):

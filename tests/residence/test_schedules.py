@@ -99,12 +99,11 @@ def assert_same(one, other):
 @each_residence
 def test_any_schedule_from_any_step_ending_on_any_step(runtime, network, residence, options, first):
     params, _ = trees(network)
-    for steps in (5, 6):
-        runs = []
-        for kind in (None, residence):
-            method = build(network, kind, donate=kind is not None, **options)
-            runs.append(train(method, method.init(params)._replace(step=first), batches(steps)))
-        assert_same(*runs)
+    runs = []
+    for kind in (None, residence):
+        method = build(network, kind, donate=kind is not None, **options)
+        runs.append(train(method, method.init(params)._replace(step=first), batches(5)))
+    assert_same(*runs)
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6, 7])
@@ -174,6 +173,8 @@ def test_a_streamed_base_is_copied_twice_a_simulated_step(runtime, network):
         state, _ = method.update(KEY, state, batches(1)[0])
         assert sum(runtime.copies[copied:]) == (forward + backward if step % 2 else 0)
         assert runtime.alive == 0
+        # embedding, blocks, head, and back: from the second simulated step on the next one is under way
+        assert runtime.ahead[-6:] == ([] if step == 0 else [0] * 6 if step < 3 else [1] * 5 + [0])
         assert runtime.peak <= 2 * max(block, size["embed.weight"])  # the one in use and one ahead
     assert runtime.pinned == sum(size.values())
 

@@ -1,0 +1,61 @@
+"""What a run would train, as text."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import MethodConfig, Training, settings
+from ..data import Suite
+from ..grad import ModuleLoss
+from ..models import inspect
+from .training import budget
+
+
+def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
+    """Settings of suite, method and optimizer, the leaves, and per task the steps and the share of cut rows.
+
+    Raises: ValueError for rows that the suite cannot use.
+    """
+    shared = {name: value for name, value in vars(training).items() if name not in ("steps", "epochs")}
+    lines = [
+        f"suite {suite.name}: {_listed(suite.recipe, 'name')}",
+        f"method {method.name}: {_listed(settings(method)) or 'no options'}",
+        f"training: {_listed(shared)}, run seed {seed}",
+        "",
+    ]
+    loss = suite.loss_fn(tasks[0])
+    assert isinstance(loss, ModuleLoss)
+    lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
+    if sigma := settings(method).get("sigma"):
+        still, size = _unmoved(suite.base, sigma), sum(leaf.numel() for leaf in suite.base.values())
+        if still:
+            lines += [f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there", ""]
+    total = 0
+    for task in tasks:
+        own = budget(suite, task, training)
+        assert own.steps is not None
+        total += own.steps
+        line = f"{task}: {own.steps} steps" + (f" ({own.epochs[task]} epochs)" if own.epochs else "")
+        if suite.cuts is not None:
+            cut = suite.cuts(task)
+            line += (
+                f", {cut.rows} rows of up to {cut.longest} tokens; cut on the right: EOS {cut.eos:.1%}, "
+                f"of the answer a part {cut.answer:.1%}, all {cut.whole_answer:.1%}"
+            )
+        lines.append(line)
+    return "\n".join([*lines, f"{total} steps in all"])
+
+
+def _unmoved(base: Mapping[str, Tensor], sigma: float) -> int:
+    """Coordinates that uniform noise of RMS sigma leaves as they are: half an ulp is more than its largest value."""
+    count = 0
+    for leaf in base.values():
+        half_ulp = torch.finfo(leaf.dtype).eps * 2.0 ** (leaf.float().frexp().exponent - 2)
+        count += int(((math.sqrt(3) * sigma < half_ulp) & (leaf != 0)).sum())
+    return count
+
+
+def _listed(values: object, *without: str) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dict(values).items() if name not in without)  # type: ignore[call-overload]

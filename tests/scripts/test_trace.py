@@ -1,0 +1,157 @@
+"""The language experiment as a user runs it, on a tiny model and rows that the tests write themselves."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smat_fn import checkpoint
+from smat_fn.evaluate import read_results
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared/data/trace"
+TASKS = ("C-STANCE", "MeetingBank")
+WORDS = ["the", "council", "voted", "to", "keep", "the", "plan", "as", "it", "is", "and", "nothing", "else"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Folders of a model and of rows: a greedy task and a sampled one."""
+    root = tmp_path_factory.mktemp("inputs")
+    for task in TASKS:
+        (root / "rows" / task).mkdir(parents=True)
+        for split in ("train", "dev", "eval"):
+            rows = [{"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": WORDS[i].upper()} for i in range(9)]
+            (root / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
+    example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
+    texts = example["row_texts"](root / "rows", TASKS)
+    example["write_model"](root / "model", texts, vocabulary=300, width=16, layers=1)
+    return root
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """``call(script, *words)``: what the script exits with, run in this process."""
+
+    def run(script, *words):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as exit_:
+            return exit_.code
+        return None
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def experiment(inputs):
+    """The example's shell script: one method, four steps, four rows."""
+    environment = os.environ | {
+        **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+        **{"MODEL": str(inputs / "model"), "DATA": str(inputs / "rows"), "OUT": str(inputs / "out")},
+        **{"STEPS": "4", "ROWS": "4", "METHODS": "smat", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        "MORE": "--suite-options max_new_tokens 3 dtype float32 device cpu",
+    }
+    command = ["bash", str(ROOT / "examples/llama_main.sh")]
+    return inputs / "out", subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_the_experiment_trains_merges_and_tabulates(experiment, inputs):
+    out, process = experiment
+    assert process.returncode == 0, process.stderr
+    assert "Warning" not in process.stderr
+    run = out / "seed0" / "smat"
+    lines = process.stdout.splitlines()
+    assert lines[0] == "smat on trace: learning rate 2e-05 (preset llama-3.2-1b), 4 steps, seed 0"
+    assert lines[1:3] == [f"expert: {run / task}" for task in TASKS]
+    manifest = checkpoint.load_manifest(run / "MeetingBank")
+    assert manifest["hyperparameters"] == {
+        "alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "period": 4, "noise": "uniform",
+    }  # fmt: skip
+    recipe = manifest["suite"]
+    assert (recipe["model"], recipe["data"]) == (str(inputs / "model"), str(inputs / "rows"))
+    assert (recipe["tasks"], recipe["rows"], recipe["max_length"]) == (list(TASKS), 4, 512)
+    assert "device" not in recipe
+    log = [json.loads(line) for line in (run / "C-STANCE.log.jsonl").read_text().splitlines()]
+    assert [row["simulated"] for row in log] == [False, False, False, True]
+    for name in ("wa", "ta", "ties", "dare", "della"):
+        merged = checkpoint.load_manifest(run / "merged" / name)
+        assert list(merged["dev"]) == list(TASKS)
+        assert len(merged.get("dev_finals", ())) == (0 if name == "wa" else 2)
+    rows = read_results(out / "results.jsonl")
+    assert len(rows) == 2 + 5 * 2
+    assert lines[-1].startswith("mean over five mergers: SMAT ")
+    assert (out / "merging.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "table.md").exists()
+
+
+def test_scores_do_not_depend_on_how_many_rows_are_decoded_together(experiment, call, tmp_path, capsys):
+    out, _ = experiment
+    options = ("--suite-options", "decode_batch", "1", "device", "cpu")
+    assert call("eval.py", out / "seed0/smat/MeetingBank", "--out", tmp_path, *options) is None
+    (again,) = read_results(tmp_path / "results.jsonl")
+    assert again in read_results(out / "results.jsonl")
+
+
+def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
+    assert call("train.py", "smat", *words, "--out", tmp_path / "out", "--rows", "9", "--dry-run") is None
+    told = capsys.readouterr().out
+    for part in (
+        f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
+        "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.002, period 4, noise uniform",
+        "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, run seed 0",
+        "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
+        # the gains of the three norms are 1, where a bfloat16 ulp is 2**-7
+        "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
+        "cut on the right: EOS 0.0%",
+    ):  # fmt: skip
+        assert part in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_digits_has_no_rows_to_cut(call, tmp_path, capsys):
+    short = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
+    assert call("train.py", "ft", "--out", tmp_path / "out", "--dry-run", *short) is None
+    told = capsys.readouterr().out
+    assert "mirror: 6 steps\n" in told
+    assert "24 steps in all" in told
+
+
+def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp_path):
+    def refused(*words, model=inputs / "model", data=inputs / "rows"):
+        out = ("--out", tmp_path / "out", "--preset", "llama-3.2-1b", "--model", model, "--data", data)
+        text = call("train.py", "smat", *out, *words)
+        assert text.startswith("train.py: ")
+        assert "\n" not in text
+        return text
+
+    assert "there is no folder" in refused(model=tmp_path / "model")
+    assert "task 'FOMC' is unknown" in refused("--tasks", "FOMC")
+    (tmp_path / "rows" / "mine").mkdir(parents=True)
+    (tmp_path / "rows" / "mine" / "train.json").write_text('[{"prompt": "a", "answer": "b"}]')
+    assert "task 'mine' has no number of epochs: give --epochs or --steps" in refused(data=tmp_path / "rows")
+    text = refused("--epochs", "1", data=tmp_path / "rows")
+    assert "no dev.json" in text
+    assert "no eval.json" in text
+    assert "epochs of mine is 0" in refused("--epochs", "0", data=tmp_path / "rows")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared")
+def test_the_tiny_example_runs_on_real_rows(tmp_path):
+    command = [sys.executable, "-W", "error", ROOT / "examples/trace_tiny.py", "--data", DATA, "--out", tmp_path]
+    short = ("--tasks", "C-STANCE", "ScienceQA", "--steps", "10", "--rows", "8", "--new-tokens", "8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run([*command, *short], capture_output=True, text=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert len(re.findall(r"loss on its rows 7\.\d+ -> [0-6]\.\d+ in 10 steps", process.stdout)) == 4
+    assert "| SMAT |" in process.stdout
+    assert "mean over five mergers: FT " in process.stdout
