@@ -39,7 +39,7 @@ class Smat:
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     residence: Residence | None = None
     """Where base and simulated weights live, with equal results: host (pinned base, one buffer), device or stream
-    (weights rebuilt module by module); left out: a new copy each time."""
+    (weights rebuilt block by block); left out: a new copy each time."""
 
 
 @dataclass(frozen=True)

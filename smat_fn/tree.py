@@ -22,23 +22,7 @@ def flatten(tree: Params) -> dict[str, Tensor]:
     """
     leaves: dict[str, Tensor] = {}
     problems: list[str] = []
-
-    def visit(node: Any, path: str) -> None:
-        children = _children(node)
-        if children is not None:
-            for name, child in children:
-                visit(child, f"{path}.{name}" if path else name)
-        elif not isinstance(node, Tensor):
-            problems.append(
-                f"leaf {path!r} is a {type(node).__name__}, not a tensor: "
-                "a tree is made of mappings, sequences, NamedTuples and tensors"
-            )
-        elif path in leaves:
-            problems.append(f"two leaves have the path {path!r}: rename one of them")
-        else:
-            leaves[path] = node
-
-    visit(tree, "")
+    _collect(tree, "", leaves, problems)
     raise_problems(problems)
     return leaves
 
@@ -46,18 +30,35 @@ def flatten(tree: Params) -> dict[str, Tensor]:
 def unflatten(like: Params, leaves: Mapping[str, Any]) -> Params:
     """The tree of ``like``'s structure whose leaves are ``leaves[path]``."""
 
-    def build(node: Any, path: str) -> Any:
-        children = _children(node)
-        if children is None:
-            return leaves[path]
-        built = [(name, build(child, f"{path}.{name}" if path else name)) for name, child in children]
-        if isinstance(node, Mapping):
-            rebuilt = {key: child for key, (_, child) in zip(node, built, strict=True)}
-            return rebuilt if type(node) is dict else type(node)(rebuilt)  # type: ignore[call-arg]
-        values = [child for _, child in built]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    return _build(like, "", leaves)
 
-    return build(like, "")
+
+# no closures: one that calls itself keeps the leaves alive until the garbage collector runs
+def _collect(node: Any, path: str, leaves: dict[str, Tensor], problems: list[str]) -> None:
+    children = _children(node)
+    if children is not None:
+        for name, child in children:
+            _collect(child, f"{path}.{name}" if path else name, leaves, problems)
+    elif not isinstance(node, Tensor):
+        problems.append(
+            f"leaf {path!r} is a {type(node).__name__}, not a tensor: "
+            "a tree is made of mappings, sequences, NamedTuples and tensors"
+        )
+    elif path in leaves:
+        problems.append(f"two leaves have the path {path!r}: rename one of them")
+    else:
+        leaves[path] = node
+
+
+def _build(node: Any, path: str, leaves: Mapping[str, Any]) -> Any:
+    children = _children(node)
+    if children is None:
+        return leaves[path]
+    built = [_build(child, f"{path}.{name}" if path else name, leaves) for name, child in children]
+    if isinstance(node, Mapping):
+        rebuilt = dict(zip(node, built, strict=True))
+        return rebuilt if type(node) is dict else type(node)(rebuilt)  # type: ignore[call-arg]
+    return type(node)(*built) if hasattr(node, "_fields") else type(node)(built)
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:

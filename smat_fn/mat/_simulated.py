@@ -10,7 +10,7 @@ from .. import ops, tree
 from ..grad import ModuleLoss, value_and_grad
 from ..ops.rebuild import rebuilding
 from ..ops.storage import BaseBuffer, ResidentBase, StreamedBase
-from ..simulation.apply import _parts, simulate
+from ..simulation.apply import parts_of, simulate
 from ..simulation.draws import Draw
 from ..types import Aux, Batch, Engine, LossFn, Params, Residence, Where
 from . import _step
@@ -138,7 +138,7 @@ def _simulator(
     params: Mapping[str, Tensor], drawn: Draw, where: Where | None
 ) -> Callable[[Sequence[str], Sequence[Tensor]], list[Tensor]]:
     """`simulate` of some leaves at a time; what they share of the draw is made once."""
-    (part,) = _parts(params, drawn, where, {})
+    (part,) = parts_of(params, drawn, where, {})
     position = {path: i for i, path in enumerate(part.paths)}
 
     def make(paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:

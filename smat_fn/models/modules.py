@@ -1,7 +1,6 @@
 """Modules whose weights are all arguments."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,12 +23,12 @@ class FullLoss(ModuleLoss):
         super().__init__(module, loss)
         self._names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
 
-    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
-        """``fn(module)`` while the module's parameters are ``params``."""
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Raises: ValueError that lists missing names; for unknown names and wrong shapes as `ModuleLoss`."""
         missing = self._names.difference(params)
         if missing:
             raise ValueError(
                 f"params lack {', '.join(map(repr, sorted(missing)))}: "
                 "give every trainable parameter of the module, by its named_parameters() name"
             )
-        return super().within(params, fn)
+        super().check(params)

@@ -43,7 +43,7 @@ def simulate(
     offsets = _check_starts(starts, leaves)
     in_place = _direct(leaves, targets)
     result: dict[str, Tensor] = {}
-    for part in _parts(leaves, draw, where, offsets):
+    for part in parts_of(leaves, draw, where, offsets):
         theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]
         if in_place:
             states = [targets[path] for path in part.paths]
@@ -78,7 +78,7 @@ def reweight(
     offsets = _check_starts(starts, leaves)
     in_place = _direct(leaves, targets)
     result: dict[str, Tensor] = {}
-    for part in _parts(leaves, draw, where, offsets):
+    for part in parts_of(leaves, draw, where, offsets):
         raw = [leaves[path] for path in part.paths]
         if in_place:
             weighted = [targets[path] for path in part.paths]
@@ -103,7 +103,7 @@ def finish(
     """
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
-    parts = [] if draw is None else list(_parts(leaves, draw, where, {}))
+    parts = [] if draw is None else list(parts_of(leaves, draw, where, {}))
     if len(parts) > 1:
         # several devices: reweight on each, then one norm
         weighted = tree.flatten(reweight(leaves, cast(Draw, draw), where=where))
@@ -133,7 +133,7 @@ def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tupl
     return participation(unit, like, where=where), noise
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The leaves of one device, and the draw there."""
 
     paths: list[str]
@@ -142,22 +142,26 @@ class _Part(NamedTuple):
     starts: list[int]
 
 
-def _parts(leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]) -> Iterator[_Part]:
+def parts_of(
+    leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]
+) -> Iterator[Part]:
+    """The leaves of each device, with the draw there."""
     devices: dict[torch.device, list[str]] = {}
     for path, leaf in leaves.items():
         devices.setdefault(leaf.device, []).append(path)
     for device, paths in devices.items():
-        key, scale, drop_prob, sigma, noise = (field.to(device) for field in draw)
+        # the host does not wait for copies to a device; copies from one are waited for
+        key, scale, drop_prob, sigma, noise = (field.to(device, non_blocking=device.type == "cuda") for field in draw)
         numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
         masked = [where is None or where(path, leaves[path]) for path in paths]
-        yield _Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
+        yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 
 
-def _shown(like: Params, draw: Draw, where: Where | None, fn: Callable[[list[Tensor], _Part], list[Tensor]]) -> Params:
+def _shown(like: Params, draw: Draw, where: Where | None, fn: Callable[[list[Tensor], Part], list[Tensor]]) -> Params:
     leaves = tree.flatten(like)
     tree.check_floating(leaves, "like")
     values: dict[str, Tensor] = {}
-    for part in _parts(leaves, draw, where, {}):
+    for part in parts_of(leaves, draw, where, {}):
         values.update(zip(part.paths, fn([leaves[path] for path in part.paths], part), strict=True))
     return tree.unflatten(like, values)
 

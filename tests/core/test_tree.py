@@ -265,3 +265,18 @@ def test_global_norm_of_nothing_is_zero(empty):
 def test_global_norm_shows_what_is_not_finite():
     assert tree.global_norm([torch.tensor([math.inf, 1.0])]).item() == math.inf
     assert math.isnan(tree.global_norm([torch.tensor([math.nan]), t(3)]).item())
+
+
+def test_trees_leave_no_leaf_alive():
+    import gc
+    import weakref
+
+    leaf = torch.zeros(3)
+    alive = weakref.ref(leaf)
+    gc.disable()
+    try:
+        tree.tree_map(torch.add, {"a": [leaf]}, {"a": [leaf]})
+        del leaf
+        assert alive() is None
+    finally:
+        gc.enable()
