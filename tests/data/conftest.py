@@ -7,7 +7,7 @@ FEW = {"pretrain_steps": 2, "pretrain_batch": 32, "pretrain_warmup": 1, "images_
 
 @pytest.fixture(scope="session")
 def few(tmp_path_factory):
-    """``few(seed)``: the digits suite after a few pretraining steps, through a cache of this session."""
+    """``few(seed)``: the digits suite after a few pretraining steps, through a cache of this run."""
 
     def load(seed=0, **options):
         with pytest.MonkeyPatch.context() as patch:
