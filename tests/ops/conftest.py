@@ -21,8 +21,14 @@ from smat_fn.simulation import draw, reweight  # noqa: E402
 from smat_fn.testing import random_tree  # noqa: E402
 
 
+@pytest.fixture(scope="session")
+def _compiler_knows_torch():
+    """torch.compile lists torch's functions at its first use: that must not happen while some are replaced."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+
+
 @pytest.fixture(autouse=True)
-def _poison(monkeypatch):
+def _poison(_compiler_knows_torch, monkeypatch):
     """Memory that smat_fn allocates without a value holds NaN, or a number that no result has."""
 
     def poisoned(allocate):
