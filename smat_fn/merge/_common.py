@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..types import Params
-from ._inputs import Leaves, coef_problems, kind_problems, problems_of, raise_all
+from ._inputs import Leaves, coef_problems, kind_problems, problems_of
 
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
 
@@ -31,7 +31,7 @@ def task_vector(params: Params, base: Params) -> Params:
     """
     start, leaves = tree.flatten(base), tree.flatten(params)
     problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
-    raise_all(problems + kind_problems(start, "base", leaves, "params"))
+    tree.raise_problems(problems + kind_problems(start, "base", leaves, "params"))
 
     def delta(path: str, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
@@ -50,7 +50,7 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float) -> 
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
-    raise_all(coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector)))
+    tree.raise_problems(coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector)))
     merged = {path: _scaled(vector[path].detach(), leaf.detach(), float(coef)) for path, leaf in floating.items()}
     return tree.unflatten(base, {path: leaf.clone() for path, leaf in leaves.items() if path not in merged} | merged)
 

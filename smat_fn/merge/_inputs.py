@@ -15,10 +15,12 @@ Leaves: TypeAlias = dict[str, Tensor]
 
 
 def coef_problems(coef: float) -> list[str]:
+    """What speaks against a coefficient, in words."""
     return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
 
 
 def key_problems(key: Tensor) -> list[str]:
+    """What speaks against a key, in words."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
         return []
     got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
@@ -26,6 +28,7 @@ def key_problems(key: Tensor) -> list[str]:
 
 
 def drop_problems(drop_prob: float) -> list[str]:
+    """What speaks against a drop probability, in words."""
     return [] if 0 <= drop_prob < 1 else [f"drop_prob is {drop_prob}, must be in [0, 1): it is the removed fraction"]
 
 
@@ -39,7 +42,7 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
     flat = _flat_experts(experts, found)
     if start is not None:
         found += _fit_problems(start, "base", flat)
-    raise_all(found)
+    tree.raise_problems(found)
     assert start is not None
     return start, flat
 
@@ -53,7 +56,7 @@ def check_alone(experts: Experts) -> dict[str, Leaves]:
         start, start_name = flat[first], f"expert {first!r}"
         found += _fit_problems(start, start_name, {name: flat[name] for name in rest})
         found += [p for name in rest for p in _value_problems(start, start_name, flat[name], f"expert {name!r}")]
-    raise_all(found)
+    tree.raise_problems(found)
     return flat
 
 
@@ -100,6 +103,7 @@ def _fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) ->
 
 
 def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
+    """Leaves that are floating-point in one tree and not in the other, in words."""
     return [
         f"leaf {path!r} is {_short(leaves[path])} in {name} but {_short(leaf)} in {start_name}: cast one of them"
         for path, leaf in start.items()
@@ -132,13 +136,9 @@ def _short(leaf: Tensor) -> str:
 
 
 def problems_of(step: Callable[[], None]) -> list[str]:
+    """The text of the ValueError that ``step`` raises, or nothing."""
     try:
         step()
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def raise_all(problems: Sequence[str]) -> None:
-    if problems:
-        raise ValueError("; ".join(problems))

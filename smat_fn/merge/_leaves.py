@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ._inputs import Experts, Leaves, raise_all
+from ._inputs import Experts, Leaves
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
         result = step()
     except ValueError as error:
         raise ValueError("; ".join([*problems, str(error)])) from None
-    raise_all(problems)
+    tree.raise_problems(problems)
     return result
 
 

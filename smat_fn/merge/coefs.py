@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..types import Params
 from ._common import apply_vector
-from ._inputs import problems_of, raise_all
+from ._inputs import problems_of
 from ._leaves import all_at_once
 
 Rules: TypeAlias = float | Mapping[str, float]
@@ -47,7 +47,7 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
             shadowed = any(fnmatchcase(path, glob) for path in paths)
             reason = "earlier rules match all of its leaves, put it before them" if shadowed else "it matches no leaf"
             problems.append(f"rule {glob!r} decides for no leaf: {reason}")
-    raise_all(problems)
+    tree.raise_problems(problems)
     return {path: float(table[glob]) for path, glob in deciding.items() if glob is not None}
 
 

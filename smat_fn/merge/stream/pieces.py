@@ -11,7 +11,6 @@ from torch import Tensor
 from ... import random, tree
 from ...config import Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAverage
 from .._common import Piece, _delta, _fields, _groups, _mask_keys, add, agreeing, row_length
-from .._inputs import raise_all
 from ..della import _masked, thresholds
 from ..ties import _Cut, _trimmed
 from .reading import Folder
@@ -42,6 +41,7 @@ class Written(NamedTuple):
 
 
 def target(job: Job, path: str) -> torch.dtype:
+    """The dtype that a leaf is written in."""
     leaf = job.base.leaves[path]
     return job.dtype if job.dtype is not None and leaf.is_floating_point() else leaf.dtype
 
@@ -161,7 +161,7 @@ def _della(config: Della, leaves: Mapping[str, Tensor]) -> Fuse:
 
 def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
     """Read everything and list what cannot be merged. Raises: ValueError, unless only a sum was too large."""
-    raise_all(list(_value_problems(job)))
+    tree.raise_problems(list(_value_problems(job)))
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ValueError(f"leaf {path!r}: the difference of an expert and base overflows: they are no relatives")
 

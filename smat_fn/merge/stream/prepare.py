@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ... import checkpoint
+from ... import checkpoint, tree
 from ...config import Dare, Della, MergerConfig, Ties, WeightAverage
-from .._inputs import _fit_problems, _short, coef_problems, drop_problems, key_problems, problems_of, raise_all
+from .._inputs import _fit_problems, _short, coef_problems, drop_problems, key_problems, problems_of
 from ..della import _problems as della_problems
 from ..ties import _problems as ties_problems
 from .pieces import Job, target
@@ -62,7 +62,7 @@ def prepare(
         problems += _fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
         if isinstance(config, WeightAverage):
             problems += _buffer_problems(start, found)
-    raise_all(problems)
+    tree.raise_problems(problems)
     assert start is not None
     masks = key if isinstance(config, (Dare, Della)) else None
     gamma = 1.0 if isinstance(config, WeightAverage) or coef is None else float(coef)

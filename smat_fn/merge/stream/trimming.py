@@ -32,6 +32,7 @@ def find(job: Job) -> list[list[Trim]]:
 
 
 def cuts(job: Job, trims: Sequence[Sequence[Trim]]) -> Cuts:
+    """What each expert keeps of each leaf, in their order."""
     return {path: [t.cut() for t in row] for group, row in zip(_groups(job), trims, strict=True) for path in group}
 
 

@@ -172,6 +172,7 @@ def load_progress(folder: Path, recipe: str) -> dict[str, Any]:
 
 
 def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
+    """Replace the note of what is finished."""
     write_text(folder / PROGRESS, json.dumps(progress))
 
 
