@@ -10,7 +10,7 @@ base that all of them start from the folder --out/base. Options with "default: p
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
@@ -51,6 +51,10 @@ class Train:
     """Other options of the suite to change, as NAME VALUE pairs: pretrain_steps 300, or mask_prompt True device cpu."""
     lr: float | None = None
     """Learning rate. The preset's was chosen on dev, for each method."""
+    optimizer: Literal["adam", "adamw", "muon"] | None = None
+    """adam, adamw, or muon: Muon on the matrices of blocks, AdamW elsewhere."""
+    muon_lr: Annotated[float | None, arg(help_behavior_hint="(default: preset, or 20 times --lr)")] = None
+    """Muon's own learning rate."""
     steps: int | None = None
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
@@ -85,6 +89,10 @@ def main(args: Train) -> None:
     known = task_names(preset.suite, **options)
     tasks = args.tasks or known
     training = replace(preset.training, lr=lr)
+    if args.optimizer is not None:
+        training = replace(training, optimizer=args.optimizer, muon_lr=20 * lr if args.optimizer == "muon" else None)
+    if args.muon_lr is not None:
+        training = replace(training, muon_lr=args.muon_lr)
     if args.epochs is not None:
         training = replace(training, steps=None, epochs=dict.fromkeys(tasks, args.epochs))
     if args.steps is not None:

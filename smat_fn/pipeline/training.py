@@ -23,14 +23,26 @@ OnStep = Callable[[int, Any], None]
 BASE = "base"
 
 
-def make_optimizer(training: Training) -> Optimizer:
-    """The optimizer and schedule of a training configuration, with torch's fused kernels."""
+def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
+    """The optimizer and schedule of a training configuration, with torch's fused kernels.
+
+    Args: where: the masked set, whose matrices Muon takes.
+    Raises: ValueError for numbers that the optimizer cannot use.
+    """
     assert training.steps is not None, "budget gives them"
-    lr = optim.cosine(training.lr, training.steps) if training.schedule == "cosine" else optim.constant(training.lr)
+    schedule = optim.cosine if training.schedule == "cosine" else lambda lr, steps: optim.constant(lr)
+    lr, decay = schedule(training.lr, training.steps), training.weight_decay
+    if (training.optimizer == "muon") != (training.muon_lr is not None):
+        raise ValueError(
+            f"muon_lr is {training.muon_lr}, optimizer is {training.optimizer}: muon needs it, others do not"
+        )
+    if training.muon_lr is not None:
+        rest, muon_lr = optim.adamw(lr, weight_decay=decay, fused=True), schedule(training.muon_lr, training.steps)
+        return optim.muon(muon_lr, rest=rest, where=where, weight_decay=decay)
     if training.optimizer == "adamw":
-        return optim.adamw(lr, weight_decay=training.weight_decay, fused=True)
-    if training.weight_decay:
-        raise ValueError(f"weight_decay is {training.weight_decay}, adam has none: take optimizer adamw, or 0")
+        return optim.adamw(lr, weight_decay=decay, fused=True)
+    if decay:
+        raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or 0")
     return optim.adam(lr, fused=True)
 
 
@@ -85,7 +97,7 @@ def train_expert(
     assert training.steps is not None
     run = build_method(
         method,
-        make_optimizer(training),
+        make_optimizer(training, suite.where),
         suite.loss_fn(task),
         suite.base,
         where=suite.where,

@@ -16,6 +16,7 @@ from smat_fn.data import SUITES, task_names
 from smat_fn.evaluate import tables
 
 ROOT = Path(__file__).parents[2]
+CONFIG = Path(smat_fn.config.__file__).parent
 PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
 
 
@@ -69,12 +70,13 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        (Path(smat_fn.config.__file__), {c.__name__ for c in (*METHODS, *MERGERS)}),
+        (CONFIG / "methods.py", {c.__name__ for c in METHODS}),
+        (CONFIG / "mergers.py", {c.__name__ for c in MERGERS}),
         (ROOT / "train.py", {"Train"}),
         (ROOT / "merge.py", {"All", "Merge"}),
         (ROOT / "eval.py", {"Eval"}),
     ],
-    ids=["config", "train", "merge", "eval"],
+    ids=["methods", "mergers", "train", "merge", "eval"],
 )
 def test_every_option_has_the_text_that_help_prints(file, names):
     classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
@@ -109,12 +111,17 @@ def test_an_unknown_preset_names_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("name", "rho", "b", "lambda_reg"), [("llama-3.2-1b", 2, 5e-4, 0.03), ("llama-3.1-8b", 0.25, 2.5e-4, 0.01)]
+    ("name", "rho", "b", "lambda_reg", "optimizer", "muon_lr"),
+    [
+        ("llama-3.2-1b", 2, 5e-4, 0.03, "adamw", None),
+        ("llama-3.2-1b-muon", 2, 5e-4, 0.03, "muon", 4e-4),
+        ("llama-3.1-8b", 0.25, 2.5e-4, 0.01, "adamw", None),
+    ],
 )
-def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg):
+def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, muon_lr):
     preset = PRESETS[name]
     assert vars(preset.training) == {
-        **{"steps": None, "lr": 2e-5, "optimizer": "adamw", "schedule": "constant"},
+        **{"steps": None, "lr": 2e-5, "optimizer": optimizer, "muon_lr": muon_lr, "schedule": "constant"},
         **{"weight_decay": 1e-3, "max_grad_norm": 1.0},
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
@@ -134,4 +141,4 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg):
     }
     assert set(preset.lr.values()) == {2e-5}
     wanted = {"dtype": "bfloat16", "max_length": 512, "batch_size": 8, "data": "yanggangu/SMAT-TRACE"}
-    assert preset.options == wanted | {"model": "meta-llama/" + name.title()}
+    assert preset.options == wanted | {"model": "meta-llama/" + name.removesuffix("-muon").title()}

@@ -198,5 +198,22 @@ def test_weight_decay_needs_adamw(suite):
     assert all(torch.equal(expert[path], leaf * 0.875) for path, leaf in suite.base.items())
 
 
+def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
+    training_ = Training(steps=2, lr=1e-3, optimizer="muon", muon_lr=0.5, schedule="constant", weight_decay=0.25)
+    optimizer = training.make_optimizer(training_, suite.where)
+    matrices = {path for path, leaf in suite.base.items() if leaf.ndim == 2 and suite.where(path, leaf)}
+    assert 0 < len(matrices) < len(suite.base)
+    state = optimizer.init(suite.base)
+    assert set(state.momentum) == matrices
+    zero = {path: torch.zeros_like(leaf) for path, leaf in suite.base.items()}
+    moved, _ = optimizer.update(zero, state, suite.base)
+    # a zero gradient leaves the decays alone, each at its own learning rate
+    for path, leaf in suite.base.items():
+        assert torch.allclose(moved[path], leaf * (1 - 0.25 * (0.5 if path in matrices else 1e-3)), rtol=1e-6)
+    for optimizer, muon_lr in (("muon", None), ("adam", 0.5)):
+        with pytest.raises(ValueError, match=f"muon_lr is {muon_lr} for {optimizer}"):
+            training.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
+
+
 def test_tasks_are_known_without_loading_the_suite(suite):
     assert task_names("digits") == suite.tasks

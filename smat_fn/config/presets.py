@@ -1,0 +1,92 @@
+"""The experiments by name, as plain values."""
+
+from collections.abc import Mapping
+
+from .mergers import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from .methods import METHODS, Asam, Finetune, Mergopt, Orthoreg, Smat
+from .preset import Preset, Training
+
+DIGITS = Preset(
+    suite="digits",
+    family="vision",
+    seed=21,
+    training=Training(steps=400, lr=2.5e-4),
+    # FT and SMAT: chosen on dev (docs/protocols/digits.md); the others, and their strengths, are not tuned on digits
+    lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 2.5e-4, "orthoreg": 2.5e-4},
+    lr_grid=(1.25e-4, 2.5e-4, 5e-4),
+    methods={
+        "ft": Finetune(),
+        "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=4, noise="uniform"),
+        "asam": Asam(rho=0.25, adaptive=True),
+        "mergopt": Mergopt(b=2e-4, k_max=4),
+        "orthoreg": Orthoreg(lambda_reg=0.1, block_only=False),
+    },
+    mergers={
+        "wa": WeightAverage(),
+        "ta": TaskArithmetic(),
+        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+        "dare": Dare(drop_prob=0.3),
+        "della": Della(drop_prob=0.1, window=0.14),
+    },
+)
+
+
+def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: float | None = None) -> Preset:
+    """The paper's language experiment on a backbone."""
+    epochs = {
+        "C-STANCE": 5, "FOMC": 3, "MeetingBank": 7, "ScienceQA": 3, "NumGLUE-cm": 5, "NumGLUE-ds": 5, "20Minuten": 7,
+    }  # fmt: skip
+    lr, names = 2e-5, [config.name for config in METHODS]
+    return Preset(
+        suite="trace",
+        family="language",
+        seed=0,
+        training=Training(
+            steps=None,
+            lr=lr,
+            optimizer="adamw" if muon_lr is None else "muon",
+            muon_lr=muon_lr,
+            schedule="constant",
+            weight_decay=1e-3,
+            max_grad_norm=1.0,
+            epochs=epochs,
+        ),
+        lr=dict.fromkeys(names, lr),
+        lr_grid=(lr,),
+        methods={
+            "ft": Finetune(),
+            "smat": Smat(alpha_min=0.2, drop_prob=0.5, sigma=2e-3, period=4, noise="uniform"),
+            "asam": Asam(rho=rho, adaptive=True),
+            "mergopt": Mergopt(b=b, k_max=7),
+            "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
+        },
+        mergers={
+            "wa": WeightAverage(),
+            "ta": TaskArithmetic(),
+            "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+            "dare": Dare(drop_prob=0.3),
+            "della": Della(drop_prob=0.5, window=0.14),
+        },
+        options={
+            "model": model,
+            "data": "yanggangu/SMAT-TRACE",
+            "dtype": "bfloat16",
+            "max_length": 512,
+            "batch_size": 8,
+        },
+    )
+
+
+PRESETS: Mapping[str, Preset] = {
+    "digits": DIGITS,
+    "llama-3.2-1b": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03),
+    "llama-3.2-1b-muon": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03, muon_lr=4e-4),
+    "llama-3.1-8b": _llama("meta-llama/Llama-3.1-8B", rho=0.25, b=2.5e-4, lambda_reg=0.01),
+}
+
+
+def preset_of(name: str) -> Preset:
+    """The preset of a name. Raises: ValueError for a name not in `PRESETS`."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown, choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
