@@ -34,7 +34,7 @@ def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
     lr, decay = schedule(training.lr, training.steps), training.weight_decay
     if (training.optimizer == "muon") != (training.muon_lr is not None):
         raise ValueError(
-            f"muon_lr is {training.muon_lr}, optimizer is {training.optimizer}: muon needs it, others do not"
+            f"muon_lr is {training.muon_lr} for {training.optimizer}: muon needs one, the others have none"
         )
     if training.muon_lr is not None:
         rest, muon_lr = optim.adamw(lr, weight_decay=decay, fused=True), schedule(training.muon_lr, training.steps)

@@ -102,7 +102,8 @@ def test_the_manifest_says_how_the_expert_was_made(runs, suite):
         "alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "period": 4, "noise": "uniform",
     }  # fmt: skip
     assert manifest["training"] == {
-        "steps": 6, "lr": 5e-4, "optimizer": "adam", "schedule": "cosine", "weight_decay": 0.0, "max_grad_norm": None,
+        "steps": 6, "lr": 5e-4, "optimizer": "adam", "muon_lr": None, "schedule": "cosine", "weight_decay": 0.0,
+        "max_grad_norm": None,
     }  # fmt: skip
     told = {name: manifest[name] for name in ("kind", "task", "label", "method", "seed", "suite")}
     assert told == {
