@@ -1,12 +1,12 @@
 """The command line that the scripts share: options from a dataclass, bad input as one line. No torch in here."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from types import NoneType
-from typing import TypeVar, get_args
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -33,16 +33,37 @@ def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     )
 
 
-def parse(options: type[Options], *, description: str | None, args: list[str] | None = None) -> Options:
+def parse(
+    options: type[Options], *, description: str | None, args: list[str] | None = None, prog: str | None = None
+) -> Options:
     """Options from the command line (``args``: from these words); exits with tyro's own message if they do not fit."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs)
-    return tyro.cli(options, description=description, args=args, config=config, registry=REGISTRY)
+    return tyro.cli(options, prog=prog, description=description, args=args, config=config, registry=REGISTRY)
 
 
-def run(script: str, main: Callable[[Options], None], options: type[Options], *, description: str | None) -> None:
-    """``main`` on the command line's options; bad input and files that cannot be written end it with one line."""
-    parsed = parse(options, description=description)
+Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
+
+
+def run(
+    script: str,
+    main: Callable[[Any], None],
+    options: type,
+    *,
+    description: str | None,
+    commands: Mapping[str, Command] = MappingProxyType({}),
+) -> None:
+    """``main`` on the command line's options; bad input and files that cannot be written end it with one line.
+
+    Args: commands: other things the script does, by the first word that asks for them; the docstring of the class of
+        their options is their description.
+    """
+    words, prog = sys.argv[1:], script
+    if words and words[0] in commands:
+        prog = f"{script} {words[0]}"
+        main, options = commands[words.pop(0)]
+        description = options.__doc__
+    parsed = parse(options, description=description, args=words, prog=prog)
     try:
         main(parsed)
     except (ValueError, OSError) as error:
-        sys.exit(f"{script}: {error}")
+        sys.exit(f"{prog}: {error}")
