@@ -6,7 +6,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ def append_results(path: str | Path, rows: Iterable[Result]) -> None:
 
 def write_results(path: str | Path, rows: Iterable[Result]) -> None:
     """Replace a JSON lines file: readers meet the old one or the new one, never a part."""
+    write_rows(path, rows)
+
+
+def read_results(path: str | Path) -> list[Result]:
+    """The rows of a JSON lines file. Raises: ValueError that lists every line that is no `Result`."""
+    return read_rows(path, Result)
+
+
+def write_rows(path: str | Path, rows: Iterable[Any]) -> None:
+    """`write_results` for dataclasses of any kind."""
     path, text = Path(path), _lines(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -52,16 +64,16 @@ def write_results(path: str | Path, rows: Iterable[Result]) -> None:
         raise
 
 
-def read_results(path: str | Path) -> list[Result]:
-    """The rows of a JSON lines file. Raises: ValueError that lists every line that is no `Result`."""
-    known = {f.name for f in fields(Result)}
+def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
+    """`read_results` for a dataclass of any kind."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     rows, problems = [], []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             values = json.loads(line)
             if unknown := set(values) - known:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
-            rows.append(Result(**values))
+            rows.append(kind(**values))
         except (ValueError, TypeError) as error:
             problems.append(f"{path}, line {number}: {error}")
     if problems:
@@ -69,5 +81,5 @@ def read_results(path: str | Path) -> list[Result]:
     return rows
 
 
-def _lines(rows: Iterable[Result]) -> str:
+def _lines(rows: Iterable[Any]) -> str:
     return "".join(json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

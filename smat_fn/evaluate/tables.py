@@ -18,7 +18,12 @@ COLUMNS = ("Expert", *MERGERS, "Avg")
 class Cell(NamedTuple):
     """A mean over tasks, by seed."""
 
-    scores: tuple[float, ...]  # one per seed, in order of seeds
+    by_seed: dict[int, float]  # in order of seeds
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """One per seed, in order of seeds."""
+        return tuple(self.by_seed.values())
 
     @property
     def mean(self) -> float:
@@ -69,14 +74,15 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
         mine = {column: scores[method, column] for column in COLUMNS if (method, column) in scores}
         problems += _gaps(method, split, mine)
         cells[method] = {
-            column: Cell(tuple(float(np.mean(list(by_seed[seed].values()))) for seed in sorted(by_seed)))
+            column: Cell({seed: float(np.mean(list(by_seed[seed].values()))) for seed in sorted(by_seed)})
             for column, by_seed in mine.items()
         }
     if problems:
         raise ValueError("; ".join(problems))
     for line in cells.values():
         if all(merger in line for merger in MERGERS):
-            line["Avg"] = Cell(tuple(map(float, np.mean([line[merger].scores for merger in MERGERS], axis=0))))
+            five = [line[merger] for merger in MERGERS]
+            line["Avg"] = Cell({s: float(np.mean([cell.by_seed[s] for cell in five])) for s in five[0].by_seed})
     return MainTable(split, cells)
 
 

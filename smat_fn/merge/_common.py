@@ -41,18 +41,34 @@ def task_vector(params: Params, base: Params) -> Params:
     return tree.unflatten(base, {path: delta(path, leaf) for path, leaf in start.items()})
 
 
-def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float) -> Params:
+def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out: Params | None = None) -> Params:
     """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
 
-    Args: vector: a merged task vector τ, one flat entry for every floating-point leaf of base; coef: γ, finite.
-    Returns: a new tree of base's structure, shapes and dtypes; other leaves are copies of base's.
-    Raises: ValueError for a coef that is not finite and for a vector that does not fit base.
+    Args: vector: a merged task vector τ, one flat entry for every floating-point leaf of base; coef: γ, finite; out: a
+        tree like base, written to instead of a new one: one pass over the weights, the same bits.
+    Returns: a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
+    Raises: ValueError for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
-    tree.raise_problems(coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector)))
-    merged = {path: _scaled(vector[path].detach(), leaf.detach(), float(coef)) for path, leaf in floating.items()}
-    return tree.unflatten(base, {path: leaf.clone() for path, leaf in leaves.items() if path not in merged} | merged)
+    problems = coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector))
+    merged = {} if out is None else tree.flatten(out)
+    if out is not None:
+        problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
+        problems += [
+            f"leaf {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
+            for path, leaf in leaves.items()
+            if path in merged and merged[path].dtype != leaf.dtype
+        ]
+    tree.raise_problems(problems)
+    for path, leaf in leaves.items():
+        if path not in merged:
+            merged[path] = torch.empty_like(leaf, memory_format=torch.contiguous_format)
+        if path in floating:
+            _write_scaled(merged[path], vector[path].detach(), leaf.detach(), float(coef))
+        else:
+            merged[path].copy_(leaf)
+    return tree.unflatten(base, merged)
 
 
 def merge_pieces(
@@ -151,6 +167,11 @@ def _delta(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(start.device, dtype) - start.to(dtype)
 
 
-def _scaled(vector: Tensor, leaf: Tensor, coef: float) -> Tensor:
-    scaled = vector.to(leaf.device, tree.compute_dtype(vector, leaf)) * coef
-    return scaled.add_(leaf).to(leaf.dtype)
+def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> None:
+    """In pieces that stay in the processor's cache: one pass, no copy of the leaf in compute dtype."""
+    dtype = tree.compute_dtype(vector, leaf)
+    target, flat, start = out.view(-1), vector.reshape(-1), leaf.reshape(-1)
+    for first in range(0, leaf.numel(), CHUNK):
+        piece = slice(first, first + CHUNK)
+        scaled = flat[piece].to(leaf.device, dtype) * coef
+        target[piece] = scaled.add_(start[piece])

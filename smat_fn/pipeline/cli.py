@@ -62,7 +62,7 @@ def run(
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
         description = options.__doc__
-    parsed = parse(options, description=description, args=words, prog=prog)
+    parsed: Any = parse(options, description=description, args=words, prog=prog)
     try:
         main(parsed)
     except (ValueError, OSError) as error:

@@ -18,7 +18,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
 
     Raises: ValueError for rows that the suite cannot use.
     """
-    shared = {name: value for name, value in vars(training).items() if name not in ("steps", "epochs")}
+    shared = {name: value for name, value in vars(training).items() if name not in ("steps", "epochs") and value is not None}
     lines = [
         f"suite {suite.name}: {_listed(suite.recipe, 'name')}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",

@@ -1,6 +1,5 @@
 """Methods compared over seeds: each method's learning rate chosen on dev, test scores at that choice alone."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -11,8 +10,11 @@ from typing import Any, NamedTuple
 from .. import checkpoint, merge
 from ..config import PRESETS
 from ..evaluate import Result
+from ..evaluate.statistics import paired
 from .evaluation import evaluate, find_checkpoints
 from .training import mean
+
+__all__ = ["Study", "Trial", "as_json", "choose_lr", "paired", "run_study", "run_trial"]
 
 
 class Trial(NamedTuple):
@@ -84,19 +86,6 @@ def run_trial(trial: Trial, work: Path) -> float:
         merge_run(configs, *find_inputs(folder), out=mergers, search=True, seed=0, overwrite=True)
     manifests = [checkpoint.load_manifest(mergers / name) for name in preset.mergers]
     return mean([mean(list(manifest["dev"].values())) for manifest in manifests])
-
-
-def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
-    """Differences second - first per seed: mean, standard deviation (n - 1) and 95 % t interval of the mean."""
-    from scipy.stats import t
-
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    n, center = len(differences), mean(differences)
-    if n < 2:
-        return {"differences": differences, "mean": center}
-    sd = math.sqrt(sum((d - center) ** 2 for d in differences) / (n - 1))
-    half = float(t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
-    return {"differences": differences, "mean": center, "sd": sd, "interval": [center - half, center + half]}
 
 
 def _run_all(trials: Sequence[Trial], work: Path, jobs: int) -> Iterator[tuple[Trial, float]]:

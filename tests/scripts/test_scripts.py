@@ -12,6 +12,7 @@ import pytest
 
 import smat_fn.data
 from smat_fn import checkpoint
+from smat_fn.config import PRESETS
 from smat_fn.evaluate import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +157,7 @@ def test_bad_numbers_and_tasks_are_told_together_before_the_suite_is_loaded(refu
 def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_path):
     out = ("--out", tmp_path / "out")
     assert refused("train.py", "ft", *out, "--preset", "digit") == (
-        "train.py: preset 'digit' is unknown, choose one of digits, llama-3.2-1b, llama-3.1-8b"
+        f"train.py: preset 'digit' is unknown, choose one of {', '.join(PRESETS)}"
     )
     assert refused("merge.py", "ta", *out, "--preset", "digit").startswith("merge.py: preset 'digit' is unknown")
     text = refused("train.py", "ft", *out, "--suite-options", "epochs", "3")
