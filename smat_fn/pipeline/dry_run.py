@@ -1,11 +1,8 @@
 """What a run would train, as text."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from ..analyses.diagnose import unmoved
 from ..config import MethodConfig, Training, settings
 from ..data import Suite
 from ..grad import ModuleLoss
@@ -18,7 +15,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
 
     Raises: ValueError for rows that the suite cannot use.
     """
-    shared = {name: value for name, value in vars(training).items() if name not in ("steps", "epochs") and value is not None}
+    shared = {n: value for n, value in vars(training).items() if n not in ("steps", "epochs") and value is not None}
     lines = [
         f"suite {suite.name}: {_listed(suite.recipe, 'name')}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
@@ -29,7 +26,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
     assert isinstance(loss, ModuleLoss)
     lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
     if sigma := settings(method).get("sigma"):
-        still, size = _unmoved(suite.base, sigma), sum(leaf.numel() for leaf in suite.base.values())
+        still, size = unmoved(suite.base, sigma), sum(leaf.numel() for leaf in suite.base.values())
         if still:
             lines += [f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there", ""]
     total = 0
@@ -46,15 +43,6 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
             )
         lines.append(line)
     return "\n".join([*lines, f"{total} steps in all"])
-
-
-def _unmoved(base: Mapping[str, Tensor], sigma: float) -> int:
-    """Coordinates that uniform noise of RMS sigma leaves as they are: half an ulp is more than its largest value."""
-    count = 0
-    for leaf in base.values():
-        half_ulp = torch.finfo(leaf.dtype).eps * 2.0 ** (leaf.float().frexp().exponent - 2)
-        count += int(((math.sqrt(3) * sigma < half_ulp) & (leaf != 0)).sum())
-    return count
 
 
 def _listed(values: object, *without: str) -> str:

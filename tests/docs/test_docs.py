@@ -1,4 +1,4 @@
-"""The documents name nothing that does not exist, and the README's code runs."""
+"""The documents name nothing that does not exist, and their code runs."""
 
 import importlib
 import inspect
@@ -45,15 +45,20 @@ def rows():
 
 
 def blocks():
-    """(first line, code) of every ```python block of the README; those marked py are not run."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for block in FENCE.finditer(text):
-        if block["kind"] == "python":
-            yield 1 + text[: block.start("code")].count("\n"), block["code"]
+    """(document, first line, code) of every ```python block that stands alone; those marked py are not run.
+
+    The examples of adding_a_*.md are modules, which tests of their own put together.
+    """
+    for document in DOCUMENTS:
+        if not document.name.startswith("adding_a"):
+            text = document.read_text(encoding="utf-8")
+            for block in FENCE.finditer(text):
+                if block["kind"] == "python":
+                    yield document, 1 + text[: block.start("code")].count("\n"), block["code"]
 
 
 ROWS = list(rows())
-README = list(blocks())
+BLOCKS = list(blocks())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
@@ -110,8 +115,11 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.M)
 
 
-@pytest.mark.parametrize(("line", "code"), README, ids=[f"line {line}" for line, _ in README])
-def test_the_code_of_the_readme_runs(line, code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("document", "line", "code"), BLOCKS, ids=[f"{document.name} line {line}" for document, line, _ in BLOCKS]
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, inside its compiler
+def test_the_code_of_the_documents_runs(document, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # blank lines in front, so that a traceback shows the README's own line
-    exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})
+    # blank lines in front, so that a traceback shows the document's own line
+    exec(compile("\n" * (line - 1) + code, str(document), "exec"), {"__name__": "__main__"})

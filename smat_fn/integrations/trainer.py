@@ -1,0 +1,122 @@
+"""SMAT inside ``transformers.Trainer``, and inside the trainers that build on it (TRL).
+
+trainer = SFTTrainer(model, ...)
+attach(trainer, key=random.key(0), sigma=2e-3)
+trainer.train()
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import tree
+from ..mat.smat import is_simulated
+from ..random import fold_in
+from ..simulation import Draw, draw, reweight, simulate
+from ..simulation.draws import check_strengths
+from ..types import Noise, Params, Where
+from ..where import block_linear
+
+
+class Attached:
+    """What `attach` did to a trainer. ``draw`` is that of the last simulated step."""
+
+    def __init__(
+        self, trainer: Any, base: dict[str, Tensor], where: Where, make: Callable[[int], Draw], period: int
+    ) -> None:
+        self.draw: Draw | None = None
+        self._trainer, self._base, self._where, self._make, self._period = trainer, base, where, make, period
+        self._leaves = leaves_of(trainer.model)
+        self._states = {path: torch.empty_like(leaf) for path, leaf in base.items()}
+        self._step = -1  # whose state the buffer holds
+        self._original = trainer.training_step
+        trainer.training_step = self._training_step
+
+    def detach(self) -> None:
+        """Plain training again."""
+        self._trainer.training_step = self._original
+
+    def _training_step(self, *args: Any, **options: Any) -> Any:
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if not is_simulated(step, self._period):
+            return self._original(*args, **options)
+        if step != self._step:  # one draw for all micro-batches of an optimizer step
+            self.draw, self._step = self._make(step), step
+            with torch.no_grad():
+                weights = {path: p.detach() for path, p in self._leaves.items()}
+                simulate(weights, self._base, self.draw, where=self._where, out=self._states)
+        with self._switched():
+            result = self._original(*args, **options)
+        if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
+            assert self.draw is not None
+            grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
+            with torch.no_grad():
+                reweight(grads, self.draw, where=self._where, out=grads)
+        return result
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        """The parameters' storage is theta~ inside, theta again after it, whatever happens."""
+        kept = [p.data for p in self._leaves.values()]
+        try:
+            for path, p in self._leaves.items():
+                p.data = self._states[path]
+            yield
+        finally:
+            for p, data in zip(self._leaves.values(), kept, strict=True):
+                p.data = data
+
+
+def attach(
+    trainer: Any,
+    *,
+    key: Tensor,
+    base: Params | None = None,
+    where: Where | None = None,
+    alpha_min: float = 0.2,
+    drop_prob: float = 0.5,
+    sigma: float = 2e-3,
+    period: int = 4,
+    noise: Noise = "uniform",
+) -> Attached:
+    r"""Turns the training that a ``transformers.Trainer`` does into SMAT; everything else stays the trainer's.
+
+    Optimizer step s, counted from 0, with ``(s + 1) % period == 0`` runs forward and backward of all its micro-batches
+    at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by
+    ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ inside
+    ``training_step`` alone: optimizer, evaluation, saving and error handling see theta. The draw of step s is
+    ``draw(fold_in(key, s), ...)``, so that a resumed run goes on with the same draws.
+
+    Args: trainer: with its model in place; wrapped models (DDP), accumulation, checkpointing, mixed precision and
+        compiled models are fine; key: the run key; base: theta_0 by parameter name, None: a copy of the trainable
+        weights as they are now (before a checkpoint is resumed, these are the pretrained ones); where: the masked set,
+        None: `where.block_linear` of the model; others: as in `smat_fn.mat.smat.build`.
+    Returns: a handle with ``detach()``.
+    Raises: ValueError that lists bad options, a base that does not match, weights sharded by FSDP or DeepSpeed.
+    Source: paper section 4.1 to 4.3. Memory: theta_0 and theta~ beside the model.
+    """
+    problems = check_strengths(alpha_min, drop_prob, sigma, noise)
+    if not (isinstance(period, int) and period >= 1):
+        problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+    sharded = [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]
+    problems += [f"the trainer shards its weights by {name}: attach cannot switch them" for name in sharded]
+    leaves = leaves_of(trainer.model)
+    problems += [] if leaves else ["the trainer's model has no trainable parameter"]
+    tree.raise_problems(problems)
+    if base is None:
+        base = {path: p.detach().clone() for path, p in leaves.items()}
+    tree.check_same(leaves, "the trainer's model", base=base)
+
+    def make(step: int) -> Draw:
+        return draw(fold_in(key, step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
+
+    return Attached(trainer, tree.flatten(base), where or block_linear(trainer.model), make, period)
+
+
+def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, tied ones once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
