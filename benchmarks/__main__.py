@@ -5,6 +5,7 @@ import sys
 
 BENCHMARKS = {
     "digits": "FT against SMAT on digits over seeds, by docs/protocols/digits.md (about 10 minutes on 2 cores)",
+    "digits-methods": "all methods tuned on digits, then ten seeds, by docs/protocols/digits_methods.md (over an hour)",
     "cpu": "the operations on one CPU thread, and both gradient engines (about 3 minutes)",
     "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
@@ -18,7 +19,7 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in BENCHMARKS:
         print("\n".join(f"python -m benchmarks {name}: {what}" for name, what in BENCHMARKS.items()))
         sys.exit(bool(arguments))
-    importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+    importlib.import_module("." + arguments[0].replace("-", "_"), __package__).main(arguments[1:])
 
 
 if __name__ == "__main__":
