@@ -1,0 +1,101 @@
+"""The adapters of a model as a flat tree, and the weights they stand for."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from .. import random, tree
+from ..where import block_linear
+
+A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which matrices have adapters, and how these are scaled."""
+
+    paths: tuple[str, ...]  # of the weights, each ending in ".weight"
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False  # scale by alpha / sqrt(rank) instead of alpha / rank
+    transposed: frozenset[str] = frozenset()  # paths of weights stored (in, out), as GPT-2's Conv1D
+
+    def __post_init__(self) -> None:
+        problems = [] if self.paths else ["no matrices: name at least one"]
+        problems += [f"{path!r} is no weight of a layer" for path in self.paths if not path.endswith(WEIGHT)]
+        if not (isinstance(self.rank, int) and self.rank >= 1):
+            problems.append(f"rank is {self.rank}, must be an integer of at least 1")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            problems.append(f"alpha is {self.alpha}, must be positive and finite")
+        if problems:
+            raise ValueError("lora: " + "; ".join(problems))
+
+    @property
+    def scaling(self) -> float:
+        """s in ``W_0 + s B A``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
+    """(paths, those stored transposed) of the 2-D weights of linear layers inside blocks, in the module's order.
+
+    Args: targets: names of layers ("q_proj") or globs over layer paths ("model.layers.1.*"), none: all.
+    Raises: ValueError that lists targets without a matrix.
+    """
+    inside, wanted = block_linear(module), tuple(targets)
+    weights = {p: leaf for p, leaf in module.named_parameters() if leaf.ndim == 2 and inside(p, leaf)}
+    layers = {path: path.removesuffix(WEIGHT) for path in weights if path.endswith(WEIGHT)}
+
+    def fits(layer: str, target: str) -> bool:
+        return layer.rpartition(".")[2] == target or fnmatchcase(layer, target)
+
+    lost = [target for target in wanted if not any(fits(layer, target) for layer in layers.values())]
+    tree.raise_problems([f"target {target!r} fits no linear layer of a block" for target in lost])
+    chosen = tuple(p for p, layer in layers.items() if not wanted or any(fits(layer, t) for t in wanted))
+    kinds = {name: type(layer).__name__ for name, layer in module.named_modules()}
+    return chosen, frozenset(path for path in chosen if kinds[layers[path]] == "Conv1D")
+
+
+def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """Adapters at the start of training: A uniform on ``+-1/sqrt(in)``, B zero, so that ``W_0 + s B A = W_0``.
+
+    Returns: leaves ``<layer>.lora_A.weight`` (rank, in) and ``<layer>.lora_B.weight`` (out, rank) in the dtype and on
+        the device of the weight; A by ``fold_in(key, path)``. Source: Hu et al., 2021; PEFT's initialisation.
+    Raises: ValueError that lists weights that the base lacks, that are no matrices, or smaller than the rank.
+    """
+    problems = []
+    for path in lora.paths:
+        leaf = base.get(path)
+        if leaf is None:
+            problems.append(f"the base has no leaf {path!r}")
+        elif leaf.ndim != 2 or min(leaf.shape) < lora.rank:
+            problems.append(f"leaf {path!r} of shape {tuple(leaf.shape)} has no adapter of rank {lora.rank}")
+    tree.raise_problems(problems)
+    adapters = {}
+    for path in lora.paths:
+        leaf, layer = base[path], path.removesuffix(WEIGHT)
+        out, into = reversed(leaf.shape) if path in lora.transposed else leaf.shape
+        drawn = random.uniform(random.fold_in(key, path), (lora.rank, into)).to(leaf.device)
+        adapters[layer + A] = ((2 * drawn - 1) / math.sqrt(into)).to(leaf.dtype)
+        adapters[layer + B] = torch.zeros(out, lora.rank, dtype=leaf.dtype, device=leaf.device)
+    return adapters
+
+
+def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """The adapted weights ``W_0 + s B A``, differentiable in the adapters.
+
+    Arithmetic in float32 (float64 stays float64), one rounding to the weight's dtype.
+
+    Returns: the leaves of ``lora.paths`` alone.
+    """
+    merged = {}
+    for path in lora.paths:
+        leaf, layer = base[path], path.removesuffix(WEIGHT)
+        kind = tree.compute_dtype(leaf)
+        delta = lora.scaling * (adapters[layer + B].to(kind) @ adapters[layer + A].to(kind))
+        merged[path] = (leaf.to(kind) + (delta.T if path in lora.transposed else delta)).to(leaf.dtype)
+    return merged

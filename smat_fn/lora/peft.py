@@ -1,0 +1,70 @@
+"""Adapters on disk in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .. import tree
+from ..checkpoint import MANIFEST, atomic_folder
+from .adapters import WEIGHT, Lora
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+UNKNOWN = "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "layers_to_transform"
+
+
+def save_peft(
+    path: str | Path,
+    adapters: Mapping[str, Tensor],
+    lora: Lora,
+    *,
+    base: str,
+    manifest: Mapping[str, Any] | None = None,
+    task_type: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write adapters as a folder that ``peft.PeftModel.from_pretrained`` loads; whole or not at all.
+
+    Args: base: name or folder of the model they belong to; manifest: JSON values for ``manifest.json`` beside them;
+        task_type: as PEFT names it ("CAUSAL_LM").
+    Raises: ValueError if the folder exists and ``overwrite`` is off.
+    """
+    config = {
+        "peft_type": "LORA", "base_model_name_or_path": base, "task_type": task_type, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": bool(lora.transposed), "modules_to_save": None,
+        "target_modules": [weight.removesuffix(WEIGHT) for weight in lora.paths],
+    }  # fmt: skip
+    stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
+    with atomic_folder(path, overwrite=overwrite) as folder:
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+        texts = {CONFIG: config} | ({} if manifest is None else {MANIFEST: dict(manifest)})
+        for name, value in texts.items():
+            (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
+    """Adapters that `save_peft` wrote, and what they are.
+
+    Raises: ValueError for a folder without adapters, and for options of PEFT other than those of `save_peft`.
+    """
+    folder = Path(path)
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} holds no adapters: {CONFIG} and {WEIGHTS} are needed")
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    other = [name for name in UNKNOWN if config.get(name)]
+    if config.get("bias", "none") != "none":
+        other.append("bias")
+    tree.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
+    adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
+    paths = tuple(name + WEIGHT for name in config["target_modules"])
+    return adapters, Lora(
+        paths,
+        config["r"],
+        config["lora_alpha"],
+        bool(config.get("use_rslora")),
+        frozenset(paths if config.get("fan_in_fan_out") else ()),
+    )

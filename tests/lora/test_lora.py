@@ -1,0 +1,177 @@
+"""Adapters against the merged weight they stand for, by hand and by PEFT."""
+
+import json
+
+import pytest
+import torch
+
+from smat_fn import draw, lora, materialise, optim, random, value_and_grad
+from smat_fn.grad import ModuleLoss
+from smat_fn.mat import smat
+from smat_fn.where import block_linear
+
+KEY = random.key(5)
+STRENGTHS = {"alpha_min": 0.3, "drop_prob": 0.5, "sigma": 0.05}
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"up": torch.nn.Linear(6, 8), "down": torch.nn.Linear(8, 6)}) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](x).tanh())
+        return x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Blocks().double()
+
+
+@pytest.fixture
+def setting(model):
+    base = {name: p.detach().clone() for name, p in model.named_parameters()}
+    paths, transposed = lora.linear_paths(model)
+    adapter = lora.Lora(paths, rank=2, alpha=6.0, transposed=transposed)
+    start = lora.init(KEY, base, adapter)
+    moved = {name: leaf + 0.1 * torch.randn_like(leaf) for name, leaf in start.items()}
+    return base, adapter, start, moved
+
+
+def squares(module, batch):
+    return (module(batch) ** 2).mean(), None
+
+
+def test_the_start_is_the_base_and_every_matrix_of_a_block_has_adapters(setting, model):
+    base, adapter, start, _ = setting
+    assert adapter.paths == tuple(f"layers.{i}.{n}.weight" for i in range(2) for n in ("up", "down"))
+    merged = lora.expand(start, base, adapter)
+    assert all(torch.equal(merged[path], base[path]) for path in adapter.paths)
+    assert start["layers.0.up.lora_A.weight"].shape == (2, 6)
+    assert start["layers.0.up.lora_B.weight"].shape == (8, 2)
+    bound = {name: leaf.abs().max() * leaf.shape[1] ** 0.5 for name, leaf in start.items() if "lora_A" in name}
+    assert all(0.5 < value <= 1 for value in bound.values())
+    assert lora.linear_paths(model, ["down", "layers.1.*"])[0] == (adapter.paths[1], *adapter.paths[2:])
+
+
+def test_expanded_weights_are_those_of_the_definition(setting):
+    base, adapter, _, moved = setting
+    merged = lora.expand(moved, base, adapter)
+    for path in adapter.paths:
+        layer = path.removesuffix(".weight")
+        wanted = base[path] + 3.0 * (moved[layer + ".lora_B.weight"] @ moved[layer + ".lora_A.weight"])
+        assert torch.allclose(merged[path], wanted, rtol=1e-14)
+    assert lora.Lora(adapter.paths, rank=4, alpha=6.0, rslora=True).scaling == 3.0
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_the_gradient_at_a_simulated_merged_weight_is_the_chain_rule(engine, setting, model):
+    base, adapter, _, moved = setting
+    where = block_linear(model)
+    drawn = draw(random.fold_in(KEY, 3), **STRENGTHS)
+    loss_fn, batch = ModuleLoss(model, squares), torch.randn(5, 6, dtype=torch.float64)
+    at = value_and_grad(lora.with_lora(loss_fn, base, adapter, drawn=drawn, where=where), engine=engine)
+    (loss, _), grads = at(moved, batch)
+    merged = lora.expand(moved, base, adapter)
+    mask, noise = materialise(drawn, merged, where=where)
+    scale = drawn.scale.double()
+    state = {p: base[p] + scale * mask[p] * (merged[p] - base[p]) + noise[p] for p in adapter.paths}
+    (wanted, _), dense = value_and_grad(loss_fn, engine="func")({**base, **state}, batch)
+    assert torch.allclose(loss, wanted, rtol=1e-10)
+    for path in adapter.paths:
+        layer, g = path.removesuffix(".weight"), scale * mask[path] * dense[path]
+        a, b = moved[layer + ".lora_A.weight"], moved[layer + ".lora_B.weight"]
+        assert torch.allclose(grads[layer + ".lora_A.weight"], 3.0 * b.T @ g, rtol=1e-8, atol=1e-12)
+        assert torch.allclose(grads[layer + ".lora_B.weight"], 3.0 * g @ a.T, rtol=1e-8, atol=1e-12)
+
+
+def test_every_period_th_step_is_simulated_and_the_others_are_plain(setting, model):
+    base, adapter, start, _ = setting
+    loss_fn, batch = ModuleLoss(model, squares), torch.randn(5, 6, dtype=torch.float64)
+    options = {"where": block_linear(model), "max_grad_norm": 0.1, "period": 2, **STRENGTHS}
+    method = lora.build(loss_fn, optim.adam(1e-2), base, adapter, **options)
+    plain = smat.build(lora.with_lora(loss_fn, base, adapter), optim.adam(1e-2), start, max_grad_norm=0.1, sigma=0.0,
+                       alpha_min=1.0, drop_prob=0.0)  # fmt: skip
+    state, other = method.init(start), plain.init(start)
+    for step in range(4):
+        state, info = method.update(KEY, state, batch)
+        other, _ = plain.update(KEY, other, batch)
+        assert info.simulated == (step % 2 == 1)
+        same = [torch.equal(state.params[name], other.params[name]) for name in start]
+        assert all(same) if step == 0 else not all(same)
+    # two micro-batches of one draw are the whole batch
+    halves, _ = method.update(KEY, state, [batch[:2], batch[2:4]])
+    whole, _ = method.update(KEY, state, batch[:4])
+    assert all(torch.allclose(halves.params[name], whole.params[name], rtol=1e-9) for name in start)
+
+
+def test_checkpointed_layers_meet_the_simulated_weights_again(setting, model):
+    base, adapter, _, moved = setting
+    drawn, batch = draw(KEY, **STRENGTHS), torch.randn(5, 6, dtype=torch.float64)
+
+    def checkpointed(module, x):
+        for layer in module.layers:
+            inside = torch.utils.checkpoint.checkpoint(
+                lambda x, layer=layer: layer["down"](layer["up"](x).tanh()), x, use_reentrant=False
+            )
+            x = x + inside
+        return (x**2).mean(), None
+
+    def grads(loss):
+        adapted = lora.with_lora(ModuleLoss(model, loss), base, adapter, drawn=drawn)
+        return value_and_grad(adapted, engine="autograd")(moved, batch)[1]
+
+    one, two = grads(squares), grads(checkpointed)
+    assert all(torch.equal(one[name], two[name]) for name in moved)
+
+
+def test_bad_input_is_listed(setting, model):
+    base, adapter, start, _ = setting
+    with pytest.raises(ValueError, match=r"'bias' is no weight.*; rank is 0.*; alpha is nan"):
+        lora.Lora(("bias",), rank=0, alpha=float("nan"))
+    with pytest.raises(ValueError, match=r"'x.weight'.*\n?.*rank 7"):
+        lora.init(KEY, base, lora.Lora(("x.weight", adapter.paths[0]), rank=7))
+    with pytest.raises(ValueError, match="'q_proj' fits no linear layer"):
+        lora.linear_paths(model, ["q_proj"])
+    with pytest.raises(ValueError, match=r"sigma is -1.*; period is 0"):
+        lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, sigma=-1.0, period=0)
+    method = lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter)
+    with pytest.raises(ValueError, match="lora_A"):
+        method.init({name: leaf for name, leaf in start.items() if "lora_A" not in name})
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_saved_folder_is_pefts_own_and_merges_to_the_same_weights(family, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        )
+    else:
+        config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    base = {name: p.detach().clone() for name, p in model.named_parameters()}
+    paths, transposed = lora.linear_paths(model)
+    assert bool(transposed) == (family == "gpt2")
+    adapter = lora.Lora(paths, rank=3, alpha=5.0, rslora=True, transposed=transposed)
+    trained = {name: leaf + 0.1 * torch.randn_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+    lora.save_peft(tmp_path / "adapter", trained, adapter, base="tiny", manifest={"kind": "expert"})
+    read, known = lora.load_peft(tmp_path / "adapter")
+    assert known == adapter
+    assert all(torch.equal(read[name], leaf) for name, leaf in trained.items())
+    assert json.loads((tmp_path / "adapter/manifest.json").read_text()) == {"kind": "expert"}
+    merged = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
+    wanted = {**base, **lora.expand(trained, base, adapter)}
+    for name, p in merged.named_parameters():
+        torch.testing.assert_close(p.detach(), wanted[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="exists"):
+        lora.save_peft(tmp_path / "adapter", trained, adapter, base="tiny")
+    with pytest.raises(ValueError, match="holds no adapters"):
+        lora.load_peft(tmp_path)
