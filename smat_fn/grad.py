@@ -112,6 +112,16 @@ class ModuleLoss:
             raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
 
 
+def reparametrised(loss_fn: LossFn, weights: Callable[[Params], Params]) -> LossFn:
+    """``L(f(phi))`` as a loss of phi, f differentiable; a `ModuleLoss` stays one, so that checkpointed layers are safe.
+
+    Args: weights: f, from the new parameters to those of ``loss_fn``.
+    """
+    if isinstance(loss_fn, ModuleLoss):
+        return _Reparametrised(loss_fn, weights)
+    return lambda params, *args: loss_fn(weights(params), *args)
+
+
 def apply_fn(module: nn.Module) -> Callable[..., Any]:
     """``apply(params, *args, **kwargs)``: the module's forward on given weights, checked like `ModuleLoss`."""
 
@@ -120,6 +130,22 @@ def apply_fn(module: nn.Module) -> Callable[..., Any]:
 
     run = ModuleLoss(module, lambda inner, *args: inner(*args))
     return apply
+
+
+class _Reparametrised(ModuleLoss):
+    """The module runs on a function of the parameters."""
+
+    def __init__(self, inner: ModuleLoss, weights: Callable[[Any], Any]) -> None:
+        super().__init__(inner.module, inner.loss)
+        self._inner, self._weights = inner, weights
+
+    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
+        """``fn(module)`` while the module's weights are that function's value."""
+        return self._inner.within(self._weights(params), fn)
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Raises: ValueError as the loss function inside."""
+        self._inner.check(self._weights(params))
 
 
 class _Shell(nn.Module):

@@ -1,0 +1,19 @@
+"""Many devices with the engines that exist: replicas (torchrun, gloo or NCCL) and FSDP2 shards.
+
+All processes draw the same numbers by construction: a draw depends on key, leaf path and coordinate alone. A model
+split over devices by ``device_map`` needs nothing: every leaf is simulated where it lies, and there is one norm.
+"""
+
+from .replicas import Share, independent_smat, replicated, share
+from .shards import base_shards, reweight_grads, simulated_shards, starts_of
+
+__all__ = [
+    "Share",
+    "base_shards",
+    "independent_smat",
+    "replicated",
+    "reweight_grads",
+    "share",
+    "simulated_shards",
+    "starts_of",
+]

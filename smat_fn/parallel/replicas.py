@@ -1,0 +1,152 @@
+"""Data parallelism: every process holds all weights and a share of the batch; gradients are averaged."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import random, tree
+from ..grad import ModuleLoss, reparametrised
+from ..mat import _composed
+from ..simulation import Draw, simulate
+from ..types import Aux, Batch, LossFn, Method, Micro, Optimizer, Params, Where
+
+BUCKET = 1 << 24  # numbers reduced together, 64 MiB of float32
+
+
+class Share(NamedTuple):
+    """A micro-batch of one process, and its factor in the average over the whole batch."""
+
+    batch: Batch
+    factor: float
+
+
+def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Share]:
+    """The micro-batches of one process, as many for each: those at ``rank``, ``rank + size``, ...
+
+    The mean over processes and shares of ``factor * loss`` is ``sum_i w_i loss_i / sum_i w_i`` over all parts, w the
+    weights of `Micro`. Processes without a part get one of factor 0, since all of them take part in every average.
+    """
+    each = -(-len(parts) // size)
+    total = sum(part.weight for part in parts)
+    own = [parts[i] if i < len(parts) else Micro(parts[0].batch, 0.0) for i in range(rank, each * size, size)]
+    return [Share(part.batch, part.weight * each * size / total) for part in own]
+
+
+def replicated(loss_fn: LossFn) -> LossFn:
+    """The loss averaged over the processes of the default group, its gradient too: takes a `Share` as its batch.
+
+    For any method with the "autograd" engine. Gradients are summed in float32 (float64 for float64 leaves), a bucket at
+    a time when the backward pass has ended, and rounded once; all processes get the same bits. The aux stays local.
+    """
+    if isinstance(loss_fn, ModuleLoss):
+        return reparametrised(_AveragedModule(loss_fn), _averaging)
+    return lambda params, one: _averaged(*loss_fn(_averaging(params), one.batch), one.factor)
+
+
+def independent_smat(
+    loss_fn: LossFn, optimizer: Optimizer, base: Params, *, where: Where | None = None, **options: Any
+) -> Method:
+    r"""SMAT in which process r draws for itself: the gradient ``1/R sum_r alpha_r m_r (.) grad L_r(theta~_r)``.
+
+    The same expectation as one shared draw, over which the variance that comes from the draw is divided by R. Each
+    process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
+
+    Args: as `smat_fn.mat.smat.build`, without lam and residence. Batches are `Share`s.
+    """
+    rank = dist.get_rank()
+
+    def at(drawn: Draw) -> LossFn:
+        inside = reparametrised(loss_fn, lambda params: simulate(params, base, drawn, where=where))
+        return replicated(inside)
+
+    return _composed.build(
+        replicated(loss_fn), at, optimizer, base, key_of=lambda key: random.fold_in(key, rank), **options
+    )
+
+
+class _AveragedModule(ModuleLoss):
+    """A module's loss on a share, averaged over the processes."""
+
+    def __init__(self, inner: ModuleLoss) -> None:
+        super().__init__(inner.module, self._shared)
+        self._inner = inner
+
+    def _shared(self, module: nn.Module, one: Share) -> tuple[Tensor, Aux]:
+        return _averaged(*self._inner.loss(module, one.batch), one.factor)
+
+    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
+        return self._inner.within(params, fn)
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        self._inner.check(params)
+
+
+def _averaged(loss: Tensor, aux: Aux, factor: float) -> tuple[Tensor, Aux]:
+    return _MeanLoss.apply(loss * factor), aux
+
+
+def _averaging(params: Params) -> Params:
+    leaves = tree.flatten(params)
+    return tree.unflatten(params, dict(zip(leaves, _MeanGradient.apply(*leaves.values()), strict=True)))
+
+
+class _MeanLoss(torch.autograd.Function):
+    """The mean over processes; the gradient of each is its own, `_MeanGradient` averages those."""
+
+    @staticmethod
+    def forward(loss: Tensor) -> Tensor:
+        total = loss.detach().to(tree.compute_dtype(loss), copy=True)
+        dist.all_reduce(total)
+        return (total / dist.get_world_size()).to(loss.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The identity; the gradient is the mean over processes."""
+
+    @staticmethod
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        means: list[Tensor | None] = [None] * len(grads)
+        groups: dict[Any, list[int]] = {}
+        for i, grad in enumerate(grads):
+            groups.setdefault((grad.device, tree.compute_dtype(grad)), []).append(i)
+        for (_, kind), members in groups.items():
+            for bucket in _buckets(members, [grads[i].numel() for i in members]):
+                flat = torch.cat([grads[i].reshape(-1).to(kind) for i in bucket])
+                dist.all_reduce(flat)
+                flat /= dist.get_world_size()
+                pieces = flat.split([grads[i].numel() for i in bucket])
+                for i, piece in zip(bucket, pieces, strict=True):
+                    means[i] = piece.view(grads[i].shape).to(grads[i].dtype)
+        return tuple(mean for mean in means if mean is not None)
+
+
+def _buckets(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Members in order, in runs of at most `BUCKET` numbers, or of one member."""
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for member, size in zip(members, sizes, strict=True):
+        if buckets[-1] and filled + size > BUCKET:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(member)
+        filled += size
+    return buckets

@@ -1,0 +1,81 @@
+"""FSDP2: simulation and reweighting on the local shards, by global coordinate, around one's own training loop."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import tree
+from ..simulation import Draw, reweight, simulate
+from ..types import Where
+
+
+def base_shards(module: nn.Module) -> dict[str, Tensor]:
+    """theta_0: copies of the local shards of a sharded module's trainable parameters, as they are now."""
+    return {path: _local(p).detach().clone() for path, p in _leaves(module).items()}
+
+
+def starts_of(module: nn.Module) -> dict[str, int]:
+    """Index of each local shard's first coordinate in the full leaf.
+
+    Rows are dealt out as ``torch.chunk`` does, uneven and empty shards included; parameters that are whole start at 0.
+
+    Raises: ValueError that lists parameters sharded in another dimension than the first, or over several mesh
+        dimensions: their shard is no run of coordinates.
+    """
+    problems, starts = [], {}
+    for path, p in _leaves(module).items():
+        starts[path] = 0
+        placements = [(i, kind) for i, kind in enumerate(getattr(p, "placements", ())) if not kind.is_replicate()]
+        if len(placements) > 1 or any(not kind.is_shard(0) for _, kind in placements):
+            problems.append(f"leaf {path!r} is placed as {p.placements}: only shards of the first dimension are known")
+        elif placements:
+            mesh, (dimension, _) = p.device_mesh, placements[0]
+            rows = -(-p.shape[0] // mesh.size(dimension))
+            first = min(rows * mesh.get_local_rank(dimension), p.shape[0])
+            starts[path] = first * math.prod(p.shape[1:])
+    tree.raise_problems(problems)
+    return starts
+
+
+@contextmanager
+def simulated_shards(
+    module: nn.Module, base: Mapping[str, Tensor], drawn: Draw, *, where: Where | None = None
+) -> Iterator[None]:
+    """The module's shards are those of theta~ inside, of theta again after it, whatever happens.
+
+    Forward and backward of all micro-batches of a step belong inside, `reweight_grads`, clipping and the optimizer
+    after it. No process needs another one's numbers: together the shards are the state that one process would simulate
+    (Eq. smat-state), bit for bit.
+
+    Args: base: of `base_shards`; where: the masked set, by path.
+    """
+    shards = {path: _local(p).detach() for path, p in _leaves(module).items()}
+    kept = {path: shard.clone() for path, shard in shards.items()}  # FSDP2 owns the storage: it is written in place
+    with torch.no_grad():
+        simulate(kept, base, drawn, where=where, out=shards, starts=starts_of(module))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for path, shard in shards.items():
+                shard.copy_(kept[path])
+
+
+def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None) -> None:
+    """``grad <- alpha m (.) grad`` on the local shards of the accumulated gradients, in place (Eq. smat-gradient)."""
+    grads = {path: _local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
+    starts = {path: start for path, start in starts_of(module).items() if path in grads}
+    with torch.no_grad():
+        reweight(grads, drawn, where=where, out=grads, starts=starts)
+
+
+def _leaves(module: nn.Module) -> dict[str, Any]:
+    return {path: p for path, p in module.named_parameters() if p.requires_grad}
+
+
+def _local(leaf: Tensor) -> Tensor:
+    return leaf.to_local() if hasattr(leaf, "to_local") else leaf

@@ -1,0 +1,116 @@
+"""Two processes against one: drawn states bit for bit, training within rounding."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import draw, parallel, random, reweight, simulate, value_and_grad
+from smat_fn.grad import ModuleLoss
+from smat_fn.types import Micro
+
+from . import worker
+from .worker import KEY, STEPS, STRENGTHS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("group")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.parallel.worker"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=root, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1].decode() for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    return [torch.load(folder / f"found{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["ft", "smat", "asam"])
+def test_two_replicas_train_as_one_process(name, found):
+    params, losses = worker.trained(name)
+    for own, seen in (one[name] for one in found):
+        torch.testing.assert_close(seen, losses, rtol=1e-12, atol=0)
+        for path, leaf in params.items():
+            torch.testing.assert_close(own[path], leaf, rtol=1e-11, atol=1e-13)
+    assert all(torch.equal(found[0][name][0][path], found[1][name][0][path]) for path in params)
+
+
+def setting():
+    module = worker.model()
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    return ModuleLoss(module, worker.squares), base, {path: leaf + 0.1 for path, leaf in base.items()}
+
+
+def gradient_of(loss_fn, base, start, drawn):
+    (_, _), grads = value_and_grad(loss_fn, engine="autograd")(simulate(start, base, drawn), worker.batch(0))
+    return reweight(grads, drawn)
+
+
+def test_independent_draws_give_the_mean_of_the_processes_own_gradients(found):
+    loss_fn, base, start = setting()
+    own = [
+        gradient_of(loss_fn, base, start, draw(random.fold_in(random.fold_in(KEY, 0), rank), **STRENGTHS))
+        for rank in range(2)
+    ]
+    for path in base:
+        wanted = (own[0][path] + own[1][path]) / 2
+        for one in found:
+            torch.testing.assert_close(one["independent"][path], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_independent_draws_halve_the_variance_and_keep_the_mean():
+    loss_fn, base, start = setting()
+    drawn = [draw(key, **STRENGTHS) for key in random.split(KEY, 400)]
+    grads = torch.stack([gradient_of(loss_fn, base, start, one)["0.weight"].sum() for one in drawn])
+    pairs = (grads[:200] + grads[200:]) / 2
+    assert abs(grads.mean() - pairs.mean()) < 1e-12
+    # the ratio of two sample variances has a relative standard error of about sqrt(2 / 200 + 2 / 400)
+    assert pairs.var() / grads.var() == pytest.approx(0.5, rel=4 * (2 / 200 + 2 / 400) ** 0.5)
+
+
+def test_shards_simulate_what_one_process_does_bit_for_bit(found):
+    module = worker.model(torch.float32)
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    first = draw(random.fold_in(KEY, 0), **STRENGTHS)
+    wanted = simulate(base, base, first, where=worker.masked)
+    for one in found:
+        states = one["sharded"]["states"]
+        assert all(torch.equal(states[0][path], leaf) for path, leaf in wanted.items())
+    # the rest of the loop in one process
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        drawn = draw(random.fold_in(KEY, step), **STRENGTHS)
+        params = {path: p.detach() for path, p in module.named_parameters()}
+        batch = tuple(part.float() for part in worker.batch(step))
+        state = simulate(params, base, drawn, where=worker.masked)
+        _, grads = value_and_grad(ModuleLoss(module, worker.squares), engine="autograd")(state, batch)
+        grads = reweight(grads, drawn, where=worker.masked)
+        for path, p in module.named_parameters():
+            p.grad = grads[path]
+        optimizer.step()
+        for one in found:
+            for path, leaf in state.items():
+                torch.testing.assert_close(one["sharded"]["states"][step][path], leaf, rtol=0, atol=2e-6)
+    for path, p in module.named_parameters():
+        torch.testing.assert_close(found[0]["sharded"]["params"][path], p.detach(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("weights", "size"), [((3, 3, 2, 2), 2), ((5, 1, 1), 2), ((4,), 3)])
+def test_shares_add_up_to_the_weighted_mean(weights, size):
+    parts = [Micro(float(i + 1), weight) for i, weight in enumerate(weights)]
+    shares = [parallel.share(parts, rank=rank, size=size) for rank in range(size)]
+    assert len({len(own) for own in shares}) == 1
+    means = [sum(one.factor * one.batch for one in own) / len(own) for own in shares]
+    wanted = sum(part.weight * part.batch for part in parts) / sum(weights)
+    assert sum(means) / size == pytest.approx(wanted, rel=1e-14)
+
+
+def test_whole_parameters_start_at_zero():
+    module = torch.nn.Linear(3, 2)
+    assert parallel.starts_of(module) == {"weight": 0, "bias": 0}
