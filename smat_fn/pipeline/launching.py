@@ -1,0 +1,91 @@
+"""Commands run by others: one process per device here, or jobs of a cluster."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Job(NamedTuple):
+    """A command, what it prints being kept in a file."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+
+
+# runs all jobs and yields each with its exit status as it ends; another launcher is another such function
+Launcher = Callable[[Sequence[Job]], Iterator[tuple[Job, int]]]
+SLURM_DEFAULTS = {"timeout_min": 24 * 60, "gpus_per_node": 1}
+
+
+def local(*, processes: int = 1, devices: Sequence[str] = ()) -> Launcher:
+    """One process per GPU of ``devices`` (as CUDA_VISIBLE_DEVICES names it), or ``processes`` at a time.
+
+    When this process is interrupted its children are asked to end, and waited for: they save what they have.
+
+    Raises: ValueError for a number of processes below 1, and devices named twice.
+    """
+    if processes < 1:
+        raise ValueError(f"processes is {processes}, must be at least 1")
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"devices are {', '.join(devices)}: name each once")
+    places = list(devices) or [""] * processes
+
+    def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, int]]:
+        waiting, free = list(jobs), list(places)
+        running: list[tuple[Job, str, subprocess.Popen]] = []
+        try:
+            while waiting or running:
+                while waiting and free:
+                    job, place = waiting.pop(0), free.pop(0)
+                    running.append((job, place, _start(job, {"CUDA_VISIBLE_DEVICES": place} if place else {})))
+                ended = [one for one in running if one[2].poll() is not None]
+                if not ended:
+                    time.sleep(0.05)
+                for one in ended:
+                    running.remove(one)
+                    free.append(one[1])
+                    yield one[0], one[2].returncode
+        finally:
+            for _, _, process in running:
+                process.terminate()
+            for _, _, process in running:
+                process.wait()
+
+    return run
+
+
+def submitit_jobs(folder: Path, *, cluster: str | None = None, **parameters: Any) -> Launcher:
+    """Every command as a job of a cluster, by the package ``submitit``.
+
+    Args: folder: for its files; cluster: None finds Slurm, "debug" runs in this process; parameters: of
+        ``AutoExecutor.update_parameters`` (timeout_min, gpus_per_node, slurm_partition...), over `SLURM_DEFAULTS`.
+    Raises: ValueError where the package is missing.
+    """
+    try:
+        import submitit
+    except ImportError as error:
+        raise ValueError("jobs of a cluster need the package submitit: pip install submitit, or run locally") from error
+    executor = submitit.AutoExecutor(folder, cluster=cluster)
+    executor.update_parameters(**{**SLURM_DEFAULTS, **parameters})
+
+    def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, int]]:
+        sent = {executor.submit(_run, job): job for job in jobs}
+        for done in submitit.helpers.as_completed(list(sent)):
+            # a job that the cluster ended has no result, whatever its command would have returned
+            yield sent[done], done.result() if done.exception() is None else 1
+
+    return run
+
+
+def _start(job: Job, environment: Mapping[str, str]) -> subprocess.Popen:
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(job.log, "ab") as log:
+        return subprocess.Popen(job.command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _run(job: Job) -> int:
+    return _start(job, {}).wait()
