@@ -1,6 +1,12 @@
 """Evaluate experts and merged models: a table, JSON lines, and a plot.
 
-    python eval.py runs/ft runs/smat --out runs/report --plot runs/report/merging.png
+    python eval.py runs/ft runs/smat --out runs/scores --plot runs/scores/merging.png
+    python eval.py report runs/scores --out runs/report
+    python eval.py experts-curve runs/ft runs/smat --out runs/report
+    python eval.py replacement --ft runs/ft --other runs/smat --out runs/report
+    python eval.py gains runs/ft runs/smat --out runs/report
+    python eval.py landscape --ft runs/ft --methods runs/smat --out runs/report
+    python eval.py diagnose runs/smat
 
 Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on
 the tasks of the experts merged into them.
@@ -13,6 +19,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from smat_fn.pipeline import cli
+from smat_fn.pipeline.commands import COMMANDS
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -24,7 +31,8 @@ class Eval:
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
     """Checkpoints, or folders that hold some."""
     out: Annotated[Path | None, NONE] = None
-    """Folder for results.jsonl (a line a score), results.json (means) and table.md."""
+    """Folder for results.jsonl (a line a score), results.json (means) and table.md. Scores and decoded rows are kept
+    there as they come (scores.jsonl, answers.jsonl): an evaluation that was ended goes on from them."""
     plot: Annotated[Path | None, NONE] = None
     """PNG of experts and merged models, methods side by side."""
     split: Literal["test", "dev"] = "test"
@@ -35,6 +43,22 @@ class Eval:
     """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
     threads: int = 1
     """CPU threads."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report on finished runs: one HTML page, Markdown, CSV and PNG, from results alone; nothing is evaluated."""
+
+    sources: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
+    """Folders of eval.py --out, of studies, of analyses; or files of scores (JSON lines)."""
+    out: Path
+    """Folder for report.html, report.md, tables as CSV and figures as PNG."""
+    title: str = "Results"
+    """Heading."""
+    split: Literal["test", "dev"] = "test"
+    """Which scores."""
+    reference: str = "FT"
+    """Label that the others are compared with."""
 
 
 def main(args: Eval) -> None:
@@ -49,7 +73,7 @@ def main(args: Eval) -> None:
 
     torch.set_num_threads(args.threads)
     folders = evaluation.find_checkpoints(args.checkpoints)
-    rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options)
+    rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options, keep=args.out)
     table = main_table(rows, split=args.split)
     Console(width=max(100, Console().width)).print(terminal(table))
     if args.out:
@@ -62,5 +86,25 @@ def main(args: Eval) -> None:
     print(evaluation.verdict(table))
 
 
+def report(args: Report) -> None:
+    if not args.sources:
+        raise ValueError("give at least one folder of scores")
+    from smat_fn.evaluate.report import write_full_report
+    from smat_fn.pipeline.reporting import read_sources
+
+    found = read_sources(args.sources, besides=args.out)
+    page = write_full_report(
+        args.out,
+        found.rows,
+        found.runs,
+        title=args.title,
+        split=args.split,
+        reference=args.reference,
+        facts=found.facts,
+        extra=found.analyses,
+    )
+    print(f"report: {page}")
+
+
 if __name__ == "__main__":
-    cli.run("eval.py", main, Eval, description=__doc__)
+    cli.run("eval.py", main, Eval, description=__doc__, commands={**COMMANDS, "report": (report, Report)})

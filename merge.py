@@ -1,20 +1,45 @@
-"""Merge experts into one model: one merger, or all five.
+"""Merge experts into one model: one merger, or all five of the paper.
 
     python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py all --run runs/smat --search --out runs/smat/merged
-    python merge.py ties --base runs/ft/base --experts runs/ft/rot90 runs/smat/mirror --search --out runs/mixed
+    python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
+    python merge.py verify merged/ties
+    python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
 
-Each merged model becomes the folder --out/<merger> with a card (README.md) beside its weights. Options with
-"default: preset" take the value of --preset.
+Each merged model becomes the folder --out/<merger> with a card (README.md) beside its weights. With --search or
+--calibrate models are merged in memory, on the suite of train.py's experts. Without them any folders in Hugging Face's
+layout are merged chunk by chunk, whatever their size: to the same bits, and an interrupted merge, called again, goes
+on. Options with "default: preset" take the value of --preset.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from tyro.conf import arg, subcommand
+from tyro.conf import Positional, arg, subcommand
 
-from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage, preset_of, resolve
+from smat_fn.config import (
+    MERGERS,
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    MagMax,
+    MergerConfig,
+    ModelStock,
+    Preset,
+    Semantics,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+    preset_of,
+    resolve,
+    with_semantics,
+)
 from smat_fn.pipeline import cli
 
 NONE = arg(help_behavior_hint="(default: none)")
@@ -22,7 +47,7 @@ NONE = arg(help_behavior_hint="(default: none)")
 
 @dataclass(frozen=True)
 class All:
-    """All five mergers with the preset's settings, their coefficients by --search."""
+    """All five mergers of the paper with the preset's settings, their coefficients by --search."""
 
     name: ClassVar[str] = "all"
 
@@ -38,31 +63,86 @@ class Merge:
         | Annotated[Ties, subcommand("ties", description=Ties.__doc__)]
         | Annotated[Dare, subcommand("dare", description=Dare.__doc__)]
         | Annotated[Della, subcommand("della", description=Della.__doc__)]
+        | Annotated[WeightedAverage, subcommand("weighted_average", description=WeightedAverage.__doc__)]
+        | Annotated[WiseFt, subcommand("wise_ft", description=WiseFt.__doc__)]
+        | Annotated[Slerp, subcommand("slerp", description=Slerp.__doc__)]
+        | Annotated[ModelStock, subcommand("model_stock", description=ModelStock.__doc__)]
+        | Annotated[DareTies, subcommand("dare_ties", description=DareTies.__doc__)]
+        | Annotated[Breadcrumbs, subcommand("breadcrumbs", description=Breadcrumbs.__doc__)]
+        | Annotated[MagMax, subcommand("magmax", description=MagMax.__doc__)]
+        | Annotated[TsvMerge, subcommand("tsv_merge", description=TsvMerge.__doc__)]
     )
     out: Path
     """Folder for the merged models."""
     run: Annotated[Path | None, NONE] = None
     """Folder that train.py wrote: its base and all its experts."""
     base: Annotated[Path | None, NONE] = None
-    """Base checkpoint, with --experts instead of --run."""
+    """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
-    """Expert checkpoints, with --base instead of --run."""
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names."""
     search: bool = False
-    """Choose a coefficient that is left out on the suite's dev split, and score the merged model there."""
+    """Choose a coefficient that is left out on the suite's dev split, and score the merged model there. Scores are kept
+    in --out as they come (scores.jsonl): a search that was ended goes on, with --overwrite where mergers are done."""
     calibrate: bool = False
     """First choose the sparsity of TIES, DARE and DELLA on dev, at the paper's reference coefficients."""
+    coefs: Annotated[dict[str, float], NONE] = field(default_factory=dict)
+    """Coefficients by glob of leaf names, the first that matches, as GLOB NUMBER pairs; --coef for all other leaves."""
+    semantics: Semantics = "paper"
+    """Whose definition, where they differ: the paper's, mergekit's, or that of the merger's own source."""
+    dry_run: bool = False
+    """Check everything, print memory, disk and time that a merge needs, write nothing."""
     preset: str = "digits"
     """Settings of mergers; a merger's own options override them."""
     seed: int = 0
-    """Seed of the random masks of DARE and DELLA."""
+    """Seed of random masks."""
     overwrite: bool = False
     """Replace merged models that exist."""
+    out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
+    """Dtype of the merged weights; arithmetic is in float32 in any case."""
+    shard_size: str = "5GB"
+    """Largest file of weights."""
+    memory_mib: int = 72
+    """Working memory of a merge without --search, beside mapped files; some mergers need more: see --dry-run."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where chunks are merged; cuda has not been tried on a device, and may round divisions otherwise."""
+    vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
+    """Experts with another number of embedding rows: refuse, cut, or cut and pad with base's rows."""
     suite_options: Annotated[
         dict[str, bool | int | float | str], arg(help_behavior_hint="(default: as they were trained)")
     ] = field(default_factory=dict)
     """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
     threads: int = 1
     """CPU threads."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Hash the files of a merged model, and those that it was made from, again; list every one that has changed."""
+
+    path: Positional[Path]
+    """Its folder, or its card."""
+
+
+@dataclass(frozen=True)
+class ExtractLora:
+    """Write what an expert changed in base as a LoRA adapter for peft, as near as its rank allows."""
+
+    base: Path
+    """Base: a folder, or a hub name."""
+    expert: Path
+    """Fine-tuned model: a folder, or a hub name."""
+    out: Path
+    """Folder for the adapter."""
+    rank: int
+    """Rank of the adapter, at most."""
+    overwrite: bool = False
+    """Replace an adapter that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+# merges in memory have none
+ON_DISK = "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary"
 
 
 def main(args: Merge) -> None:
@@ -72,13 +152,29 @@ def main(args: Merge) -> None:
         raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
     import torch
 
+    from smat_fn.pipeline.inputs import find_inputs
+
+    torch.set_num_threads(args.threads)
+    configs = mergers(args, preset)
+    base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
+    if args.search or args.calibrate:
+        in_memory(args, preset, configs, base, experts)
+    else:
+        on_disk(args, configs, base, experts)
+
+
+def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
+    chosen: list[MergerConfig] = [merger() for merger in MERGERS] if isinstance(args.merger, All) else [args.merger]
+    return [resolve(with_semantics(config, args.semantics), preset.mergers) for config in chosen]
+
+
+def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.pipeline import merging
 
-    torch.set_num_threads(args.threads)
-    defaults = preset.mergers
-    configs = list(defaults.values()) if isinstance(args.merger, All) else [resolve(args.merger, defaults)]
-    base, experts = merging.find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
+    defaults: dict[str, object] = {f.name: {} if f.name == "coefs" else f.default for f in fields(Merge)}
+    if extra := [f"--{name.replace('_', '-')}" for name in ON_DISK if getattr(args, name) != defaults[name]]:
+        raise ValueError(f"{', '.join(extra)}: not with --search or --calibrate, which merge in memory")
     merged = merging.merge_run(
         configs,
         base,
@@ -96,5 +192,61 @@ def main(args: Merge) -> None:
         print(f"merged: {folder}{coef}{score}")
 
 
+def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
+    from smat_fn.merge.stream import chunk_of
+    from smat_fn.pipeline import streaming
+    from smat_fn.pipeline.streaming_card import plan_text, rounding
+
+    order = streaming.order(
+        base,
+        experts,
+        out=args.out,
+        seed=args.seed,
+        coefs=args.coefs,
+        semantics=args.semantics,
+        overwrite=args.overwrite,
+        out_dtype=args.out_dtype,
+        shard_size=streaming.bytes_of(args.shard_size),
+        chunk=chunk_of(args.memory_mib << 20),
+        device=args.device,
+        vocabulary=args.vocabulary,
+    )
+    if args.dry_run:
+        for folder, plan in streaming.plan_run(configs, order).items():
+            print(plan_text(folder, plan))
+        return
+    for config, (folder, report) in zip(configs, streaming.stream_run(configs, order), strict=True):
+        coef = getattr(config, "coef", None)
+        print(f"merged: {folder}{'' if coef is None else f', coef {coef:g}'}, {rounding(report.rounding_ratio)}")
+        for note in report.notes:
+            print(f"note: {note}")
+
+
+def verify(args: Verify) -> None:
+    from smat_fn.pipeline import streaming
+
+    count, problems = streaming.verify(args.path)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise ValueError(f"{len(problems)} of {count} files are not those that {args.path} names")
+    print(f"{count} files are those that {args.path} names")
+
+
+def extract(args: ExtractLora) -> None:
+    import torch
+
+    from smat_fn.merge import extract_lora
+
+    torch.set_num_threads(args.threads)
+    made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
+    for path, error in made.errors.items():
+        print(f"{path}: relative error {error:.2e}" + (", stored whole" if path in made.whole else ""))
+    if made.left_out:
+        print(f"left out, an adapter cannot hold them: {', '.join(made.left_out)}")
+    print(f"extracted: {args.out}, rank {args.rank}, {made.bytes / 1e6:.1f} MB, relative error {made.error:.2e} in all")
+
+
 if __name__ == "__main__":
-    cli.run("merge.py", main, Merge, description=__doc__)
+    commands: dict[str, cli.Command] = {"verify": (verify, Verify), "extract-lora": (extract, ExtractLora)}
+    cli.run("merge.py", main, Merge, description=__doc__, commands=commands)

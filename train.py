@@ -3,19 +3,26 @@
     python train.py ft --out runs/ft
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
     python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --dry-run
+    python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --accumulate 8 --resume
+    python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags "--preset llama-3.2-1b" --out runs
+    python train.py status runs
 
 Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it, the
 base that all of them start from the folder --out/base. Options with "default: preset" take the value of --preset.
+A run that was ended by a signal, or killed, goes on with --resume, to the same bits.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg, subcommand
 
 from smat_fn.config import Asam, Finetune, Mergopt, Orthoreg, Smat, preset_of, resolve
 from smat_fn.pipeline import cli
+from smat_fn.pipeline.sweep import Status, Sweep, status, sweep
+from smat_fn.types import Precision
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,13 @@ class Train:
     suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
     """Seed of the suite: splits and base. Experts to be merged need the same."""
     model: str | None = None
-    """Language suites: the base, a folder or a name on the hub."""
+    """Suites trace, clip8 and short_text: the base, a folder or a name on the hub."""
     data: str | None = None
-    """Language suites: rows, a folder of TASK/{train,dev,eval}.json or a dataset of the hub."""
+    """Suites trace, clip8 and short_text: rows, a folder of TASK/{train,dev,eval}.json, for short texts of
+    TASK/{train,dev,test}.json, for images of TASK/{train,dev,test}.npz or TASK/{train,dev,test}/CLASS/, or a dataset of
+    the hub."""
     rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
-    """Language suites: only the first rows of each split."""
+    """Suites trace, clip8 and short_text: only the first rows of each split."""
     suite_options: Annotated[
         dict[str, bool | int | float | str], arg(help_behavior_hint="(default: preset, or the suite's)")
     ] = field(default_factory=dict)
@@ -59,10 +68,26 @@ class Train:
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
     """Passes over a task's rows, the same for all tasks."""
+    accumulate: int | None = None
+    """Micro-batches that the batch of a step is split into: less memory, the same step up to rounding."""
+    precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
+    """bf16 or fp32: everything in that dtype; mixed: parameters and optimizer in fp32, losses in bf16."""
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     log_every: int = 1
     """Steps between lines of the log."""
+    log: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
+    ] = ()
+    """Trackers to log to as well; their packages must be installed."""
+    save_every_steps: Annotated[int | None, arg(help_behavior_hint="(default: by time alone)")] = None
+    """Steps after which the state of training is saved, to go on from."""
+    save_every_minutes: float = 30.0
+    """Minutes after which it is saved; inf: never."""
+    resume: bool = False
+    """Leave finished experts of --out alone and go on where training was interrupted; else start."""
+    probe: int = 0
+    """Simulated states at whose dev loss each finished expert is probed, with the preset's strengths of SMAT."""
     dry_run: bool = False
     """Only check, and print what would be trained: settings, leaves, budget, rows that truncation cuts."""
     overwrite: bool = False
@@ -77,6 +102,7 @@ def main(args: Train) -> None:
 
     from smat_fn.data import load_suite, task_names
     from smat_fn.pipeline.dry_run import dry_run
+    from smat_fn.pipeline.snapshots import Interrupted, on_signals
     from smat_fn.pipeline.training import check_run, train_run
 
     torch.set_num_threads(args.threads)
@@ -84,7 +110,9 @@ def main(args: Train) -> None:
     lr = preset.lr[method.name] if args.lr is None else args.lr
     seed = preset.seed if args.seed is None else args.seed
     suite_seed = seed if args.suite_seed is None else args.suite_seed
-    named = {"model": args.model, "data": args.data, "rows": args.rows}
+    named: dict[str, str | int | None] = {"model": args.model, "data": args.data, "rows": args.rows}
+    if "dtype" in preset.options and "dtype" not in args.suite_options:
+        named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(args.precision or "")
     options = {**preset.options, **args.suite_options, **{k: v for k, v in named.items() if v is not None}}
     known = task_names(preset.suite, **options)
     tasks = args.tasks or known
@@ -97,31 +125,51 @@ def main(args: Train) -> None:
         training = replace(training, steps=None, epochs=dict.fromkeys(tasks, args.epochs))
     if args.steps is not None:
         training = replace(training, steps=args.steps, epochs={})
+    if args.accumulate is not None:
+        training = replace(training, accumulate=args.accumulate)
+    if args.precision is not None:
+        training = replace(training, precision=args.precision)
+    kept: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("log_every", "overwrite", "resume", "save_every_steps", "save_every_minutes", "probe")
+    }
+    kept["log_to"] = args.log
     # loading a suite for the first time pretrains its base: bad input is told before
-    check_run(
-        method, training, known=known, tasks=tasks, out=args.out, log_every=args.log_every, overwrite=args.overwrite
-    )
+    check_run(method, training, known=known, tasks=tasks, out=args.out, **kept)
     suite = load_suite(preset.suite, seed=suite_seed, **options)
     if args.dry_run:
         print(dry_run(suite, method, training, tasks=tasks, seed=seed))
         return
     origin = "given" if args.lr is not None else f"preset {args.preset}"
     length = "epochs by task" if training.steps is None else f"{training.steps} steps"
-    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}, seed {seed}")
-    folders = train_run(
-        suite,
-        method,
-        training,
-        seed=seed,
-        tasks=tasks,
-        out=args.out,
-        label=args.label,
-        log_every=args.log_every,
-        overwrite=args.overwrite,
-    )
+    more = f", precision {training.precision}" if training.precision else ""
+    more += f", {training.accumulate} micro-batches a step" if training.accumulate > 1 else ""
+    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}{more}, seed {seed}", flush=True)
+    try:
+        with on_signals() as stop:
+            folders = train_run(
+                suite,
+                method,
+                training,
+                seed=seed,
+                tasks=tasks,
+                out=args.out,
+                label=args.label,
+                probe_at=resolve(Smat(), preset.methods),
+                stop=stop,
+                report=print,
+                **kept,
+            )
+    except Interrupted as ended:
+        print(f"train.py: {ended}", file=sys.stderr)
+        sys.exit(ended.status)
     for folder in folders:
         print(f"expert: {folder}")
 
 
 if __name__ == "__main__":
-    cli.run("train.py", main, Train, description=__doc__)
+    commands: dict[str, cli.Command] = {
+        "sweep": (lambda options: sweep(options, script=Path(__file__)), Sweep),
+        "status": (status, Status),
+    }
+    cli.run("train.py", main, Train, description=__doc__, commands=commands)

@@ -5,7 +5,10 @@ import sys
 
 BENCHMARKS = {
     "digits": "FT against SMAT on digits over seeds, by docs/protocols/digits.md (about 10 minutes on 2 cores)",
+    "digits-methods": "all methods tuned on digits, then ten seeds, by docs/protocols/digits_methods.md (over an hour)",
+    "minilm-methods": "all methods on a pretrained text encoder, by docs/protocols/minilm.md (hours on 2 cores)",
     "cpu": "the operations on one CPU thread, and both gradient engines (about 3 minutes)",
+    "vmap": "sweeps over merged models in batches against a loop, on digits (one CPU thread, about a minute)",
     "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
     "steps": "steps of SMAT and FT, true shapes, every residence (a CUDA device, about 5 minutes)",
@@ -18,7 +21,7 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in BENCHMARKS:
         print("\n".join(f"python -m benchmarks {name}: {what}" for name, what in BENCHMARKS.items()))
         sys.exit(bool(arguments))
-    importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+    importlib.import_module("." + arguments[0].replace("-", "_"), __package__).main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ __all__ = [
 
 _FROM_GRAD = {"ModuleLoss", "apply_fn", "value_and_grad"}
 _ROOMS = {
-    *("checkpoint", "config", "data", "evaluate", "grad", "mat", "merge", "models", "optim", "pipeline"),
+    *("checkpoint", "config", "data", "evaluate", "grad", "masters", "mat", "merge", "models", "optim", "pipeline"),
     *("random", "simulation", "testing", "tree", "types", "where"),
 }
 

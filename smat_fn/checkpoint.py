@@ -145,12 +145,24 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         shutil.rmtree(old, ignore_errors=True)
 
 
+def sweep(path: Path) -> None:
+    """Remove what interrupted writes of a folder left beside it; nobody may be writing it now."""
+    for kind in ("new", "old"):
+        for left in path.parent.glob(f".{path.name}.{kind}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file: readers meet the old one or the new one, never a part."""
+    """`write_bytes` of a text in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file: readers meet the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.parent / f".{path.name}.new-{os.getpid()}"
     try:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_bytes(content)
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -7,7 +7,7 @@
 - *Optimizer*: ``init(params) -> state``; ``update(grads, state, params) -> (params, state)``.
 - *Method*: ``init(params) -> State``; ``update(key, state, batch) -> (State, Info)``. ``key`` is the run key: the
   step number is folded in by ``update``. ``batch`` is one batch of any type but ``list``, or a ``list`` of
-  micro-batches, whose losses and gradients are averaged with equal weights.
+  micro-batches, whose losses and gradients are averaged: with equal weights, or those of `Micro`.
 
 This module imports nothing, so that configuration can be read (and ``--help`` printed) without torch.
 """
@@ -29,8 +29,16 @@ Schedule: TypeAlias = Callable[[int], float]
 Engine: TypeAlias = Literal["func", "autograd"]
 Noise: TypeAlias = Literal["uniform", "gaussian", "laplace"]
 Residence: TypeAlias = Literal["host", "device", "stream"]
+Precision: TypeAlias = Literal["bf16", "fp32", "mixed"]
 Aggregate: TypeAlias = Literal["sum", "mean"]
 Scope: TypeAlias = Literal["global", "tensor"]
+
+
+class Micro(NamedTuple):
+    """A micro-batch in a list with its weight: the number of examples or tokens that its loss is the mean of."""
+
+    batch: Batch
+    weight: float
 
 
 class Optimizer(NamedTuple):

@@ -7,41 +7,75 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
-from .mergers import MERGERS, Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAverage
+from .mergers import (
+    MERGERS,
+    MORE_MERGERS,
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    MagMax,
+    MergerConfig,
+    ModelStock,
+    MoreMerger,
+    PaperMerger,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
 from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
 from .preset import Preset, Training
 from .presets import DIGITS, PRESETS, preset_of
+from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
+    "DIFFERENCES",
     "DIGITS",
     "MERGERS",
     "METHODS",
+    "MORE_MERGERS",
     "PRESETS",
     "Asam",
+    "Breadcrumbs",
     "Dare",
+    "DareTies",
     "Della",
     "Finetune",
+    "MagMax",
     "MergerConfig",
     "Mergopt",
     "MethodConfig",
+    "ModelStock",
+    "MoreMerger",
     "Orthoreg",
+    "PaperMerger",
     "Preset",
+    "Semantics",
+    "Slerp",
     "Smat",
     "TaskArithmetic",
     "Ties",
     "Training",
+    "TsvMerge",
     "WeightAverage",
+    "WeightedAverage",
+    "WiseFt",
     "preset_of",
     "resolve",
     "settings",
+    "with_semantics",
 ]
 
 C = TypeVar("C", bound=MethodConfig | MergerConfig)
 
 
 def resolve(config: C, defaults: Mapping[str, Any]) -> C:
-    """``config`` with the preset's value wherever it says None."""
-    default = defaults[config.name]
+    """``config`` with the preset's value wherever it says None; as it is where the preset holds no such config."""
+    default = defaults.get(config.name, config)
     missing = {f.name for f in fields(config) if getattr(config, f.name) is None}
     return replace(config, **{name: getattr(default, name) for name in missing})
 

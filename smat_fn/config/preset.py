@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..types import Precision
 from .mergers import MergerConfig
 from .methods import MethodConfig
 
@@ -19,6 +20,8 @@ class Training:
     schedule: Literal["constant", "cosine"] = "cosine"
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+    accumulate: int = 1  # micro-batches that the batch of a step is split into
+    precision: Precision | None = None  # of training; None: the dtype of the suite
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

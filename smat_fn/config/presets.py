@@ -77,11 +77,73 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
     )
 
 
+def _clip(model: str, *, rho: float, b: float, lambda_reg: float) -> Preset:
+    """The paper's vision experiment on a backbone."""
+    lr, names = 1e-5, [config.name for config in METHODS]
+    return Preset(
+        suite="clip8",
+        family="vision",
+        seed=0,
+        training=Training(steps=4000, lr=lr, optimizer="adam", schedule="cosine"),
+        lr=dict.fromkeys(names, lr),
+        lr_grid=(lr,),
+        methods={
+            "ft": Finetune(),
+            "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=1e-3, period=4, noise="uniform"),
+            "asam": Asam(rho=rho, adaptive=True),
+            "mergopt": Mergopt(b=b, k_max=8),
+            "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
+        },
+        mergers={
+            "wa": WeightAverage(),
+            "ta": TaskArithmetic(),
+            "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+            "dare": Dare(drop_prob=0.3),
+            "della": Della(drop_prob=0.1, window=0.14),
+        },
+        options={"model": model, "data": "yanggangu/SMAT-CLIP8", "dtype": "float32", "batch_size": 128},
+    )
+
+
+MINILM = Preset(
+    suite="short_text",
+    family="vision",  # classification under frozen heads by Adam and a cosine, as there
+    seed=51,
+    training=Training(steps=600, lr=2e-4, optimizer="adam", schedule="cosine"),
+    # none of these is tuned yet: docs/protocols/minilm.md
+    lr=dict.fromkeys([config.name for config in METHODS], 2e-4),
+    lr_grid=(1e-4, 2e-4, 4e-4),
+    methods={
+        "ft": Finetune(),
+        "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.005, period=4, noise="uniform"),
+        "asam": Asam(rho=0.25, adaptive=True),
+        "mergopt": Mergopt(b=1e-3, k_max=5),
+        "orthoreg": Orthoreg(lambda_reg=0.1, block_only=False),
+    },
+    mergers={
+        "wa": WeightAverage(),
+        "ta": TaskArithmetic(),
+        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+        "dare": Dare(drop_prob=0.3),
+        "della": Della(drop_prob=0.1, window=0.14),
+    },
+    options={
+        "model": "sentence-transformers/all-MiniLM-L6-v2",
+        "train_layers": 3,
+        "batch_size": 16,
+        "max_length": 64,
+        "dtype": "float32",
+    },
+)
+
 PRESETS: Mapping[str, Preset] = {
     "digits": DIGITS,
     "llama-3.2-1b": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03),
     "llama-3.2-1b-muon": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03, muon_lr=4e-4),
     "llama-3.1-8b": _llama("meta-llama/Llama-3.1-8B", rho=0.25, b=2.5e-4, lambda_reg=0.01),
+    "clip-vit-b32": _clip("openai/clip-vit-base-patch32", rho=0.25, b=2e-4, lambda_reg=0.1),
+    "clip-vit-l14": _clip("openai/clip-vit-large-patch14", rho=0.125, b=5e-5, lambda_reg=0.05),
+    "minilm": MINILM,
 }
 
 

@@ -1,11 +1,13 @@
 """Batches by random access: which examples a step sees is a function of the key and the step number."""
 
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .. import random
+from .. import random, tree
+from ..types import Batch, Micro
 
 
 def permutation(key: Tensor, size: int) -> Tensor:
@@ -42,3 +44,23 @@ def batch_indices(key: Tensor, size: int, batch_size: int, step: int) -> Tensor:
 @lru_cache(maxsize=32)  # an order costs as much as a fifth of a small training step
 def _epoch(key: tuple[int, int], size: int, epoch: int) -> Tensor:
     return permutation(random.fold_in(torch.tensor(key), f"epoch:{epoch}"), size)
+
+
+def split_rows(batch: Batch, parts: int) -> list[Micro]:
+    """A batch cut along the first dimension of its tensors into at most ``parts`` micro-batches of equal size.
+
+    Sizes differ by one at most where they must; the weight of a micro-batch is its number of rows.
+
+    Args: batch: a mapping, tuple or NamedTuple of tensors, or one tensor; parts: at least 1.
+    Raises: ValueError for tensors of different lengths.
+    """
+    leaves = {"": batch} if isinstance(batch, Tensor) else tree.flatten(batch)
+    lengths = {path: len(leaf) for path, leaf in leaves.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"the batch has tensors of lengths {lengths}: to be split they need the same rows")
+    rows = next(iter(lengths.values()))
+    bounds = [rows * part // parts for part in range(parts + 1)]
+    cuts = [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
+    if isinstance(batch, Tensor):
+        return [Micro(batch[cut], cut.stop - cut.start) for cut in cuts]
+    return [Micro(tree.tree_map(lambda leaf: leaf[cut], batch), cut.stop - cut.start) for cut in cuts]  # noqa: B023

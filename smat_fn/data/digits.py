@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import random, tree
 from ..evaluate.metrics import accuracy
 from ..models import FullLoss, tiny_vit
-from ..types import Batch
+from ..types import Batch, Micro
 from ..where import block_linear
 from .batching import batch_indices, permutation
 from .digits_base import CLASSES, Examples, base, embed
@@ -134,14 +134,29 @@ def load(*, seed: int, progress: bool | None = None, **options: Any) -> Suite:
         chosen = batch_indices(key, recipe.images_per_task, recipe.batch_size, step)
         return train[task].images[chosen], train[task].labels[chosen]
 
-    def score(params: dict[str, Tensor], task: str, split: str) -> float:
+    def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
+        return batch_indices(key, recipe.images_per_task, recipe.batch_size, step).tolist()
+
+    def dev_batches(task: str) -> list[Micro]:
+        check_member("digits task", task, tasks)
+        images, labels = data["dev"]
+        return [Micro((TASKS[task](images), labels), len(labels))]
+
+    def predictions(params: dict[str, Tensor], task: str, split: str) -> tuple[Tensor, Tensor]:
         check_member("digits task", task, tasks)
         check_member("split", split, ("dev", "test"))
         tree.check_same(theta0, "the base", params=params)
         images, labels = data[split]
         with torch.no_grad():
             _, logits = losses[task](params, (TASKS[task](images), labels))
-        return accuracy(logits.argmax(1), labels)
+        return logits.argmax(1), labels
+
+    def score(params: dict[str, Tensor], task: str, split: str) -> float:
+        return accuracy(*predictions(params, task, split))
+
+    def score_tensor(params: dict[str, Tensor], task: str, split: str) -> Tensor:
+        predicted, labels = predictions(params, task, split)
+        return 100 * (predicted == labels).sum().double() / len(labels)
 
     return Suite(
         "digits",
@@ -153,6 +168,9 @@ def load(*, seed: int, progress: bool | None = None, **options: Any) -> Suite:
         score,
         {"name": "digits", "seed": seed, **asdict(recipe)},
         seed,
+        score_tensor=score_tensor,
+        batch_rows=batch_rows,
+        dev_batches=dev_batches,
     )
 
 

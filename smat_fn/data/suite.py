@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ..types import Batch, LossFn, Params, Where
+from ..types import Batch, LossFn, Micro, Params, Where
 
 if TYPE_CHECKING:
     from .text import Cut
 
-SUITES = ("digits", "trace")
+SUITES = ("digits", "trace", "clip8", "short_text")
 
 
 class Suite(NamedTuple):
     """A base model, K tasks on it, and how to train and score them; a value, nothing in it changes.
 
-    Functions of a task raise ValueError for a name outside ``tasks``. Only the dev and test scores read those splits.
+    Functions of a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev and test.
     """
 
     name: str
@@ -32,8 +32,13 @@ class Suite(NamedTuple):
     seed: int  # of splits, base and heads, of sampled answers
     epoch_steps: Callable[[str], int] | None = None  # task -> batches of one epoch; checks all that the task needs
     repeats: Mapping[str, int] = MappingProxyType({})  # tasks whose score is the mean of several decodes: how many
-    score_once: Callable[[Params, str, str, int], float] | None = None  # (.., repeat): the score of one of them
+    score_once: Callable[..., float] | None = None  # (.., repeat, journal=None): of one decode, kept row by row
     cuts: Callable[[str], "Cut"] | None = None  # task -> what truncation does to its training rows
+    content: Callable[[str, str], str] | None = None  # (task, split) -> hash of what scores depend on beside the recipe
+    score_tensor: Callable[[Params, str, str], Tensor] | None = None  # ``score``, 0-d, by operations that vmap knows
+    split: Callable[[Batch, int], list[Micro]] | None = None  # (batch, parts) -> micro-batches; None: rows, equal parts
+    batch_rows: Callable[[str, Tensor, int], list[int]] | None = None  # as batch -> rows of the task's training split
+    dev_batches: Callable[[str], list[Micro]] | None = None  # task -> its dev split as batches of the loss
 
 
 def load_suite(name: str, *, seed: int, **options: Any) -> Suite:

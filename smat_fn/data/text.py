@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..models.causal_lm import IGNORED, NO_EOS, check_tokenizer
 from ..tree import raise_problems
-from .batching import batch_indices
+from ..types import Micro
+from .batching import batch_indices, split_rows
 
 MULTIPLE = 8
 Truncate: TypeAlias = Literal["right", "left", "prompt-middle"]
@@ -121,6 +122,21 @@ def batch(examples: Sequence[Example], key: Tensor, step: int, *, batch_size: in
     """The batch of one step: `batch_indices` of the run key, collated; a pure function of its arguments."""
     chosen = batch_indices(key, len(examples), batch_size, step)
     return collate([examples[i] for i in chosen.tolist()], pad)
+
+
+def split(batch: Mapping[str, Tensor], parts: int, *, multiple: int = MULTIPLE) -> list[Micro]:
+    """A batch of `collate` as at most ``parts`` micro-batches of rows, each filled up to its own longest alone.
+
+    The weight of a micro-batch is the number of tokens that its loss is the mean of, so that the weighted mean of the
+    losses is the mean over all tokens of the batch; a micro-batch without such a token is left out.
+    """
+    found = []
+    for micro, _ in split_rows(dict(batch), parts):
+        length = -(-int(micro["attention_mask"].sum(1).max()) // multiple) * multiple
+        tokens = int((micro["labels"][:, 1:] != IGNORED).sum())
+        if tokens:
+            found.append(Micro({name: rows[:, :length] for name, rows in micro.items()}, tokens))
+    return found
 
 
 def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Cut]:

@@ -7,67 +7,33 @@ answers. Tasks that are not TRACE's are decoded greedily and scored by the optio
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cache
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..evaluate import decoding
-from ..evaluate.decoding import Decoding, generator
-from ..evaluate.metrics import TRACE_METRICS, TextMetric, label_accuracy, numeric_accuracy, rouge_l
+from ..evaluate.decoding import generator, prompt_ids
+from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
+from ..evaluate.metrics import TRACE_METRICS
+from ..evaluate.records import Answer, Journal, content_key
 from ..models import causal_lm
-from ..types import Batch, Params
+from ..types import Batch, Micro, Params
 from . import text
-from .rows import SUFFIXES, TextRows, load_rows
+from .batching import batch_indices
+from .rows import TextRows, load_rows
+from .sources import absolute, pick_device, tasks_of
 from .suite import Suite, check_member
+from .trace_recipe import METRICS, TraceRecipe, settings_of
 
 TASKS = tuple(TRACE_METRICS)
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
-METRICS: Mapping[str, TextMetric] = MappingProxyType(
-    {"rouge-l": rouge_l, "label": label_accuracy, "number": numeric_accuracy}
-)
-
-
-@dataclass(frozen=True)
-class TraceRecipe:
-    """Everything but the seed that the suite depends on."""
-
-    model: str  # a folder, or a repository of the hub
-    data: str  # a folder of <task>/<split> files, or a dataset of the hub whose configs are the tasks
-    tasks: tuple[str, ...] | None = None  # None: those of the folder, of a hub dataset the seven
-    metric: str = "rouge-l"  # of tasks that are not TRACE's: a name of METRICS
-    max_length: int = 512  # tokens of a training row
-    truncate: text.Truncate = "right"
-    mask_prompt: bool = False  # no loss on the prompt
-    batch_size: int = 8
-    dtype: str = "float32"  # of parameters and computation
-    gradient_checkpointing: bool = False
-    max_new_tokens: int | None = None  # fewer than the task's, for quick runs; of other tasks: 100 where None
-    rows: int | None = None  # only the first rows of each split, for quick runs
-
-    def __post_init__(self) -> None:
-        counts = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
-        problems = [
-            f"{name} is {value!r}, must be an integer of at least {low}"
-            for name, low in counts.items()
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < low)
-        ]
-        problems += [
-            f"{name} is {value!r}, must be a {kind.__name__}"
-            for name, kind in {"model": str, "data": str, "mask_prompt": bool, "gradient_checkpointing": bool}.items()
-            if not isinstance(value := getattr(self, name), kind)
-        ]
-        for name, known in {"metric": tuple(METRICS), "truncate": get_args(text.Truncate)}.items():
-            if (value := getattr(self, name)) not in known:
-                problems.append(f"{name} {value!r} is unknown, choose one of {', '.join(map(repr, known))}")
-        tree.raise_problems([f"trace: {problem}" for problem in problems])
 
 
 def task_names(*, data: str | Path = "", tasks: tuple[str, ...] | None = None, **options: Any) -> tuple[str, ...]:
@@ -75,43 +41,44 @@ def task_names(*, data: str | Path = "", tasks: tuple[str, ...] | None = None, *
 
     Raises: ValueError for a folder without tasks, and for tasks named twice.
     """
-    if tasks is not None:
-        if not tasks or len(set(tasks)) < len(tasks):
-            raise ValueError(f"trace: tasks are {list(tasks)}: name at least one, each once")
-        return tuple(tasks)
-    if not data or not (folder := Path(data).expanduser()).is_dir():
-        return TASKS
-    names = {f"{split}{suffix}" for split in SPLITS.values() for suffix in SUFFIXES}
-    found = {child.name for child in folder.iterdir() if any((child / name).is_file() for name in names)}
-    if not found:
-        raise ValueError(f"{folder} holds no task: make folders <task> with train.json, dev.json and eval.json in it")
-    return (*(task for task in TASKS if task in found), *sorted(found.difference(TASKS)))
+    return tasks_of(data, tasks, known=TASKS, splits=tuple(SPLITS.values()))
 
 
-def load(*, seed: int, device: str | None = None, decode_batch: int = 16, **options: Any) -> Suite:
+def load(
+    *,
+    seed: int,
+    device: str | None = None,
+    decode_batch: int = 16,
+    engine: str | Engine = generator,
+    **options: Any,
+) -> Suite:
     """The suite of a model and rows. The base is all trainable leaves of the model, on its device.
 
     Batch: as `text.collate`. Score: the task's metric over the rows of the split, 0 to 100, the mean of its decodes
     where they are sampled; scoring other parameters swaps them in by reference.
 
     Args: seed: of sampled answers; device: of model and training, None: the first GPU, or the CPU; decode_batch: rows
-        decoded together, which changes speed, and texts by rounding alone; options: fields of `TraceRecipe`. Device
-        and decode_batch are not in the recipe.
+        decoded together, which changes speed, and texts by rounding alone; engine: what answers prompts, or its place
+        as "module:function"; options: fields of `TraceRecipe`. The others are not in the recipe.
     Raises: ValueError for unknown or bad options; that lists every split that is missing or malformed (of the hub's
         the first); for a model that cannot be loaded, or whose tokenizer does not fit. ``batch``, ``epoch_steps`` and
         ``cuts`` raise it for rows that do not fit the model.
     """
     known = [field.name for field in fields(TraceRecipe)]
     if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"trace has no options {unknown}: they are {[*known, 'device', 'decode_batch']}")
+        raise ValueError(f"trace has no options {unknown}: they are {[*known, 'device', 'decode_batch', 'engine']}")
     if lacking := [name for name in ("model", "data") if options.get(name) is None]:
         raise ValueError(f"trace needs {' and '.join(lacking)}: a folder, or a name on the hub")
     tasks = task_names(**options)
     recipe = TraceRecipe(
-        **{**options, "tasks": tasks, "model": _absolute(options["model"]), "data": _absolute(options["data"])}
+        **{**options, "tasks": tasks, "model": absolute(options["model"]), "data": absolute(options["data"])}
     )
-    place = _device(device)
+    place = pick_device(device)
     problems = [] if decode_batch >= 1 else [f"decode_batch is {decode_batch}, must be at least 1"]
+    try:
+        engine = find_engine(engine) if isinstance(engine, str) else engine
+    except ValueError as error:
+        problems.append(str(error))
     if Path(recipe.model).is_absolute() and not Path(recipe.model).is_dir():
         problems.append(f"there is no folder {recipe.model}: give a model's folder, or its name on the hub")
     rows: dict[tuple[str, str], TextRows] = {}
@@ -126,15 +93,8 @@ def load(*, seed: int, device: str | None = None, decode_batch: int = 16, **opti
     lm = causal_lm.load(
         recipe.model, dtype=recipe.dtype, device=place, gradient_checkpointing=recipe.gradient_checkpointing
     )
-    return _suite(recipe, tasks, rows, lm, seed, place, decode_batch)
-
-
-def settings_of(task: str, recipe: TraceRecipe) -> Decoding:
-    """How a task is decoded."""
-    if task not in decoding.TRACE:
-        return Decoding(recipe.max_new_tokens or 100)
-    given = decoding.TRACE[task]
-    return given._replace(max_new_tokens=min(given.max_new_tokens, recipe.max_new_tokens or given.max_new_tokens))
+    assert not isinstance(engine, str)
+    return _suite(recipe, tasks, rows, lm, seed, place, decode_batch, engine)
 
 
 def _suite(
@@ -145,6 +105,7 @@ def _suite(
     seed: int,
     device: torch.device,
     decode_batch: int,
+    engine: Engine,
 ) -> Suite:
     settings = {task: settings_of(task, recipe) for task in tasks}
     repeats = {task: s.repeats for task, s in settings.items() if s.repeats > 1}
@@ -154,11 +115,11 @@ def _suite(
     vocabulary, pad = module.get_input_embeddings().weight.shape[0], text.pad_id(lm.tokenizer)
 
     @cache  # tokenized when a task is first trained: merging and evaluation do not need it
-    def examples(task: str) -> list[text.Example]:
+    def examples(task: str, split: str = "train") -> list[text.Example]:
         try:
-            return text.encode(_pairs(rows[task, "train"]), lm.tokenizer, vocabulary=vocabulary, **options)
+            return text.encode(_pairs(rows[task, split]), lm.tokenizer, vocabulary=vocabulary, **options)
         except ValueError as error:
-            raise ValueError(f"training rows of {task}: {error}") from error
+            raise ValueError(f"{split.replace('train', 'training')} rows of {task}: {error}") from error
 
     @cache
     def epoch_steps(task: str) -> int:
@@ -183,19 +144,59 @@ def _suite(
         check_member("trace task", task, tasks)
         return text.batch(examples(task), key, step, batch_size=recipe.batch_size, pad=pad)
 
+    def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
+        return batch_indices(key, len(examples(task)), recipe.batch_size, step).tolist()
+
+    def dev_batches(task: str) -> list[Micro]:
+        check_member("trace task", task, tasks)
+        found, size = examples(task, "dev"), recipe.batch_size
+        return [m for i in range(0, len(found), size) for m in text.split(text.collate(found[i : i + size], pad), 1)]
+
     def loss_fn(task: str) -> causal_lm.ModuleLoss:
         check_member("trace task", task, tasks)
         return lm.loss_fn
 
-    def score_once(params: Params, task: str, split: str, repeat: int) -> float:
+    @cache
+    def tokens(task: str, split: str) -> list[list[int]]:
+        return prompt_ids(rows[task, split].prompts, lm.tokenizer)
+
+    @cache
+    def content(task: str, split: str) -> str:
+        backend = getattr(lm.tokenizer, "backend_tokenizer", None)
+        facts = {
+            "rows": rows[task, split],
+            "tokens": tokens(task, split),
+            "tokenizer": backend.to_str() if backend else sorted(lm.tokenizer.get_vocab().items()),
+            "model": [str(getattr(module, name, None)) for name in ("config", "generation_config")],
+            "decoding": [*settings[task], seed, device.type],
+            "engine": engine_name(engine),
+            "transformers": metadata.version("transformers"),
+        }
+        return content_key(facts)
+
+    def score_once(params: Params, task: str, split: str, repeat: int, journal: Journal | None = None) -> float:
         check_member("trace task", task, tasks)
         check_member("split", split, ("dev", "test"))
         tree.check_same(lm.params, "the base", params=params)
         here = {name: leaf.to(device) for name, leaf in params.items()}
-        generate = generator(lm.loss_fn, lm.tokenizer, here, batch_size=decode_batch)
         prompts, answers = rows[task, split]
-        metric = TRACE_METRICS.get(task, METRICS[recipe.metric])
-        return metric(generate(prompts, settings[task], seed, repeat=repeat), answers, prompts)
+
+        def keep(new: Mapping[int, str], done: int, total: int) -> None:
+            if journal is not None:
+                journal.add([Answer(row, text, answers[row]) for row, text in new.items()], done, total)
+
+        texts = in_batches(
+            engine(lm.loss_fn, lm.tokenizer, here, batch_size=decode_batch),
+            prompts,
+            settings[task],
+            seed,
+            repeat=repeat,
+            lengths=list(map(len, tokens(task, split))),
+            batch_size=decode_batch,
+            known={} if journal is None else journal.known,
+            on_batch=keep,
+        )
+        return TRACE_METRICS.get(task, METRICS[recipe.metric])(texts, answers, prompts)
 
     def score(params: Params, task: str, split: str) -> float:
         return fmean(score_once(params, task, split, r) for r in range(repeats.get(task, 1)))
@@ -206,7 +207,23 @@ def _suite(
 
     facts = {"name": "trace", "seed": seed, **asdict(recipe), "tasks": list(tasks)}
     return Suite(
-        "trace", tasks, lm.params, lm.where, loss_fn, batch, score, facts, seed, epoch_steps, repeats, score_once, cuts
+        "trace",
+        tasks,
+        lm.params,
+        lm.where,
+        loss_fn,
+        batch,
+        score,
+        facts,
+        seed,
+        epoch_steps,
+        repeats,
+        score_once,
+        cuts,
+        content=content,
+        split=text.split,
+        batch_rows=batch_rows,
+        dev_batches=dev_batches,
     )
 
 
@@ -219,19 +236,3 @@ def _texts(recipe: TraceRecipe, task: str, split: str) -> TextRows:
 
 def _pairs(rows: TextRows) -> list[tuple[str, str]]:
     return list(zip(*rows, strict=True))
-
-
-def _absolute(source: str | Path) -> str:
-    """A folder by its absolute path, also one that is not there but can be no name on the hub."""
-    path, name = Path(source).expanduser(), str(source)
-    return str(path.resolve()) if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 else name
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is unknown: cpu, cuda, or cuda:1") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: there is no GPU here, or torch cannot use it")
-    return device

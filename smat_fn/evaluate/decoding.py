@@ -1,4 +1,4 @@
-"""Answers of a causal language model: greedy or sampled, row by row the same in whatever batch.
+"""Answers of a language model, causal or encoder-decoder: greedy or sampled, row by row the same in whatever batch.
 
 The token of row i in repeat r at position t maximises ``logits / temperature + g``, g standard Gumbel numbers that
 depend on (seed, r, i, t) alone: a sample of the softmax (Gumbel-max), and models that are close give close texts.
@@ -7,7 +7,7 @@ depend on (seed, r, i, t) alone: a sample of the softmax (Gumbel-max), and model
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from .. import random
 from ..grad import ModuleLoss
 from ..tree import raise_problems
-
-
-class Decoding(NamedTuple):
-    """How to decode; ``repeats`` is for the caller, who averages the scores of that many decodes."""
-
-    max_new_tokens: int
-    temperature: float = 0.0  # 0: greedy
-    repeats: int = 1  # greedy repeats would be equal
-
+from .engine import Decoding, Generate, root_key
 
 TRACE = {
     "C-STANCE": Decoding(20),
@@ -34,12 +26,6 @@ TRACE = {
     "NumGLUE-ds": Decoding(20),
     "20Minuten": Decoding(150, 0.7, 3),
 }
-
-
-class Generate(Protocol):
-    """One answer per prompt, in order, without the prompt and outer whitespace."""
-
-    def __call__(self, prompts: Sequence[str], settings: Decoding, seed: int, *, repeat: int = 0) -> list[str]: ...
 
 
 Progress = Callable[[int, int], None]  # (rows done, rows)
@@ -53,13 +39,14 @@ def generator(
     batch_size: int = 16,
     progress: Progress | None = None,
 ) -> Generate:
-    """`Generate` with given weights: rows of similar length together, padded on the left, with a key-value cache.
+    """`Generate` with given weights: rows of similar length together, with a key-value cache.
 
     The weights stand in the module by reference while it decodes, and its own are back afterwards, exceptions
     included: the next set of weights costs nothing but another call. A row ends at EOS: the tokenizer's, or one of the
     model's generation config. Other settings of that config (top_p and so on) are not used.
 
-    Args: model: of a causal language model of ``transformers``; params: its flat parameters, on its device.
+    Args: model: of a causal language model or an encoder-decoder of ``transformers``; params: its flat parameters, on
+        its device.
     Raises: ValueError for a batch size below 1; when called, for bad settings, and for prompts that hold no token,
         have tokens without a row in the embedding, or are too long for the model's positions.
     """
@@ -68,18 +55,22 @@ def generator(
     module: Any = model.module
     stops = _stops(module, tokenizer)
 
-    def generate(prompts: Sequence[str], settings: Decoding, seed: int, *, repeat: int = 0) -> list[str]:
+    def generate(
+        prompts: Sequence[str], settings: Decoding, seed: int, *, repeat: int = 0, rows: Sequence[int] | None = None
+    ) -> list[str]:
         _check_settings(settings, repeat)
-        ids = _encode(prompts, tokenizer, module, settings.max_new_tokens)
+        numbers = range(len(prompts)) if rows is None else rows
+        ids = _encode(prompts, tokenizer, module, settings.max_new_tokens, numbers)
         # batches of one length waste no step
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        root = random.fold_in(random.fold_in(random.key(seed), "decode"), repeat)
+        root = root_key(seed, repeat)
         texts = [""] * len(ids)
 
         def run(lm: nn.Module) -> None:
             for first in range(0, len(order), batch_size):
                 chosen = order[first : first + batch_size]
-                keys = random.fold_in(root, torch.tensor(chosen)) if settings.temperature else None
+                own = torch.tensor([numbers[i] for i in chosen])
+                keys = random.fold_in(root, own) if settings.temperature else None
                 new = _decode(lm, [ids[i] for i in chosen], settings, keys, stops)
                 for i, tokens in zip(chosen, new, strict=True):
                     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -92,6 +83,18 @@ def generator(
         return texts
 
     return generate
+
+
+def prompt_ids(prompts: Sequence[str], tokenizer: Any, *, closed: bool = False) -> list[list[int]]:
+    """Tokens of prompts with special tokens; ``closed``: as the tokenizer leaves them, else no EOS at the end."""
+    if not prompts:
+        return []
+    options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
+    ids = [list(row) for row in tokenizer(list(prompts), **options)["input_ids"]]
+    if closed:
+        return ids
+    # a tokenizer that closes texts by itself would close the prompt
+    return [row[:-1] if row and row[-1] == tokenizer.eos_token_id else row for row in ids]
 
 
 def sample(logits: Tensor, keys: Tensor, position: int, temperature: float) -> Tensor:
@@ -113,30 +116,71 @@ def _decode(
 ) -> list[list[int]]:
     device = next(module.parameters()).device
     keys = None if keys is None else keys.to(device)
-    width = max(map(len, rows))
-    # any token will do where attention is 0, and where a row has ended
-    filler = rows[0][0]
-    ids = torch.tensor([[filler] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    accepted = signature(module.forward).parameters
+    step = (_answering if _is_pair(module) else _continuing)(module, rows, device)
     stop = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     new: list[Tensor] = []
-    cache = None
     for position in range(settings.max_new_tokens):
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in accepted}
-        out = module(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-        logits, cache = out.logits[:, -1], out.past_key_values
+        logits = step(new[-1] if new else None)
         token = logits.argmax(1) if keys is None else sample(logits, keys, position, settings.temperature)
         new.append(token)
         ended = ended | torch.isin(token, stop)
         if bool(ended.all()):
             break
-        ids, positions = token[:, None], positions[:, -1:] + 1
-        mask = torch.cat((mask, mask.new_ones(len(rows), 1)), 1)
     return [_until(stops, row) for row in torch.stack(new, 1).tolist()]
+
+
+Step = Callable[[Tensor | None], Tensor]  # the last tokens (B,), None: none yet -> logits of the next ones (B, V)
+
+
+def _continuing(module: nn.Module, rows: Sequence[Sequence[int]], device: torch.device) -> Step:
+    """A causal model: the prompt on the left of its answer."""
+    ids, mask = (tensor.flip(1) for tensor in _padded([row[::-1] for row in rows], device))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    accepted = signature(module.forward).parameters
+    cache = None
+
+    def step(token: Tensor | None) -> Tensor:
+        nonlocal ids, mask, positions, cache
+        if token is not None:
+            ids, positions = token[:, None], positions[:, -1:] + 1
+            mask = torch.cat((mask, mask.new_ones(len(rows), 1)), 1)
+        options = {"position_ids": positions, "logits_to_keep": 1}
+        options = {name: value for name, value in options.items() if name in accepted}
+        out = module(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        cache = out.past_key_values
+        return out.logits[:, -1]
+
+    return step
+
+
+def _answering(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> Step:
+    """An encoder-decoder: the prompt in the encoder, read once, the answer in the decoder."""
+    ids, mask = _padded(rows, device)
+    encoded = module.get_encoder()(input_ids=ids, attention_mask=mask)
+    start = torch.full((len(rows),), module.config.decoder_start_token_id, device=device)
+    cache = None
+
+    def step(token: Tensor | None) -> Tensor:
+        nonlocal cache
+        last = start if token is None else token
+        options = {"past_key_values": cache, "use_cache": True}
+        out = module(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=last[:, None], **options)
+        cache = out.past_key_values
+        return out.logits[:, -1]
+
+    return step
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows filled up on the right, and where they are real; any token will do where attention is 0."""
+    width, filler = max(map(len, rows)), rows[0][0]
+    ids = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], device=device)
+    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def _is_pair(module: Any) -> bool:
+    return bool(getattr(module.config, "is_encoder_decoder", False))
 
 
 def _until(stops: frozenset[int], tokens: Sequence[int]) -> list[int]:
@@ -173,22 +217,20 @@ def _check_settings(settings: Decoding, repeat: int) -> None:
     raise_problems(problems)
 
 
-def _encode(prompts: Sequence[str], tokenizer: Any, module: Any, max_new_tokens: int) -> list[list[int]]:
-    if not prompts:
-        return []
-    options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
-    ids = [list(row) for row in tokenizer(list(prompts), **options)["input_ids"]]
-    # a tokenizer that closes texts by itself would close the prompt
-    ids = [row[:-1] if row and row[-1] == tokenizer.eos_token_id else row for row in ids]
+def _encode(
+    prompts: Sequence[str], tokenizer: Any, module: Any, max_new_tokens: int, numbers: Sequence[int]
+) -> list[list[int]]:
+    pair = _is_pair(module)
+    ids = prompt_ids(prompts, tokenizer, closed=pair)  # what an encoder reads is closed
     vocabulary = module.get_input_embeddings().weight.shape[0]
     limit = getattr(module.config, "max_position_embeddings", None) or float("inf")
     problems = []
-    for index, row in enumerate(ids):
+    for index, row in zip(numbers, ids, strict=True):
         if not row:
             problems.append(f"prompt {index} holds no token")
         elif max(row) >= vocabulary:
             problems.append(f"prompt {index} has token {max(row)}, the embedding has {vocabulary} rows")
-        elif len(row) + max_new_tokens > limit:
+        elif (max(len(row), max_new_tokens) if pair else len(row) + max_new_tokens) > limit:
             problems.append(
                 f"prompt {index} has {len(row)} tokens, with {max_new_tokens} new ones more than the model's {limit}"
             )

@@ -1,34 +1,40 @@
-"""Figures of the main table."""
+"""Figures: the main table as bars, paired differences, curves over the noise."""
 
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from .tables import COLUMNS, MainTable
+from .statistics import Estimate
+from .tables import COLUMNS, Cell, MainTable
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
 SPARE = ("#56B4E9", "#D55E00", "#F0E442", "#FFFFFF", "#000000")
 
 
-def main_plot(table: MainTable, path: str | Path, *, title: str = "") -> None:
+def drawable(table: MainTable) -> bool:
+    """Whether `main_plot` has a line to draw and a colour for each."""
+    return len(table.cells) > 0 and sum(not _colour(method) for method in table.cells) <= len(SPARE)
+
+
+def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "") -> None:
     """Bars of experts, the five mergers and their mean, methods beside each other: a PNG of 1800 x 900 pixels.
 
     Every bar carries its number, the mean over seeds; whiskers are one standard deviation. The axis is 0 to 100.
     Raises: ValueError for an empty table and for more than five methods that have no colour of their own in `COLOURS`.
     """
-    others = [method for method in table.cells if method.lower() not in COLOURS]
-    if not table.cells or len(others) > len(SPARE):
+    others = [method for method in table.cells if not _colour(method)]
+    if not drawable(table):
         raise ValueError(
             f"cannot draw methods {list(table.cells)}: give at least one, at most {len(SPARE)} of {others}"
         )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
 
-    colours = COLOURS | dict(zip(map(str.lower, others), SPARE, strict=False))
-    figure = Figure(figsize=(9, 4.5), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    spare = dict(zip(others, SPARE, strict=False))
+    figure = _figure(9, 4.5)
     axes = figure.add_subplot()
     count = len(table.cells)
     width = 0.86 / count
@@ -36,7 +42,15 @@ def main_plot(table: MainTable, path: str | Path, *, title: str = "") -> None:
         x = np.array([COLUMNS.index(column) for column in line]) + (index - (count - 1) / 2) * width
         means = [cell.mean for cell in line.values()]
         errors = [cell.sd or 0.0 for cell in line.values()]
-        axes.bar(x, means, 0.92 * width, label=method, color=colours[method.lower()], edgecolor="black", linewidth=0.5)
+        axes.bar(
+            x,
+            means,
+            0.92 * width,
+            label=method,
+            color=_colour(method) or spare[method],
+            edgecolor="black",
+            linewidth=0.5,
+        )
         if any(errors):
             axes.errorbar(x, means, errors, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
         for place, mean, error in zip(x, means, errors, strict=True):
@@ -65,3 +79,91 @@ def main_plot(table: MainTable, path: str | Path, *, title: str = "") -> None:
     axes.legend(ncols=count, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderaxespad=0.2)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path, metadata={"Software": None})
+
+
+def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
+    """Differences per seed as dots, their mean and 95 % interval as a bar.
+
+    Args: differences: by name of a block, then by name of a line.
+    Returns: a PNG; the axis is points, zero is marked.
+    Raises: ValueError for nothing to draw.
+    """
+    lines = [(name, got) for block in differences.values() for name, got in block.items()]
+    if not lines:
+        raise ValueError("no differences to draw: give at least one")
+    # a line of room above each block for its name
+    places, top = [], 0.0
+    blocks = {}
+    for name, block in differences.items():
+        blocks[name] = top
+        places += [top + 1 + i for i in range(len(block))]
+        top += len(block) + 1.4
+    figure = _figure(6.4, 0.8 + 0.24 * top)
+    axes = figure.add_subplot()
+    axes.axvline(0, color="0.35", linewidth=1)
+    for (_, got), y in zip(lines, places, strict=True):
+        colour = "#0072B2" if got.settled else "0.45"
+        if got.interval:
+            axes.plot(got.interval, (y, y), color=colour, linewidth=2, solid_capstyle="butt")
+            axes.plot([got.mean], [y], marker="|", markersize=11, markeredgewidth=2, color=colour)
+        axes.plot(
+            got.values, [y] * len(got.values), "o", markersize=4, color=colour, markeredgecolor="white", alpha=0.85
+        )
+    for name, y in blocks.items():
+        axes.annotate(name, (0, y), (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      fontsize=9, fontweight="bold", va="center", ha="right")  # fmt: skip
+    axes.set_yticks(places, [name for name, _ in lines], fontsize=8)
+    axes.set_ylim(top - 0.6, -0.8)
+    axes.set_xlabel("difference in points; dots: seeds, bars: 95 % intervals (blue: zero is outside)", fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="0.9", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return _png(figure)
+
+
+def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[str, Cell] | None = None) -> bytes:
+    """Mean ± sd over the RMS of the noise, a line per family; the reference without noise as a level.
+
+    Returns: a PNG; the horizontal axis is logarithmic.
+    """
+    figure = _figure(6.4, 3.6)
+    axes = figure.add_subplot()
+    styles = {"uniform": ("#0072B2", "o"), "gaussian": ("#D55E00", "s"), "laplace": ("#009E73", "^")}
+    for family, points in curves.items():
+        colour, marker = styles.get(family, ("#CC79A7", "D"))
+        means, errors = [cell.mean for cell in points.values()], [cell.sd or 0.0 for cell in points.values()]
+        axes.errorbar(list(points), means, errors, color=colour, marker=marker, markersize=5, capsize=2.5, label=family)
+    if reference:
+        name, cell = reference
+        axes.axhline(cell.mean, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=name)
+    axes.set_xscale("log")
+    sigmas = sorted({sigma for points in curves.values() for sigma in points})
+    axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
+    axes.minorticks_off()
+    axes.set_xlabel("RMS of the noise, in units of the weights", fontsize=9)
+    axes.set_ylabel("mean of five mergers", fontsize=9)
+    axes.grid(color="0.9", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    return _png(figure)
+
+
+def _colour(method: str) -> str | None:
+    return COLOURS.get(method.lower().removesuffix(" (muon)"))
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, metadata={"Software": None})
+    return file.getvalue()

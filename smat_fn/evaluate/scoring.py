@@ -1,15 +1,135 @@
-"""Scores of models held in memory."""
+"""Scores of models held in memory, each computed once."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from statistics import fmean
+from time import perf_counter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import __version__, checkpoint
 from ..types import Params
+from .records import Answer, Journal, Kept, Records, content_key
 from .results import Result
 
 if TYPE_CHECKING:
     from ..data.suite import Suite
 
 EXPERT = "expert:"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Cost(NamedTuple):
+    """What a `Scorer` has done."""
+
+    scores: int = 0  # of one task and decode each
+    kept: int = 0  # of them, found in the records
+    seconds: float = 0.0  # of scoring the others
+    saved: float = 0.0  # seconds that the kept ones had taken
+
+
+class Scorer:
+    """Scores of a suite's models, kept by content: what a score depends on is in its key, so that nothing is mixed.
+
+    The key holds the recipe and content of the suite, the versions of smat_fn and torch, ``about``, the model's facts,
+    task, split and repeat; not the number of threads and of rows that are decoded together, which change scores by
+    rounding alone.
+
+    Args: records: of scores, None: in memory; about: JSON values of the base, and of whatever else all models share;
+        answers: keep decoded rows too; bar: of tqdm, counts scores.
+    """
+
+    def __init__(
+        self,
+        suite: "Suite",
+        records: Records | None = None,
+        *,
+        about: Mapping[str, Any] = NOTHING,
+        answers: bool = False,
+        bar: Any = None,
+    ) -> None:
+        self.suite, self.cost = suite, Cost()
+        self._records = Records() if records is None else records
+        self._answers, self._bar = answers, bar
+        versions = {"smat_fn": __version__, "torch": metadata.version("torch")}
+        self._facts = {"suite": dict(suite.recipe), "versions": versions, "about": dict(about)}
+
+    def expect(self, scores: int) -> None:
+        """Tell the bar that so many scores are to come."""
+        if self._bar is not None:
+            self._bar.total = (self._bar.total or 0) + scores
+
+    def once(
+        self,
+        build: Callable[[], Params],
+        task: str,
+        split: str,
+        repeat: int = 0,
+        *,
+        model: Mapping[str, Any],
+        name: str,
+    ) -> float:
+        """The score of one decode; ``build`` makes the parameters, and is not called for a score that is kept.
+
+        Args: model: JSON values that the parameters are a function of; name: of the model, for readers.
+        Raises: ValueError for a score that is not from 0 to 100.
+        """
+        facts = {"model": dict(model), "task": task, "split": split, "repeat": repeat}
+        content = self.suite.content(task, split) if self.suite.content is not None else None
+        key = content_key({**self._facts, **facts, "content": content})
+        kept, cost = self._records.score(key), self.cost
+        if kept is not None:
+            self.cost = Cost(cost.scores + 1, cost.kept + 1, cost.seconds, cost.saved + kept.seconds)
+            self.expect(-1)  # the time left is that of the others
+            return kept.score
+        params, about = build(), {"name": name, **facts}
+        started = perf_counter()
+        kept = Kept(self._score(params, task, split, repeat, key, about), perf_counter() - started)
+        if not 0 <= kept.score <= 100:
+            raise ValueError(
+                f"the score of {name} on {task} ({split}) is {kept.score}, no number from 0 to 100: "
+                f"look at the metric of suite {self.suite.name!r}"
+            )
+        self.cost = Cost(cost.scores + 1, cost.kept, cost.seconds + kept.seconds, cost.saved)
+        self._records.add_score(key, kept, about)
+        return kept.score
+
+    def score(
+        self, build: Callable[[], Params], task: str, split: str, *, model: Mapping[str, Any], name: str
+    ) -> float:
+        """The mean score over the decodes of the task."""
+        repeats = range(self.suite.repeats.get(task, 1))
+        return fmean(self.once(build, task, split, repeat, model=model, name=name) for repeat in repeats)
+
+    def _score(self, params: Params, task: str, split: str, repeat: int, key: str, about: Mapping[str, Any]) -> float:
+        done = 0.0
+
+        def advance(share: float) -> None:
+            nonlocal done
+            if self._bar is not None:
+                self._bar.update(share - done)
+            done = share
+
+        def add(answers: Sequence[Answer], rows_done: int, rows: int) -> None:
+            self._records.add_answers(key, answers, about)
+            advance(rows_done / rows)
+
+        if self.suite.score_once is None:
+            value = self.suite.score(params, task, split)
+        elif self._answers:
+            value = self.suite.score_once(params, task, split, repeat, Journal(self._records.answers(key), add))
+        else:
+            value = self.suite.score_once(params, task, split, repeat)
+        advance(1.0)
+        return float(value)
+
+
+def score_bar(total: int | None = None) -> Any:
+    """A bar of tqdm over scores with the time that is left; silent where stderr is no terminal."""
+    from tqdm import tqdm
+
+    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f} of {total} [{elapsed}<{remaining}]"
+    return tqdm(total=total, desc="scores", disable=None, leave=False, delay=1, bar_format=form)
 
 
 def score_models(
@@ -20,18 +140,22 @@ def score_models(
     method: str,
     seed: int,
     coefs: Mapping[str, float] | None = None,
+    scorer: Scorer | None = None,
 ) -> list[Result]:
     """One row per model and task: an expert on its own task, any other model on every task of the suite.
 
     Args: models: parameters by name, an expert's is "expert:<task>"; split: "dev" or "test"; method, seed: of the
-        training; coefs: gamma by model name, for merged models that have one.
-    Raises: ValueError for an expert of no task of the suite.
+        training; coefs: gamma by model name, for merged models that have one; scorer: of this suite's scores.
+    Raises: ValueError for an expert of no task of the suite, and for a score that is not from 0 to 100.
     """
     strangers = [m for m in models if m.startswith(EXPERT) and m.removeprefix(EXPERT) not in suite.tasks]
     if strangers:
         raise ValueError(f"models {strangers} are experts of no task of suite {suite.name!r}, which has {suite.tasks}")
-    return [
-        Result(method, model, task, split, suite.score(params, task, split), seed, (coefs or {}).get(model))
-        for model, params in models.items()
-        for task in ([model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks)
-    ]
+    scorer = Scorer(suite) if scorer is None else scorer
+    rows = []
+    for model, params in models.items():
+        facts, name = {"fingerprint": checkpoint.fingerprint(params)}, f"{method} {model}, seed {seed}"
+        for task in [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks:
+            score = scorer.score(lambda params=params: params, task, split, model=facts, name=name)  # type: ignore[misc]
+            rows.append(Result(method, model, task, split, score, seed, (coefs or {}).get(model)))
+    return rows

@@ -1,6 +1,6 @@
 """The main table: one line per method, experts and mergers side by side."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,6 +47,11 @@ class MainTable(NamedTuple):
     cells: dict[str, dict[str, Cell]]
 
 
+def cell_of(by_seed: Mapping[int, float]) -> Cell:
+    """A cell from scores by seed, whatever their order."""
+    return Cell({seed: by_seed[seed] for seed in sorted(by_seed)})
+
+
 def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence[str] | None = None) -> MainTable:
     """Means over tasks of the rows of one split, per method and seed.
 
@@ -74,7 +79,7 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
         mine = {column: scores[method, column] for column in COLUMNS if (method, column) in scores}
         problems += _gaps(method, split, mine)
         cells[method] = {
-            column: Cell({seed: float(np.mean(list(by_seed[seed].values()))) for seed in sorted(by_seed)})
+            column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})
             for column, by_seed in mine.items()
         }
     if problems:
@@ -82,7 +87,7 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
     for line in cells.values():
         if all(merger in line for merger in MERGERS):
             five = [line[merger] for merger in MERGERS]
-            line["Avg"] = Cell({s: float(np.mean([cell.by_seed[s] for cell in five])) for s in five[0].by_seed})
+            line["Avg"] = cell_of({s: float(np.mean([cell.by_seed[s] for cell in five])) for s in five[0].by_seed})
     return MainTable(split, cells)
 
 

@@ -1,5 +1,6 @@
 """What every method does around its gradient: micro-batches, clipping, the optimizer, donation."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -11,7 +12,7 @@ from .. import tree
 from ..optim.chain import check_max_norm
 from ..simulation.apply import finish
 from ..simulation.draws import Draw
-from ..types import Aux, Batch, Engine, Optimizer, Params, Where
+from ..types import Aux, Batch, Engine, Micro, Optimizer, Params, Where
 
 
 class State(NamedTuple):
@@ -41,24 +42,43 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:
-    """(loss, aux, grads), averaged with equal weights over a list of micro-batches; aux is then the list of theirs.
+    """(loss, aux, grads), averaged over a list of micro-batches; aux is then the list of theirs.
 
-    Sums run in float32 (float64 for float64 leaves) and are rounded once to the gradient's dtype.
+    ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`, or equal ones. With the number of examples or tokens of
+    each micro-batch as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves)
+    and are rounded once to the gradient's dtype.
     """
     if not isinstance(batch, list):
         (loss, aux), grads = gradient(params, batch)
         return loss, aux, grads
-    if not batch:
+    parts = [part if isinstance(part, Micro) else Micro(part, 1.0) for part in batch]
+    if not parts:
         raise ValueError("the list of micro-batches is empty: give one batch, or at least one micro-batch")
-    total, losses, auxes = None, [], []
-    for micro in batch:
+    if bad := [part.weight for part in parts if not (math.isfinite(part.weight) and part.weight > 0)]:
+        raise ValueError(f"weights of micro-batches are {bad}: must be positive, leave out what weighs nothing")
+    even = len({part.weight for part in parts}) == 1
+    weights = [1.0 if even else part.weight for part in parts]
+    total: dict[str, Tensor] = {}
+    losses, auxes = [], []
+    for (micro, _), weight in zip(parts, weights, strict=True):
         (loss, aux), grads = gradient(params, micro)
         losses.append(loss)
         auxes.append(aux)
-        wide = tree.tree_map(lambda g: g.to(tree.compute_dtype(g)), grads)
-        total = wide if total is None else tree.tree_map(torch.add, total, wide)
-    mean = tree.tree_map(lambda s, g: (s / len(batch)).to(g.dtype), total, grads)
-    return torch.stack(losses).mean(), auxes, mean
+        dtypes = {path: g.dtype for path, g in tree.flatten(grads).items()}
+        total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
+        del grads  # not to be there beside those of the next micro-batch
+    mean = tree.unflatten(params, {path: s.div_(sum(weights)).to(dtypes[path]) for path, s in total.items()})
+    if even:
+        return torch.stack(losses).mean(), auxes, mean
+    terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
+    return functools.reduce(torch.add, terms) / sum(weights), auxes, mean
+
+
+def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
+    """``total + weight * grad`` in place; without a total, a new one."""
+    wide = grad.to(tree.compute_dtype(grad), copy=total is None)
+    wide = wide if weight == 1 else wide * weight
+    return wide if total is None else total.add_(wide)
 
 
 def apply(

@@ -22,6 +22,7 @@ from . import weight_average as _weight_average
 from . import weighted_average as _weighted_average
 from . import wise_ft as _wise_ft
 from ._common import apply_vector, task_vector
+from ._configured import BASELESS, RANDOM, merge_by, vector_by
 from ._inputs import Experts
 from .breadcrumbs import breadcrumbs, breadcrumbs_vector
 from .coefs import Rules, apply_rules, coef_of, coefs_of
@@ -40,6 +41,7 @@ from .select import (
     select_coef,
 )
 from .slerp import slerp
+from .stream import extract_lora
 from .task_arithmetic import task_arithmetic, task_arithmetic_vector
 from .ties import ties, ties_density, ties_vector
 from .tsv_merge import tsv_merge, tsv_merge_vector
@@ -67,11 +69,13 @@ MORE_MERGERS: Mapping[str, ModuleType] = {
 }
 
 __all__ = [
+    "BASELESS",
     "CALIBRATION_COEFS",
     "COEFS",
     "DROP_PROBS",
     "MERGERS",
     "MORE_MERGERS",
+    "RANDOM",
     "TIES_KEEPS",
     "Experts",
     "Rules",
@@ -89,8 +93,10 @@ __all__ = [
     "dare_vector",
     "della",
     "della_vector",
+    "extract_lora",
     "magmax",
     "magmax_vector",
+    "merge_by",
     "model_stock",
     "model_stock_ratios",
     "model_stock_vector",
@@ -104,6 +110,7 @@ __all__ = [
     "ties_vector",
     "tsv_merge",
     "tsv_merge_vector",
+    "vector_by",
     "weight_average",
     "weighted_average",
     "wise_ft",

@@ -41,7 +41,7 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
     start = _flat("base", base, found)
     flat = _flat_experts(experts, found)
     if start is not None:
-        found += _fit_problems(start, "base", flat)
+        found += fit_problems(start, "base", flat)
     tree.raise_problems(found)
     assert start is not None
     return start, flat
@@ -54,7 +54,7 @@ def check_alone(experts: Experts) -> dict[str, Leaves]:
     if flat:
         first, *rest = flat
         start, start_name = flat[first], f"expert {first!r}"
-        found += _fit_problems(start, start_name, {name: flat[name] for name in rest})
+        found += fit_problems(start, start_name, {name: flat[name] for name in rest})
         found += [p for name in rest for p in _value_problems(start, start_name, flat[name], f"expert {name!r}")]
     tree.raise_problems(found)
     return flat
@@ -94,7 +94,8 @@ def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:
     return {name: leaves for name, leaves in flat.items() if leaves is not None}
 
 
-def _fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> list[str]:
+def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> list[str]:
+    """Leaves of experts that differ from ``start`` in name, shape or kind, in words."""
     others = {f"expert {name!r}": leaves for name, leaves in flat.items()}
     problems = problems_of(lambda: tree.check_same(start, start_name, **others))
     for name, leaves in others.items():
@@ -105,7 +106,7 @@ def _fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) ->
 def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
     """Leaves that are floating-point in one tree and not in the other, in words."""
     return [
-        f"leaf {path!r} is {_short(leaves[path])} in {name} but {_short(leaf)} in {start_name}: cast one of them"
+        f"leaf {path!r} is {short(leaves[path])} in {name} but {short(leaf)} in {start_name}: cast one of them"
         for path, leaf in start.items()
         if path in leaves and leaves[path].is_floating_point() != leaf.is_floating_point()
     ]
@@ -119,23 +120,24 @@ def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -
             continue
         if other.dtype != leaf.dtype:
             problems.append(
-                f"leaf {path!r} is {_short(other)} in {name} but {_short(leaf)} in {start_name}: cast one of them"
+                f"leaf {path!r} is {short(other)} in {name} but {short(leaf)} in {start_name}: cast one of them"
             )
         elif (
             not leaf.is_floating_point() and other.shape == leaf.shape and not torch.equal(other.to(leaf.device), leaf)
         ):
             problems.append(
-                f"leaf {path!r} ({_short(leaf)}) differs between {start_name} and {name}: only floating-point leaves "
+                f"leaf {path!r} ({short(leaf)}) differs between {start_name} and {name}: only floating-point leaves "
                 "are averaged, make it equal"
             )
     return problems
 
 
-def _short(leaf: Tensor) -> str:
+def short(leaf: Tensor) -> str:
+    """The dtype of a leaf, "float32"."""
     return str(leaf.dtype).removeprefix("torch.")
 
 
-def problems_of(step: Callable[[], None]) -> list[str]:
+def problems_of(step: Callable[[], object]) -> list[str]:
     """The text of the ValueError that ``step`` raises, or nothing."""
     try:
         step()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ._common import delta_of
 from ._inputs import Experts, Leaves
 
 T = TypeVar("T")
@@ -51,19 +52,26 @@ def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[flo
     dtype = tree.compute_dtype(*leaves, *others)
     flat = [leaf.reshape(-1) for leaf in leaves]
     origin = None if start is None else start.reshape(-1)
-    total = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=first.device)
-    for position in range(0, first.numel(), BLOCK):
-        rows = torch.stack([leaf[position : position + BLOCK].to(first.device, dtype) for leaf in flat])
-        if origin is not None:
-            rows -= origin[position : position + BLOCK].to(first.device, dtype)
-        rows = rows.double()
+
+    def block(begin: int, end: int) -> Tensor:
+        rows = torch.stack([leaf[begin:end].to(first.device, dtype) for leaf in flat])
+        return rows if origin is None else rows.sub_(origin[begin:end].to(first.device, dtype))
+
+    return gram_of(block, len(flat), first.numel())
+
+
+def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
+    """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
+    total = torch.zeros(count, count, dtype=torch.float64)
+    for begin in range(0, size, BLOCK):
+        rows = block(begin, min(begin + BLOCK, size)).double()
         rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
         for index, row in enumerate(rows):
             products = rows * row
             while products.shape[1] > 1:
                 half = products.shape[1] // 2
                 products = products[:, :half] + products[:, half:]
-            total[index] += products[:, 0]
+            total[index] += products[:, 0].cpu()
     return total.tolist()
 
 
@@ -76,4 +84,4 @@ def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:
 def _deltas(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> Iterator[Tensor]:
     start = base[path]
     dtype = tree.compute_dtype(start, *(leaves[path] for leaves in experts.values()))
-    return (leaves[path].to(start.device, dtype) - start.to(dtype) for leaves in experts.values())
+    return (delta_of(leaves[path], start, dtype) for leaves in experts.values())

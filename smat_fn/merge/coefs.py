@@ -28,6 +28,11 @@ def coef_of(path: str, rules: Rules) -> float:
     return float(_table(rules)[glob])
 
 
+def matches(path: str, rules: Rules) -> bool:
+    """Whether a rule matches a leaf."""
+    return _deciding(path, rules) is not None
+
+
 def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
     """`coef_of` of many leaves, in their order.
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .. import random
 from ..types import Params
-from ._common import Piece, add, apply_vector, merge_pieces
+from ._common import Piece, add, apply_vector, merge_pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
@@ -27,10 +27,11 @@ def dare(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob:
 def dare_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: float) -> Leaves:
     """The merged task vector of `dare`: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, [*key_problems(key), *drop_problems(drop_prob)])
+    return merge_pieces(start, flat, lambda piece: add(dropped(piece, drop_prob)), key=key)
+
+
+def dropped(piece: Piece, drop_prob: float) -> list[Tensor]:
+    """m ⊙ Δ / (1 − p̂) of every expert."""
     threshold = int(random.threshold(drop_prob))
     kept = 1 - threshold / 65536
-
-    def fuse(piece: Piece) -> Tensor:
-        return add([(d / kept).where(f >= threshold, 0) for d, f in zip(piece.deltas, piece.fields, strict=True)])
-
-    return merge_pieces(start, flat, fuse, key=key)
+    return [zeroed(d / kept, f >= threshold) for d, f in zip(piece.deltas, piece.fields, strict=True)]

@@ -1,12 +1,11 @@
 """DARE with the election of TIES: drop changes at random, rescale, add the changes that agree with the elected sign."""
 
-import torch
 from torch import Tensor
 
-from .. import random
 from ..types import Aggregate, Params
-from ._common import Piece, add, agreeing, apply_vector, merge_pieces
+from ._common import Piece, agreeing, apply_vector, elected, merge_pieces
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+from .dare import dropped
 
 
 def dare_ties(
@@ -30,15 +29,13 @@ def dare_ties_vector(
 ) -> Leaves:
     """The merged task vector of `dare_ties`: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, aggregate)])
-    threshold = int(random.threshold(drop_prob))
-    kept = 1 - threshold / 65536
+    return merge_pieces(start, flat, lambda piece: fused(piece, drop_prob, aggregate), key=key)
 
-    def fuse(piece: Piece) -> Tensor:
-        masked = [(d / kept).where(f >= threshold, 0) for d, f in zip(piece.deltas, piece.fields, strict=True)]
-        sign = torch.where(add(masked) >= 0, 1.0, -1.0).to(masked[0].dtype)
-        return agreeing(masked, sign, mean=aggregate == "mean")
 
-    return merge_pieces(start, flat, fuse, key=key)
+def fused(piece: Piece, drop_prob: float, aggregate: Aggregate) -> Tensor:
+    """The merged vector of a piece."""
+    masked = dropped(piece, drop_prob)
+    return agreeing(masked, elected(masked), mean=aggregate == "mean")
 
 
 def _problems(drop_prob: float, aggregate: str) -> list[str]:

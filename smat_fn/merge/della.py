@@ -2,12 +2,13 @@
 
 from functools import lru_cache
 
+import numpy
 import torch
 from torch import Tensor
 
 from .. import random
 from ..types import Params
-from ._common import Piece, add, agreeing, apply_vector, merge_pieces, row_length
+from ._common import Piece, agreeing, apply_vector, elected, merge_pieces, row_length, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
@@ -39,27 +40,44 @@ def della_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: floa
         return thresholds(length, drop_prob=drop_prob, window=window).to(device)
 
     def fuse(piece: Piece) -> Tensor:
-        length = row_length(start[piece.path])
-        by_rank = table(length, piece.deltas[0].device)
-        masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
-        sign = torch.where(add(masked) >= 0, 1.0, -1.0).to(masked[0].dtype)
-        return agreeing(masked, sign, mean=True)
+        return fused(piece, table(row_length(start[piece.path]), piece.deltas[0].device))
 
     return merge_pieces(start, flat, fuse, key=key, rows=True)
 
 
+def fused(piece: Piece, by_rank: Tensor) -> Tensor:
+    """The merged vector of whole rows. Args: by_rank: `thresholds` of their length."""
+    masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+    return agreeing(masked, elected(masked), mean=True)
+
+
 def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
-    """T of the ranks 0..length − 1 of a row, ``random.threshold(1 − q)``: int64 (length,)."""
+    """T of the ranks 0..length − 1 of a row, ``random.threshold(1 − q)``: int32 (length,)."""
     rank = torch.arange(length, dtype=torch.float64)
     keep = (1 - drop_prob) - window / 2 + rank / (length - 1) * window if length > 1 else 1 - drop_prob + 0 * rank
-    return random.threshold(1 - keep)
+    return random.threshold(1 - keep).to(torch.int32)
 
 
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
-    order = delta.view(-1, len(by_rank)).abs().argsort(dim=-1, stable=True)
-    drop = torch.empty_like(order).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
+    order = ascending(delta.view(-1, len(by_rank)).abs())
+    drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
     kept = 1 - drop.to(delta.dtype) / 65536
-    return (delta / kept).where(fields >= drop, 0)
+    return zeroed(delta / kept, fields >= drop)
+
+
+def ascending(magnitudes: Tensor) -> Tensor:
+    """``magnitudes.argsort(dim=-1, stable=True)`` of non-negative numbers, int64.
+
+    Bits of non-negative floats are ordered as the floats are, and NumPy sorts 16 bits by radix: two stable passes,
+    lower half first, take a quarter of the time of a comparison sort.
+    """
+    if magnitudes.dtype != torch.float32 or magnitudes.device.type != "cpu" or not magnitudes.numel():
+        return magnitudes.argsort(dim=-1, stable=True)
+    bits = magnitudes.contiguous().view(torch.int32)
+    low = bits.to(torch.int16).numpy().view(numpy.uint16)
+    order = torch.from_numpy(numpy.argsort(low, axis=-1, kind="stable"))
+    high = (bits >> 16).to(torch.int16).gather(-1, order).numpy()
+    return order.gather(-1, torch.from_numpy(numpy.argsort(high, axis=-1, kind="stable")))
 
 
 def _problems(drop_prob: float, window: float) -> list[str]:

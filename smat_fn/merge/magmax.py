@@ -24,10 +24,11 @@ def magmax(base: Params, experts: Experts, *, coef: float) -> Params:
 
 def magmax_vector(base: Params, experts: Experts) -> Leaves:
     """τ: flat, floating-point leaves only, for `apply_vector`."""
-    return merge_pieces(*check(base, experts), _largest)
+    return merge_pieces(*check(base, experts), fused)
 
 
-def _largest(piece: Piece) -> Tensor:
+def fused(piece: Piece) -> Tensor:
+    """τ of a piece."""
     # the largest magnitude belongs to the largest or to the smallest number, whatever the experts' order
     high, low = reduce(torch.maximum, piece.deltas), reduce(torch.minimum, piece.deltas)
     return torch.where(high >= -low, high, low)

@@ -41,13 +41,14 @@ def model_stock_ratios(base: Params, experts: Experts) -> dict[str, float]:
     """t of every floating-point leaf, from 0 to 1."""
     start, flat = check(base, experts, _count(experts))
     return {
-        path: _ratio(gram([leaves[path] for leaves in flat.values()], leaf))
+        path: ratio_of(gram([leaves[path] for leaves in flat.values()], leaf))
         for path, leaf in start.items()
         if leaf.is_floating_point()
     }
 
 
-def _ratio(products: list[list[float]]) -> float:
+def ratio_of(products: list[list[float]]) -> float:
+    """t of a leaf, from the inner products of its task vectors."""
     count = len(products)
     pairs = [cosine(products, i, j) for i, j in combinations(range(count), 2)]
     cos = max(math.fsum(pairs) / len(pairs), 0.0)  # fsum: the experts' order plays no part

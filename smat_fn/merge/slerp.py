@@ -1,7 +1,7 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -34,12 +34,15 @@ def slerp(experts: Experts, *, coef: float) -> Params:
 def _between(one: Tensor, two: Tensor, coef: float) -> Tensor:
     if not one.is_floating_point():
         return one.clone()
-    products = gram([one, two])
-    cos = cosine(products, 0, 1)
     dtype = tree.compute_dtype(one)
-    left, right = one.to(dtype), two.to(one.device, dtype)
+    return arc(gram([one, two]), coef)(one.to(dtype), two.to(one.device, dtype)).to(one.dtype)
+
+
+def arc(products: list[list[float]], coef: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """What is between coordinates of two leaves whose inner products are those of `gram`."""
+    cos = cosine(products, 0, 1)
     if abs(cos) > _PARALLEL or not (products[0][0] and products[1][1]):
-        return (left + (right - left) * coef).to(one.dtype)
+        return lambda left, right: left + (right - left) * coef
     angle = math.acos(cos)
-    shares = [math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef)]
-    return (left * shares[0] + right * shares[1]).to(one.dtype)
+    near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
+    return lambda left, right: left * near + right * far

@@ -1,23 +1,23 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..types import Params
-from ._common import Piece, add, agreeing, apply_vector, merge_pieces, pieces
+from ..types import Aggregate, Params, Scope
+from ._common import Piece, add, agreeing, apply_vector, merge_pieces, pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems
 
-Aggregate: TypeAlias = Literal["sum", "mean"]
-Scope: TypeAlias = Literal["global", "tensor"]
 
-
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """What an expert keeps of a leaf: magnitudes above ``value``, and equal ones up to flat position ``last``."""
 
     value: Tensor
     last: int | None  # None: all of them
+
+
+Cuts: TypeAlias = dict[str, list[Cut]]  # of every leaf, one an expert
 
 
 def ties(
@@ -55,15 +55,16 @@ def ties_vector(
     if scope == "tensor":
         majority = 1
     else:
-        net = sum(int(add(_trimmed(piece, cuts)).sign().sum(dtype=torch.int64)) for piece in pieces(start, flat))
+        net = sum(int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64)) for piece in pieces(start, flat))
         majority = (net > 0) - (net < 0)
+    return merge_pieces(start, flat, lambda piece: fused(piece, cuts, majority, aggregate))
 
-    def fuse(piece: Piece) -> Tensor:
-        trimmed = _trimmed(piece, cuts)
-        sign = add(trimmed).sign()
-        return agreeing(trimmed, sign.where(sign != 0, majority), mean=aggregate == "mean")
 
-    return merge_pieces(start, flat, fuse)
+def fused(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
+    """The merged vector of a piece. Args: majority: the sign of a zero sum."""
+    deltas = trimmed(piece, cuts)
+    sign = add(deltas).sign()
+    return agreeing(deltas, sign + (sign == 0) * majority, mean=aggregate == "mean")
 
 
 def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
@@ -86,10 +87,10 @@ def _problems(keep: float, aggregate: str, scope: str) -> list[str]:
     return problems
 
 
-def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -> dict[str, list[_Cut]]:
+def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -> Cuts:
     """One cut for every floating-point leaf and, in their order, every expert."""
     leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
-    cuts: dict[str, list[_Cut]] = {path: [] for path in leaves}
+    cuts: Cuts = {path: [] for path in leaves}
     for name, expert in experts.items():
         groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
         for group in filter(None, groups):
@@ -114,18 +115,18 @@ def _magnitudes(leaves: Leaves, expert: dict[str, Leaves]) -> Tensor:
     return out
 
 
-def _threshold(magnitudes: Tensor, count: int) -> _Cut:
-    return _Cut(magnitudes.kthvalue(max(magnitudes.numel() - count, 1)).values, None)
+def _threshold(magnitudes: Tensor, count: int) -> Cut:
+    return Cut(magnitudes.kthvalue(max(magnitudes.numel() - count, 1)).values, None)
 
 
-def _exact(magnitudes: Tensor, count: int) -> _Cut:
+def _exact(magnitudes: Tensor, count: int) -> Cut:
     count = max(count, 1)
     value = magnitudes.kthvalue(magnitudes.numel() - count + 1).values
     equal = (magnitudes == value).nonzero().squeeze(1)
-    return _Cut(value, int(equal[count - int((magnitudes > value).sum()) - 1]))
+    return Cut(value, int(equal[count - int((magnitudes > value).sum()) - 1]))
 
 
-def _kept(piece: Piece, cuts: dict[str, list[_Cut]]) -> list[Tensor]:
+def _kept(piece: Piece, cuts: Cuts) -> list[Tensor]:
     masks = []
     for delta, (value, last) in zip(piece.deltas, cuts[piece.path], strict=True):
         # a 0-d float64 threshold would be rounded to the dtype of a float32 leaf
@@ -138,5 +139,6 @@ def _kept(piece: Piece, cuts: dict[str, list[_Cut]]) -> list[Tensor]:
     return masks
 
 
-def _trimmed(piece: Piece, cuts: dict[str, list[_Cut]]) -> list[Tensor]:
-    return [delta.where(mask, 0) for delta, mask in zip(piece.deltas, _kept(piece, cuts), strict=True)]
+def trimmed(piece: Piece, cuts: Cuts) -> list[Tensor]:
+    """The task vectors of a piece, with zeros for what the experts' cuts do not keep."""
+    return [zeroed(delta, mask) for delta, mask in zip(piece.deltas, _kept(piece, cuts), strict=True)]

@@ -1,6 +1,6 @@
 """TSV-Merge: the leading singular vectors of every expert's task matrices, made orthogonal to each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ def tsv_merge(base: Params, experts: Experts, *, coef: float) -> Params:
 
 def tsv_merge_vector(base: Params, experts: Experts) -> Leaves:
     """Û Σ V̂ᵀ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
-    return merge_leaves(*check(base, experts), _fuse)
+    return merge_leaves(*check(base, experts), fused)
 
 
-def _fuse(path: str, deltas: Iterator[Tensor]) -> Tensor:
+def fused(path: str, deltas: Iterable[Tensor]) -> Tensor:
+    """The merged vector of a leaf."""
     every = list(deltas)
     shape = every[0].shape
     count = min(shape) // len(every) if len(shape) == 2 else 0

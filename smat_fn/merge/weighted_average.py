@@ -1,7 +1,7 @@
 """Weighted average: the experts' mean with a weight for each."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -25,16 +25,22 @@ def weighted_average(
     """
     problems, given = _given(experts, weights, normalize)
     flat = all_at_once(problems, lambda: check_alone(experts))
-    total = math.fsum(given.values()) if normalize else 1.0
 
     def mean(path: str, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.clone()
         dtype = tree.compute_dtype(leaf)
-        return add(flat[n][path].to(leaf.device, dtype) * w for n, w in given.items()).div_(total).to(leaf.dtype)
+        values = (flat[name][path].to(leaf.device, dtype) for name in given)
+        return mean_of(values, list(given.values()), normalize=normalize).to(leaf.dtype)
 
     first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
     return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in next(iter(flat.values())).items()})
+
+
+def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
+    """Σ_i w_i v_i / Σ_i w_i, the weights in the values' order."""
+    total = math.fsum(weights) if normalize else 1.0
+    return add(value * weight for value, weight in zip(values, weights, strict=True)).div_(total)
 
 
 def _given(

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import tree
 from .plan import Numbers, kept_scale, noise_step
 
+BLOCKS = 1 << 15  # Philox blocks that are worked on at once: scratch of 1.5 MB
 CHUNK = 1 << 19  # coordinates whose random fields are held at once: scratch of 4 MB that stays in the cache
 
 
@@ -80,16 +81,22 @@ def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) 
     device = keys[0].device
     blocks = [(start // 8, (stop + 7) // 8) for start, stop in windows]
     counts = [stop - start for start, stop in blocks]
-    counter = torch.cat([torch.arange(start, stop, device=device) for start, stop in blocks])
-    if len(keys) == 1:
-        seed, offset = keys[0][0], keys[0][1]
+    if len(set(blocks)) == 1:  # one row a stream: keys are numbers to a row, not tensors of its length
+        counter = torch.arange(*blocks[0], device=device).expand(len(keys), -1).contiguous()
+        seed, offset = torch.stack(list(keys)).unsqueeze(2).unbind(1)
     else:
+        counter = torch.cat([torch.arange(start, stop, device=device) for start, stop in blocks])[None]
         pairs = torch.stack(list(keys)).repeat_interleave(
             torch.tensor(counts, device=device), dim=0, output_size=sum(counts)
         )
-        seed, offset = pairs[:, 0], pairs[:, 1]
+        seed, offset = pairs.T[:, None]
     counter.add_(offset)
-    words = _philox(seed, counter)
+    words = torch.empty((*counter.shape, 4), dtype=torch.int32, device=device)
+    height = max(1, BLOCKS // max(1, counter.shape[1]))
+    for row in range(0, len(counter), height):
+        for column in range(0, counter.shape[1], BLOCKS):
+            part = slice(row, row + height), slice(column, column + BLOCKS)
+            _philox(seed[part] if seed.shape[1] > 1 else seed[part[0]], counter[part], words[part])
     fields = words.view(torch.int16).reshape(-1)
     fields.bitwise_xor_(-32768)  # little-endian halves; flipping the top bit subtracts 32768 from an unsigned field
     out, position = [], 0
@@ -100,7 +107,7 @@ def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) 
     return out
 
 
-def _philox(seed: Tensor, counter: Tensor) -> Tensor:
+def _philox(seed: Tensor, counter: Tensor, words: Tensor) -> None:
     word = 0xFFFFFFFF
     k0, k1 = seed & word, (seed >> 32) & word
     c0, c1 = counter & word, (counter >> 32).bitwise_and_(word)
@@ -114,11 +121,10 @@ def _philox(seed: Tensor, counter: Tensor) -> Tensor:
         c2.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(word)
         c1, q = q, c1
         c3, p = p, c3
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    words = torch.empty((*counter.shape, 4), dtype=torch.int32, device=counter.device)
+        k0.add_(0x9E3779B9)
+        k1.add_(0xBB67AE85)
     for index, part in enumerate((c0, c1, c2, c3)):
-        words[:, index] = part
-    return words
+        words[..., index] = part
 
 
 def _coefficient(piece: _Piece, numbers: Numbers, dtype: torch.dtype) -> Tensor:

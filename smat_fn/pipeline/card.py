@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import Dare, Della
-
-RANDOM = (Dare.name, Della.name)
+from ..merge import RANDOM
 
 
 def card(manifest: Mapping[str, Any]) -> str:
@@ -17,12 +15,17 @@ def card(manifest: Mapping[str, Any]) -> str:
         "",
         f"Merger: {manifest['merger']} ({options})" + masks + ".",
     ]
+    if found := manifest.get("calibration"):
+        tried = ", ".join(f"{value}: {score:.2f}" for value, score in found["curve"])
+        lines += ["", f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}."]
     if manifest["dev_curve"]:
         tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
         lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
     if finals := manifest.get("dev_finals"):
         again = ", ".join(f"{coef}: {score:.2f}" for coef, score in finals)
         lines += ["", f"That was one decode; the best were decoded again, means over decodes: {again}."]
+    if tried_ := manifest.get("tried"):
+        lines += ["", _cost(tried_)]
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     lines += [
         f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"
@@ -38,3 +41,11 @@ def card(manifest: Mapping[str, Any]) -> str:
         versions + ".",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cost(tried: Mapping[str, float]) -> str:
+    known = f" ({tried['kept']} known from before, {tried['seconds_saved']:.1f} s saved)" if tried["kept"] else ""
+    return (
+        f"Tried on dev: {tried['candidates']} candidates, {tried['scores']} scores of one task and decode{known}; "
+        f"{tried['seconds_merging']:.1f} s of merging, {tried['seconds_scoring']:.1f} s of scoring."
+    )

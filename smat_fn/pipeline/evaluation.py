@@ -1,13 +1,18 @@
 """Evaluate checkpoints on disk: scores as JSON lines, the main table, a summary and a plot."""
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, tree
+import torch
+
+from .. import checkpoint, machine, tree
 from ..data import Suite, load_suite
-from ..evaluate import Result, markdown, score_models, write_results
+from ..evaluate import Records, Result, Scorer, markdown, score_bar, score_models, write_results
+from ..evaluate.runs import RUNS, run_of, write_runs
 from ..evaluate.tables import MainTable
 
 
@@ -35,15 +40,18 @@ def evaluate(
     split: str = "test",
     on_model: Callable[[str], None] | None = None,
     options: Mapping[str, Any] | None = None,
+    keep: Path | None = None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
     The suite is rebuilt from each manifest, and must give the base that the checkpoint was made from.
 
     Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored; options: of the
-        suites, instead of those in the manifests.
+        suites, instead of those in the manifests; keep: folder for ``scores.jsonl`` and, of language tasks,
+        ``answers.jsonl``, filled as scoring goes; what stands there of the same weights, recipe and data is not scored
+        again, so that a run that was ended goes on and gives the same rows.
     Raises: ValueError that lists every checkpoint without a suite, of another base, or of one label, model and seed
-        with another, before any is scored.
+        with another, before any is scored; for weights that are not finite and scores that are no number.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
     suites: dict[str, Suite] = {}
@@ -71,22 +79,36 @@ def evaluate(
                 "other library versions or threads pretrain another one, train again"
             )
     tree.raise_problems(problems)
-    rows = []
-    for folder, manifest in manifests.items():
-        if on_model is not None:
-            on_model(str(folder))
-        suite, model = suites[json.dumps(manifest["suite"])], _model(manifest)
-        params, _ = checkpoint.load_expert(folder, suite.base)
-        tasks = suite.tasks if manifest["kind"] == "expert" else tuple(manifest["experts"])
-        rows += score_models(
-            suite._replace(tasks=tasks),
-            {model: params},
-            split,
-            method=manifest["label"],
-            seed=manifest["seed"],
-            coefs={model: manifest["hyperparameters"].get("coef")},
-        )
+    rows, records = [], Records(keep)
+    with score_bar() as bar:
+        scorers = {
+            name: Scorer(suite, records, about={"base": prints[name]}, answers=keep is not None, bar=bar)
+            for name, suite in suites.items()
+        }
+        for manifest in manifests.values():
+            scorer = scorers[json.dumps(manifest["suite"])]
+            scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
+        for folder, manifest in manifests.items():
+            if on_model is not None:
+                on_model(str(folder))
+            scorer, model = scorers[json.dumps(manifest["suite"])], _model(manifest)
+            params, _ = checkpoint.load_expert(folder, scorer.suite.base)
+            tree.check_finite(tree.flatten(params), str(folder))
+            tasks = scorer.suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
+            rows += score_models(
+                scorer.suite._replace(tasks=tasks),
+                {model: params},
+                split,
+                method=manifest["label"],
+                seed=manifest["seed"],
+                coefs={model: manifest["hyperparameters"].get("coef")},
+                scorer=scorer,
+            )
     return rows
+
+
+def _tasks(manifest: dict[str, Any]) -> tuple[str, ...]:
+    return (manifest["task"],) if manifest["kind"] == "expert" else tuple(manifest["experts"])
 
 
 def _model(manifest: dict[str, Any]) -> str:
@@ -94,10 +116,17 @@ def _model(manifest: dict[str, Any]) -> str:
 
 
 def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpoints: Sequence[Path]) -> None:
-    """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder."""
+    """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder.
+
+    ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
+    """
     write_results(out / "results.jsonl", rows)
     manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
+    write_runs(out / RUNS, map(run_of, manifests))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {
+        **{name: facts[name] for name in ("command", "commit", "hardware")},
         "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
         "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "training" in m},
         "versions": manifests[0]["versions"],

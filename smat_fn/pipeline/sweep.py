@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
-from .. import checkpoint
 from ..config import METHODS
 from . import launching
 from .launching import Job, Launcher
@@ -89,6 +88,8 @@ def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print
 
     Raises: ValueError as `jobs`, and at the end if a run failed, naming the logs.
     """
+    from .. import checkpoint
+
     launch = _launcher(options)
     wanted = jobs(options, script=script)
     waiting = [job for job in wanted if not _ended_well(job)]
@@ -108,6 +109,8 @@ def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print
 
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
+    from .. import checkpoint
+
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
     manifests = {m.parent for m in out.rglob(checkpoint.MANIFEST)}

@@ -121,6 +121,15 @@ def test_a_sample_depends_on_seed_repeat_and_row_alone(make):
     assert run(["abc"] * 6, SAMPLED, 5) == base
 
 
+def test_a_part_of_the_rows_by_their_numbers_is_that_part_of_the_whole(make, module, tokenizer):
+    whole = make(batch_size=3)(PROMPTS, SAMPLED, 5, repeat=1)
+    rows = [6, 0, 3]
+    assert make()([PROMPTS[row] for row in rows], SAMPLED, 5, repeat=1, rows=rows) == [whole[row] for row in rows]
+    assert make()([PROMPTS[row] for row in rows], SAMPLED, 5, repeat=1) != [whole[row] for row in rows]
+    with pytest.raises(ValueError, match="prompt 41 has 61 tokens"):
+        make()(["a", "b" * 60], Decoding(5), 0, rows=[40, 41])
+
+
 def test_greedy_knows_neither_seed_nor_repeat(make):
     run = make()
     assert run(PROMPTS, Decoding(5), 1, repeat=2) == run(PROMPTS, Decoding(5), 7)

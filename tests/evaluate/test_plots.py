@@ -6,8 +6,9 @@ import matplotlib.figure
 import pytest
 
 from smat_fn.evaluate import main_table
-from smat_fn.evaluate.plots import main_plot
-from smat_fn.evaluate.tables import COLUMNS, MainTable
+from smat_fn.evaluate.plots import drawable, main_plot, noise_plot, paired_plot
+from smat_fn.evaluate.statistics import estimate
+from smat_fn.evaluate.tables import COLUMNS, Cell, MainTable
 
 
 def test_png_of_the_stated_size(rows, tmp_path):
@@ -42,3 +43,49 @@ def test_tables_that_cannot_be_drawn_are_refused(rows, tmp_path):
         with pytest.raises(ValueError, match="cannot draw methods"):
             main_plot(MainTable("test", cells), tmp_path / "main.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures in the order in which they are saved."""
+    drawn = []
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
+    )
+    return drawn
+
+
+def test_paired_differences_have_a_dot_a_seed_and_an_interval_a_line(figures):
+    found = {
+        "SMAT - FT": {"TA": estimate([1.0, 1.1, 0.9]), "Avg": estimate([-1.0, 2.0])},
+        "ASAM - FT": {"TA": estimate([0.5])},
+    }
+    assert paired_plot(found).startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    dots = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [[1.0, 1.1, 0.9], [-1.0, 2.0], [0.5]]
+    bars = [tuple(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 2]
+    assert bars == [found["SMAT - FT"]["TA"].interval, found["SMAT - FT"]["Avg"].interval]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["TA", "Avg", "TA"]
+    assert [text.get_text() for text in axes.texts] == ["SMAT - FT", "ASAM - FT"]
+    assert len({line.get_color() for line in axes.lines if line.get_marker() == "o"}) == 2  # zero is outside in one
+    with pytest.raises(ValueError, match="no differences"):
+        paired_plot({})
+
+
+def test_the_noise_curve_has_a_line_a_family_and_the_reference_as_a_level(figures):
+    curves = {"uniform": {0.01: Cell({0: 50.0, 1: 52.0}), 0.02: Cell({0: 53.0})}, "laplace": {0.02: Cell({0: 49.0})}}
+    assert noise_plot(curves, reference=("FT", Cell({0: 48.0}))).startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    assert [list(c.lines[0].get_xydata().ravel()) for c in axes.containers] == [[0.01, 51.0, 0.02, 53.0], [0.02, 49.0]]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"uniform", "laplace", "FT"}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.01", "0.02"]
+
+
+def test_muons_methods_have_the_colours_of_their_namesakes(rows):
+    line = main_table(rows).cells["FT"]
+    many = {f"{name} (Muon)": line for name in ("FT", "SMAT", "ASAM", "MergOPT", "OrthoReg")}
+    assert drawable(MainTable("test", many))
+    assert not drawable(MainTable("test", {}))
+    assert not drawable(MainTable("test", {f"method {n}": line for n in range(6)}))

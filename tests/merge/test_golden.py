@@ -95,11 +95,11 @@ def masked(golden, monkeypatch):
         ):
             masks[tuple(stream)] = torch.where(mask[path].reshape(-1), 65535, 0)
 
-    def streams(keys, sizes, *, starts):
-        found = [masks[tuple(stream)] for stream in keys.tolist()]
-        return [field[start : start + size] for field, size, start in zip(found, sizes, starts, strict=True)]
+    def fields(keys, windows):
+        found = [masks[tuple(stream.tolist())][start:stop] for stream, (start, stop) in zip(keys, windows, strict=True)]
+        return [(field - 32768).to(torch.int16) for field in found]
 
-    monkeypatch.setattr("smat_fn.random.streams", streams)
+    monkeypatch.setattr("smat_fn.merge._common.centered_fields", fields)
     return key, base, experts
 
 

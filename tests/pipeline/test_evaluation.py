@@ -97,10 +97,29 @@ def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     assert len(loads) == 1
 
 
+def test_what_was_scored_is_not_scored_again(runs, suite, tmp_path, monkeypatch):
+    calls = []
+
+    def score(params, task, split):
+        calls.append((task, split))
+        return suite.score(params, task, split)
+
+    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite._replace(score=score))
+    one, two = runs["ft"] / "rot90", runs["ft"] / "mirror"
+    first = evaluate([one], keep=tmp_path)
+    assert evaluate([one, two], keep=tmp_path)[:1] == first
+    assert calls == [("rot90", "test"), ("mirror", "test")]
+    assert evaluate([one], split="dev", keep=tmp_path) != first
+    assert evaluate([one]) == first
+    assert calls[2:] == [("rot90", "dev"), ("rot90", "test")]
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.jsonl"]
+
+
 def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_path):
     table = main_table(rows)
     write_report(tmp_path / "report", rows, table, checkpoints=folders)
-    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == ["results.json", "results.jsonl", "table.md"]
+    names = ["results.json", "results.jsonl", "runs.jsonl", "table.md"]
+    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == names
     assert read_results(tmp_path / "report" / "results.jsonl") == rows
     assert (tmp_path / "report" / "table.md").read_text() == markdown(table)
     summary = json.loads((tmp_path / "report" / "results.json").read_text())

@@ -9,8 +9,11 @@ import torch
 
 from smat_fn import checkpoint, merge, random
 from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config.mergers import MagMax, Slerp, WeightedAverage, WiseFt
+from smat_fn.evaluate import Scorer
 from smat_fn.pipeline import merging
-from smat_fn.pipeline.merging import Inputs, calibrate, find_inputs, load_inputs, merge_one, merge_run
+from smat_fn.pipeline.choosing import calibrate, merge_one
+from smat_fn.pipeline.merging import Inputs, find_inputs, load_inputs, merge_run
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -106,12 +109,12 @@ def test_the_card_names_merger_coefficient_scores_and_fingerprints(merged, runs)
 def test_search_takes_the_largest_mean_and_the_smaller_of_equal_coefficients(suite):
     means = [10, 30, 20, 50, 50, 40, 50, 10, 10, 10]
     seen = []
-    model = merge_one(TaskArithmetic(), tiny("rot90", "mirror"), seed=0, suite=scoring(suite, [*means, 7], seen))
+    model = merge_one(TaskArithmetic(), tiny("rot90", "mirror"), seed=0, scorer=Scorer(scoring(suite, means, seen)))
     assert model.coef == 0.4
     assert model.curve == tuple((i / 10, mean) for i, mean in enumerate(means, 1))
     assert torch.equal(model.params["w"], torch.tensor([1.0, 3.0, 5.0, 7.0]) * 0.4)
-    assert model.dev == {"rot90": 8, "mirror": 6}
-    assert seen == [("rot90", "dev"), ("mirror", "dev")] * 11
+    assert model.dev == {"rot90": 51, "mirror": 49}
+    assert seen == [("rot90", "dev"), ("mirror", "dev")] * 10
 
 
 def test_a_given_coefficient_needs_neither_suite_nor_scores(runs, tmp_path, monkeypatch):
@@ -140,9 +143,12 @@ def test_a_given_coefficient_is_kept_by_a_search_and_scored(runs, suite, tmp_pat
 def test_calibration_takes_the_best_on_dev_and_of_equal_ones_the_least_pruning(suite, config, scores, field, best):
     seen, models, inputs = [], [], tiny("rot90", "mirror")
     scored = scoring(suite, scores, seen)
-    watched = scored._replace(score=lambda params, *asked: models.append(params["w"]) or scored.score(params, *asked))
-    chosen = calibrate(config, inputs, watched, coef=0.2, seed=0)
-    assert chosen == replace(config, **{field: best})
+    watched = scored._replace(
+        score=lambda params, *asked: models.append(params["w"].clone()) or scored.score(params, *asked)
+    )
+    found = calibrate(config, inputs, Scorer(watched), coef=0.2, seed=0)
+    assert found.config == replace(config, **{field: best})
+    assert found.curve == tuple(zip(merge.TIES_KEEPS if field == "keep" else merge.DROP_PROBS, scores, strict=True))
     assert seen == [("rot90", "dev"), ("mirror", "dev")] * len(scores)
     tried = merge.TIES_KEEPS if field == "keep" else merge.DROP_PROBS
     for value, model in zip(tried, models[::2], strict=True):
@@ -216,6 +222,25 @@ def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_pat
     for part in ("window", "bass is no checkpoint"):
         assert part in text
     assert [p.name for p in tmp_path.iterdir()] == ["ta"]
+
+
+def test_a_merger_of_another_number_of_experts_is_refused_before_any_merging(runs, tmp_path):
+    configs = [Slerp(), WiseFt(coef=0.5), WeightedAverage(weights=(1.0, 2.0))]
+    with pytest.raises(ValueError, match=r"slerp takes exactly 2; .*wise_ft takes exactly 1; weights holds 2 numbers"):
+        merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path / "out", search=False, seed=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_path):
+    base, experts = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
+    done = merge_run([MagMax(), Slerp()], base, experts, out=tmp_path, search=True, seed=0)
+    magmax, slerp = done.values()
+    assert [coef for coef, _ in magmax.curve] == list(merge.COEFS)
+    assert (slerp.coef, slerp.curve) == (0.5, ())
+    inputs = load_inputs(base, experts)
+    assert same(magmax.params, merge.magmax(inputs.base, inputs.experts, coef=magmax.coef))
+    assert same(slerp.params, merge.slerp(inputs.experts, coef=0.5))
+    assert slerp.dev == {task: suite.score(slerp.params, task, "dev") for task in TWO}
 
 
 def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_path, monkeypatch):

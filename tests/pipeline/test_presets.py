@@ -11,12 +11,25 @@ import pytest
 
 import smat_fn.config
 from smat_fn import mat, merge
-from smat_fn.config import MERGERS, METHODS, PRESETS, Dare, Smat, Ties, preset_of, resolve, settings
+from smat_fn.config import (
+    MERGERS,
+    METHODS,
+    MORE_MERGERS,
+    PRESETS,
+    Dare,
+    DareTies,
+    Smat,
+    Ties,
+    preset_of,
+    resolve,
+    settings,
+)
 from smat_fn.data import SUITES, task_names
 from smat_fn.evaluate import tables
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(smat_fn.config.__file__).parent
+PACKAGE = CONFIG.parent
 PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
 
 
@@ -61,8 +74,10 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
     files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"select", "coefs"}
     modules = [*merge.MERGERS.values(), *merge.MORE_MERGERS.values()]
     assert {module.__name__.rpartition(".")[2] for module in modules} == files
-    for config in MERGERS:
-        function = getattr(merge, merge.MERGERS[config.name].__name__.rpartition(".")[2])
+    assert [c.name for c in MORE_MERGERS] == list(merge.MORE_MERGERS)
+    for config in (*MERGERS, *MORE_MERGERS):
+        module = {**merge.MERGERS, **merge.MORE_MERGERS}[config.name]
+        function = getattr(merge, module.__name__.rpartition(".")[2])
         taken = set(inspect.signature(function).parameters) - {"key", "base", "experts"}
         assert {f.name for f in fields(config)} == taken
 
@@ -71,12 +86,16 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
     ("file", "names"),
     [
         (CONFIG / "methods.py", {c.__name__ for c in METHODS}),
-        (CONFIG / "mergers.py", {c.__name__ for c in MERGERS}),
+        (CONFIG / "mergers.py", {c.__name__ for c in (*MERGERS, *MORE_MERGERS)}),
         (ROOT / "train.py", {"Train"}),
-        (ROOT / "merge.py", {"All", "Merge"}),
+        (ROOT / "merge.py", {"All", "Merge", "Verify"}),
         (ROOT / "eval.py", {"Eval"}),
+        (
+            PACKAGE / "pipeline/commands.py",
+            {"Shared", "ExpertsCurve", "Replacement", "Gains", "Landscape", "Diagnose"},
+        ),
     ],
-    ids=["methods", "mergers", "train", "merge", "eval"],
+    ids=["methods", "mergers", "train", "merge", "eval", "commands"],
 )
 def test_every_option_has_the_text_that_help_prints(file, names):
     classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
@@ -102,6 +121,7 @@ def test_options_left_out_take_the_presets_values():
     assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
     assert resolve(Ties(coef=0.0, scope="tensor"), preset.mergers) == Ties(0.0, 0.5, "sum", "tensor")
     assert settings(Dare(drop_prob=0.0)) == {"drop_prob": 0.0}
+    assert resolve(DareTies(0.2), preset.mergers) == DareTies(0.2)  # no preset holds it
 
 
 def test_an_unknown_preset_names_the_known_ones():
@@ -122,7 +142,7 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
     preset = PRESETS[name]
     assert vars(preset.training) == {
         **{"steps": None, "lr": 2e-5, "optimizer": optimizer, "muon_lr": muon_lr, "schedule": "constant"},
-        **{"weight_decay": 1e-3, "max_grad_norm": 1.0},
+        **{"weight_decay": 1e-3, "max_grad_norm": 1.0, "accumulate": 1, "precision": None},
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
     assert {method: settings(config) for method, config in preset.methods.items()} == {
@@ -142,3 +162,36 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
     assert set(preset.lr.values()) == {2e-5}
     wanted = {"dtype": "bfloat16", "max_length": 512, "batch_size": 8, "data": "yanggangu/SMAT-TRACE"}
     assert preset.options == wanted | {"model": "meta-llama/" + name.removesuffix("-muon").title()}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "rho", "b", "lambda_reg"),
+    [
+        ("clip-vit-b32", "openai/clip-vit-base-patch32", 0.25, 2e-4, 0.1),
+        ("clip-vit-l14", "openai/clip-vit-large-patch14", 0.125, 5e-5, 0.05),
+    ],
+)
+def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
+    preset = PRESETS[name]
+    assert (preset.suite, preset.family) == ("clip8", "vision")
+    assert vars(preset.training) == {
+        **{"steps": 4000, "lr": 1e-5, "optimizer": "adam", "muon_lr": None, "schedule": "cosine"},
+        **{"weight_decay": 0.0, "max_grad_norm": None, "accumulate": 1, "precision": None, "epochs": {}},
+    }
+    assert {method: settings(config) for method, config in preset.methods.items()} == {
+        "ft": {},
+        "smat": {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4, "noise": "uniform"},
+        "asam": {"rho": rho, "adaptive": True},
+        "mergopt": {"b": b, "k_max": 8},
+        "orthoreg": {"lambda_reg": lambda_reg, "block_only": False},
+    }
+    assert {merger: settings(config) for merger, config in preset.mergers.items()} == {
+        "wa": {},
+        "ta": {},
+        "ties": {"keep": 0.5, "aggregate": "sum", "scope": "global"},
+        "dare": {"drop_prob": 0.3},
+        "della": {"drop_prob": 0.1, "window": 0.14},
+    }
+    assert set(preset.lr.values()) == {1e-5}
+    wanted = {"model": model, "data": "yanggangu/SMAT-CLIP8", "dtype": "float32", "batch_size": 128}
+    assert preset.options == wanted

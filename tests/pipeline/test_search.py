@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from smat_fn.config import Dare, TaskArithmetic
+from smat_fn.evaluate import Scorer
 from smat_fn.pipeline import merging
-from smat_fn.pipeline.merging import Inputs, calibrate, merge_one
+from smat_fn.pipeline.choosing import calibrate, merge_one
+from smat_fn.pipeline.merging import Inputs
 from smat_fn.pipeline.search import rerank
 
 
@@ -95,7 +97,7 @@ def test_a_sampling_suite_is_searched_in_two_stages(suite, inputs):
         # best once at 0.5, then 0.4; the repeats turn it round
         return 50 - 100 * abs(coef - 0.5) + (0 if repeat == 0 else 90 * (0.5 - coef))
 
-    model = merge_one(TaskArithmetic(), inputs, seed=0, suite=sampling(suite, once))
+    model = merge_one(TaskArithmetic(), inputs, seed=0, scorer=Scorer(sampling(suite, once)))
     tens = [i / 10 for i in range(1, 11)]
     assert seen[:20] == [(c, task, 0) for c in tens for task in ("rot90", "mirror")]
     assert seen[20:] == [(c, "mirror", r) for c in (0.4, 0.5) for r in (1, 2)]
@@ -114,7 +116,7 @@ def test_calibration_on_a_sampling_suite_is_in_two_stages(suite, inputs):
         seen.append((task, repeat))
         return 10.0
 
-    chosen = calibrate(Dare(drop_prob=0.3), inputs, sampling(suite, once), coef=0.3, seed=0)
+    chosen = calibrate(Dare(drop_prob=0.3), inputs, Scorer(sampling(suite, once)), coef=0.3, seed=0).config
     assert chosen == Dare(drop_prob=0.1)
     assert seen == [("rot90", 0), ("mirror", 0)] * 5 + [("mirror", 1), ("mirror", 2)] * 2
 

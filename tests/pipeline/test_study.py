@@ -1,24 +1,29 @@
 """The study: choices from dev alone, test scores at the choice alone, stopped runs go on."""
 
+import json
 import math
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
 from scipy import stats
 
 from benchmarks import digits as benchmark
+from benchmarks import digits_methods, methods, minilm_methods
 from smat_fn import checkpoint, config, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
 from smat_fn.data import digits, load_suite
 from smat_fn.data.digits_base import Examples
-from smat_fn.evaluate import Result, main_table, markdown
-from smat_fn.pipeline import training
-from smat_fn.pipeline.merging import calibrate, find_inputs, load_inputs
-from smat_fn.pipeline.study import Trial, as_json, choose_lr, paired, run_study
+from smat_fn.evaluate import Result, Scorer, main_table, markdown, read_results
+from smat_fn.pipeline import merging, training
+from smat_fn.pipeline.choosing import calibrate
+from smat_fn.pipeline.inputs import find_inputs, load_inputs
+from smat_fn.pipeline.study import as_json, choose_lr, paired, preset_trial, run_study
+from smat_fn.pipeline.trials import OUTCOME, Trial, outcome, rows_of, run_trial, run_trials
 
 METHODS, RATES = ("ft", "smat"), (1e-3, 1e-4)
+DIGITS_METHODS = digits_methods.PROTOCOL
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,12 @@ def chosen(work):
 
 def test_every_choice_is_made_without_the_test_split(first, tmp_path, monkeypatch):
     work, study = first
-    inputs = load_inputs(*find_inputs(Trial("small", "smat", 1e-3, 21).folder(work)))
+    inputs = load_inputs(*find_inputs(preset_trial("small", "smat", 1e-3, 21).folder(work)))
     sparse = Ties(keep=0.5, aggregate="sum", scope="global"), Dare(drop_prob=0.3)
 
     def calibrated():
         suite = load_suite("digits", seed=21)
-        return [calibrate(config, inputs, suite, coef=0.2, seed=0) for config in sparse]
+        return [calibrate(config, inputs, Scorer(suite), coef=0.2, seed=0).config for config in sparse]
 
     before, true = calibrated(), digits.splits
 
@@ -104,7 +109,7 @@ def test_a_study_scores_the_chosen_learning_rates_alone(first):
     assert [row.method for row in study.rows] == ["FT"] * (2 + 3 * 2) + ["SMAT"] * (2 + 3 * 2)
     suite = load_suite("digits", seed=21)
     for method, lr in study.lr.items():
-        folder = Trial("small", method, lr, 21).folder(work)
+        folder = preset_trial("small", method, lr, 21).folder(work)
         params, _ = checkpoint.load_leaves(folder / "merged" / "ta")
         (row,) = (r for r in study.rows if (r.method, r.model, r.task) == (method.upper(), "ta", "stripes"))
         assert row.score == suite.score(params, "stripes", "test")
@@ -119,29 +124,158 @@ def test_a_study_goes_on_where_it_stopped(first, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(k["out"]) or train_run(*a, **k))
     assert small(work) == study
     assert calls == []
-    folder = Trial("small", "smat", 1e-3, 21).folder(work)
-    shutil.rmtree(folder / "merged" / "della")
+    folder = preset_trial("small", "smat", 1e-3, 21).folder(work)
+    (folder / OUTCOME).unlink()
     assert small(work) == study
     assert calls == [folder]
 
 
-@pytest.mark.slow
-def test_a_study_in_two_processes_reports_every_trial(tmp_path, monkeypatch):
-    # the processes start anew and see no patch: trials that stand are only read
-    for method in METHODS:
-        for lr in DIGITS.lr_grid:
-            for number, name in enumerate(DIGITS.mergers):
-                folder = Trial("digits", method, lr, 7).folder(tmp_path) / "merged" / name
-                checkpoint.save_expert(folder, {"w": torch.zeros(1)}, {"kind": "none", "dev": {"rot90": 10.0 * number}})
-    monkeypatch.setattr("smat_fn.pipeline.study.find_checkpoints", lambda folders: folders)
-    monkeypatch.setattr("smat_fn.pipeline.study.evaluate", lambda folders: [folder.name for folder in folders])
+@pytest.fixture
+def one(_small):
+    return preset_trial("small", "smat", 1e-3, 21)
+
+
+def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path):
+    others = [
+        one._replace(label="other"),
+        one._replace(method=replace(one.method, sigma=0.02)),
+        one._replace(training=replace(one.training, lr=2e-3)),
+        one._replace(training=replace(one.training, optimizer="muon", muon_lr=1e-3)),
+        one._replace(seed=22),
+        one._replace(preset="digits"),
+        one._replace(options=(("images_per_task", 130),)),
+    ]
+    assert len({trial.folder(tmp_path) for trial in (one, *others)}) == 1 + len(others)
+    assert one.folder(tmp_path) == Trial(*one).folder(tmp_path)
+    assert str(others[3]) == "SMAT, lr 0.001, muon_lr 0.001, seed 21"
+    assert str(others[1]) == "SMAT, lr 0.001, sigma 0.02, seed 21"
+
+
+def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):
+    whole = outcome(one, first[0])
+    for module, name in ((merging, "merge_run"), (training, "train_run")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stopped)
+            with pytest.raises(KeyboardInterrupt):
+                run_trial(one, tmp_path, test=False, keep=True)
+        assert outcome(one, tmp_path) is None
+    again = run_trial(one, tmp_path, test=False, keep=True)
+    assert {name: again[name] for name in ("trial", "dev", "coefs", "five")} == {
+        name: whole[name] for name in ("trial", "dev", "coefs", "five")
+    }
+
+
+def stopped(*args, **options):
+    raise KeyboardInterrupt
+
+
+def test_weights_go_when_all_is_scored_and_scores_are_those_of_kept_weights(first, tmp_path, monkeypatch):
+    study = first[1]
+    chosen_one = preset_trial("small", "smat", study.lr["smat"], 21)
+    found = run_trial(chosen_one, tmp_path, test=True, keep=False)
+    assert rows_of(found) == [row for row in study.rows if row.method == "SMAT"]
+    assert not list(tmp_path.rglob(checkpoint.WEIGHTS))
+    assert len(list(tmp_path.rglob(checkpoint.MANIFEST))) == 1 + 2 + 3
+    monkeypatch.setattr(training, "train_run", stopped)
+    assert run_trial(chosen_one, tmp_path, test=True, keep=False) == found
+
+
+def test_a_failed_trial_does_not_stop_the_others(one, first, tmp_path):
+    work = shutil.copytree(first[0], tmp_path / "work")
+    bad = one._replace(label="bad", method=replace(one.method, sigma=-1.0))
     lines = []
-    study = run_study("digits", METHODS, (7,), work=tmp_path, jobs=2, report=lines.append)
-    assert study.rows == ["digits-ft-0.000125-seed7", "digits-smat-0.000125-seed7"]
-    assert study.dev["ft"] == {lr: [20.0] for lr in DIGITS.lr_grid}
-    assert sorted(line.split("] ")[1] for line in lines[1:]) == sorted(
-        f"{method}, lr {lr:g}, seed 7: dev 20.00" for method in METHODS for lr in DIGITS.lr_grid
-    )
+    (one.folder(work) / OUTCOME).unlink()
+    running = run_trials([bad, one], work, jobs=1, report=lines.append)
+    assert next(running)[0] == one
+    with pytest.raises(RuntimeError, match=r"bad, lr 0\.001, sigma -1, seed 21: .*sigma is -1"):
+        next(running)
+    assert outcome(bad, work) is None
+    with pytest.raises(ValueError, match="twice"):
+        list(run_trials([one, one], work, jobs=1, report=lines.append))
+
+
+@pytest.mark.slow
+def test_trials_in_two_processes_agree(tmp_path):
+    # processes start anew and see no patch: the true suite
+    trial = preset_trial("digits", "ft", 1e-3, 7)
+    trials = [trial._replace(label=label, training=replace(trial.training, steps=2)) for label in ("a", "b")]
+    lines = []
+    found = {t.label: found for t, found in run_trials(trials, tmp_path, jobs=2, report=lines.append, test=True)}
+    for name in ("trial", "dev", "coefs", "five"):
+        assert found["a"][name] == found["b"][name]
+    assert [row.score for row in rows_of(found["a"])] == [row.score for row in rows_of(found["b"])]
+    assert "2 trials in 2 processes" in lines[1]
+    assert len(lines) == 4
+    assert {t.label: f for t, f in run_trials(trials, tmp_path, jobs=2, report=lines.append, test=True)} == found
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("protocol", [DIGITS_METHODS, minilm_methods.PROTOCOL], ids=["digits", "minilm"])
+def test_every_method_has_six_candidates_and_smat_its_default(protocol):
+    preset = config.PRESETS[protocol.preset]
+    assert {label: len(grid) for label, grid in protocol.grids.items()} == dict.fromkeys(protocol.grids, 6)
+    default = methods.Candidate(preset.methods["smat"], replace(preset.training, lr=preset.lr["smat"]))
+    assert default in protocol.grids["SMAT"]
+    assert not set(protocol.tuning) & set(protocol.evaluation)
+    assert set(protocol.kept) <= set(protocol.evaluation)
+    assert methods.choose([[1.0, 3.0], [2.0, 2.0], [0.0, 3.0]]) == 0
+
+
+def test_evaluation_takes_the_stored_choices_and_ablates_smats(tmp_path, monkeypatch):
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    protocol = DIGITS_METHODS
+    with pytest.raises(ValueError, match="run the tuning first"):
+        methods.frozen(protocol)
+    chosen = {label: grid[3].facts() for label, grid in protocol.grids.items()}
+    file = tmp_path / methods.RESULTS / "digits_methods_tuning.json"
+    checkpoint.write_text(file, json.dumps({"chosen": chosen}))
+    found = methods.frozen(protocol)
+    assert list(found) == list(protocol.labels)
+    assert {label: found[label] for label in protocol.grids} == {label: g[3] for label, g in protocol.grids.items()}
+    smat, training = found["SMAT"]
+    assert found["SMAT without Perturb"] == (replace(smat, sigma=0.0), training)
+    assert found["SMAT without Scale"] == (replace(smat, alpha_min=1.0), training)
+    assert found["SMAT without Mask"] == (replace(smat, drop_prob=0.0), training)
+    chosen["FT"]["training"]["lr"] = 0.3
+    checkpoint.write_text(file, json.dumps({"chosen": chosen}))
+    with pytest.raises(ValueError, match="the choice of FT is not in its grid"):
+        methods.frozen(protocol)
+
+
+def test_a_summary_covers_the_complete_seeds_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    protocol, labels = DIGITS_METHODS, DIGITS_METHODS.labels
+    models = ("expert:a", "wa", "ta", "ties", "dare", "della")
+    candidate = protocol.grids["FT"][0]
+
+    def finished(seed, place):
+        label = labels[place]
+        trial = protocol.trial(label, candidate, seed)
+        rows = [Result(label, m, "a", "test", 50.0 + place * (seed - 40) + (m == "expert:a"), seed) for m in models]
+        costs = {"five": 1.0, "coefs": {}, "training_seconds": 2.0, "seconds": 3.0, "peak_bytes": None}
+        return trial, {"label": label, "trial": trial.facts(), "test": [asdict(row) for row in rows], **costs}
+
+    places = range(len(labels))
+    running = [finished(s, p) for p in places for s in (42, 41)] + [finished(43, p) for p in places[1:]]
+    monkeypatch.setattr(methods, "run_trials", lambda *args, **options: running)
+    monkeypatch.setattr(methods, "frozen", lambda protocol: dict.fromkeys(labels, candidate))
+    methods.evaluate(protocol, tmp_path, 1, {"commit": "abc"})
+    result = json.loads((tmp_path / methods.RESULTS / "digits_methods.json").read_text())
+    assert (result["commit"], result["seeds"]) == ("abc", [41, 42])
+    assert result["paired"]["SMAT"]["differences"] == [1.0, 2.0]
+    assert result["test"]["SMAT"]["Drop"] == [1.0, 1.0]
+    assert len(labels) * 2 * len(models) == len(read_results(tmp_path / methods.RESULTS / "digits_methods.jsonl"))
+    runs = (tmp_path / methods.RESULTS / "digits_methods_runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["seed"] for line in runs] == [41, 42] * len(labels)
+
+
+def test_a_trial_run_leaves_the_results_of_the_protocol_alone(tmp_path):
+    protocol = minilm_methods.trial_run(minilm_methods.PROTOCOL, tmp_path, steps=4)
+    assert protocol.file(".json") == tmp_path / "minilm_methods.json"
+    assert {c.training.steps for grid in protocol.grids.values() for c in grid} == {4}
+    seeds = {*protocol.tuning, *protocol.evaluation, *protocol.kept}
+    assert not seeds & {*minilm_methods.PROTOCOL.tuning, *minilm_methods.PROTOCOL.evaluation}
+    assert minilm_methods.PROTOCOL.file(".json") == methods.ROOT / "benchmarks/results/minilm_methods.json"
 
 
 def test_the_learning_rate_is_that_of_the_largest_mean_and_the_smaller_of_equal_ones():

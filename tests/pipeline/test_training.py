@@ -3,17 +3,21 @@
 import json
 import math
 from dataclasses import replace
+from statistics import stdev
 
 import pytest
 import torch
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, optim, random
 from smat_fn.config import DIGITS, Smat, Training
 from smat_fn.data import task_names
 from smat_fn.pipeline import training
 from smat_fn.pipeline.training import train_expert
+from smat_fn.simulation import probe
+from smat_fn.testing import assert_trees_close
 
 SIX = Training(steps=6, lr=5e-4)
+TIMED = {"seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes"}
 
 
 def log_of(folder, task):
@@ -91,7 +95,8 @@ def test_log_every_thins_the_log_and_keeps_the_last_step(runs, train, tmp_path):
     train(tmp_path / "run", tasks=("rot90",), log_every=4)
     rows, every = log_of(tmp_path / "run", "rot90"), log_of(runs["smat"], "rot90")
     for row in (*rows, *every):
-        del row["seconds"]
+        for name in TIMED & row.keys():
+            del row[name]
     assert rows == [every[3], every[5]]
 
 
@@ -103,7 +108,7 @@ def test_the_manifest_says_how_the_expert_was_made(runs, suite):
     }  # fmt: skip
     assert manifest["training"] == {
         "steps": 6, "lr": 5e-4, "optimizer": "adam", "muon_lr": None, "schedule": "cosine", "weight_decay": 0.0,
-        "max_grad_norm": None,
+        "max_grad_norm": None, "accumulate": 1, "precision": None,
     }  # fmt: skip
     told = {name: manifest[name] for name in ("kind", "task", "label", "method", "seed", "suite")}
     assert told == {
@@ -122,15 +127,21 @@ def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
             tmp_path,
             method=Smat(alpha_min=2.0, drop_prob=1.0, sigma=0.01, period=0, noise="uniform"),
             tasks=("rot9", "mirror", "negative", "negative"),
-            training=Training(steps=0, lr=1e-3, weight_decay=0.1, max_grad_norm=-1.0),
+            training=Training(steps=0, lr=1e-3, weight_decay=0.1, max_grad_norm=-1.0, accumulate=0),
             log_every=0,
+            save_every_steps=0,
+            save_every_minutes=0.0,
+            probe=-1,
+            log_to=("wandp",),
         )
     text = str(error.value)
     for part in ("log_every is 0", "weight_decay is 0.1", "alpha_min is 2.0", "drop_prob is 1.0", "period is 0"):
         assert part in text
+    for part in ("accumulate is 0", "save_every_steps is 0", "save_every_minutes is 0", "probe is -1", "'wandp'"):
+        assert part in text
     for part in ("-1.0", "'rot9' is unknown", "mirror exists", "'negative' is named twice"):
         assert part in text
-    assert text.count("steps is 0") == 1
+    assert text.count("steps is 0") == 2  # of training, and save_every_steps
     assert "\n" not in text
     assert [p.name for p in tmp_path.iterdir()] == ["mirror"]
     with pytest.raises(ValueError, match="learning rate is nan"):
@@ -167,8 +178,9 @@ def test_a_nan_loss_stops_with_its_step_and_leaves_no_expert(suite, train, tmp_p
         images, labels = suite.batch(task, key, step)
         return (images * math.nan if step == 2 else images), labels
 
-    with pytest.raises(ValueError, match="loss of mirror is nan at step 2: lower the learning rate"):
-        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror", "rot90"))
+    broken_suite = suite._replace(batch=broken, batch_rows=None)
+    with pytest.raises(ValueError, match=r"loss of mirror is nan at step 2: lower the learning rate$"):
+        train(tmp_path, suite=broken_suite, tasks=("mirror", "rot90"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mirror.log.jsonl"]
     assert [row["step"] for row in log_of(tmp_path, "mirror")] == [0, 1]
 
@@ -187,6 +199,99 @@ def test_parameters_that_are_not_finite_are_never_saved(suite, train, tmp_path):
             training=Training(steps=1, lr=1e-3),
         )
     assert not (tmp_path / "mirror").exists()
+
+
+def test_a_loss_that_is_not_finite_is_found_between_lines_and_names_its_rows(suite, train, tmp_path):
+    def broken(task, key, step):
+        images, labels = suite.batch(task, key, step)
+        return (images * math.nan if step in (2, 3) else images), labels
+
+    rows = suite.batch_rows("mirror", random.fold_in(random.key(21), "mirror"), 2)
+    _, labels = suite.batch("mirror", random.fold_in(random.key(21), "mirror"), 2)
+    assert len(rows) == len(labels)
+    with pytest.raises(ValueError, match=f"is nan at step 2, on training rows {', '.join(map(str, rows))}: lower"):
+        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror",), log_every=5)
+    assert log_of(tmp_path, "mirror") == []
+
+
+def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
+    # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is
+    exact = suite._replace(base={path: leaf.double() for path, leaf in suite.base.items()})
+    whole, *parts = (
+        train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, accumulate=n), seed=21) for n in (1, 2, 5)
+    )
+    assert all(leaf.dtype == torch.float64 for leaf in whole.values())
+    for other in parts:
+        assert not same(other, whole)
+        apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-6)}
+        assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
+
+
+def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
+    seen = {}
+    for precision in (None, "fp32", "bf16", "mixed"):
+        dtypes = seen[precision] = set()
+
+        def loss_fn(task, dtypes=dtypes):
+            inner = suite.loss_fn(task)
+
+            def loss(params, batch):
+                dtypes.update(leaf.dtype for leaf in params.values())
+                return inner(params, batch)
+
+            return loss
+
+        training_ = replace(SIX, steps=4, precision=precision)
+        watched = suite._replace(loss_fn=loss_fn)
+        seen[precision, "expert"] = train_expert(watched, "rot90", DIGITS.methods["smat"], training_, seed=21)
+        assert {leaf.dtype for leaf in seen[precision, "expert"].values()} == {torch.float32}
+    assert seen[None] == seen["fp32"] == {torch.float32}
+    assert seen["bf16"] == seen["mixed"] == {torch.bfloat16}
+    assert same(seen[None, "expert"], seen["fp32", "expert"])
+    rounded = {p: all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in seen[p, "expert"].values())
+               for p in ("bf16", "mixed")}  # fmt: skip
+    assert rounded == {"bf16": True, "mixed": False}
+    assert_trees_close(seen["mixed", "expert"], seen[None, "expert"], atol=4.1e-3)  # 4 steps of Adam at 5e-4, twice
+
+
+def test_a_base_in_bf16_is_trained_by_masters_and_rounded_once_at_the_end(suite):
+    narrow = suite._replace(base={path: leaf.bfloat16() for path, leaf in suite.base.items()})
+    small = Training(steps=8, lr=1e-5, schedule="constant", precision="mixed")
+    masters = suite._replace(base={path: leaf.float() for path, leaf in narrow.base.items()})
+    expert = train_expert(narrow, "rot90", DIGITS.methods["ft"], small, seed=21)
+    wide = train_expert(masters, "rot90", DIGITS.methods["ft"], small, seed=21)
+    assert same(expert, {path: leaf.bfloat16() for path, leaf in wide.items()})
+
+
+def test_an_expert_is_probed_on_dev_at_keys_that_all_runs_share(suite, train, tmp_path):
+    at = DIGITS.methods["smat"]
+    train(tmp_path, "ft", tasks=("rot90",), probe=3, probe_at=at)
+    manifest, row = checkpoint.load_manifest(tmp_path / "rot90"), log_of(tmp_path, "rot90")[-1]
+    expert, _ = checkpoint.load_expert(tmp_path / "rot90", suite.base)
+    keys = random.split(random.fold_in(random.key(0), "probe"), 3)
+    strengths = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "noise": "uniform"}
+    (dev,) = suite.dev_batches("rot90")
+    assert len(dev.batch[1]) == dev.weight == 250
+    want = probe(suite.loss_fn("rot90"), expert, suite.base, [dev], keys, where=suite.where, **strengths)
+    told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **strengths}
+    assert manifest["probe"] == told
+    assert (row["probe_clean"], row["probe_simulated"]) == (want.clean, want.mean)
+    with pytest.raises(ValueError, match="it needs strengths"):
+        train(tmp_path / "other", tasks=("rot90",), probe=1)
+
+
+def test_manifest_and_last_line_say_what_training_cost(runs):
+    manifest, rows = checkpoint.load_manifest(runs["smat"] / "rot90"), log_of(runs["smat"], "rot90")
+    names = ("seconds", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes", "peak_memory_of")
+    assert {name: rows[-1][name] for name in names} == {name: manifest[name] for name in names}
+    assert not set(names[1:]) & set(rows[-2])
+    cost = 5 * manifest["clean_step_seconds"] + manifest["simulated_step_seconds"]
+    assert cost == pytest.approx(manifest["seconds"], abs=1e-3)
+    assert manifest["peak_memory_bytes"] > 2**26
+    assert manifest["peak_memory_of"] == "resident process"
+    assert "simulated_step_seconds" not in checkpoint.load_manifest(runs["ft"] / "rot90")
+    assert [row["lr"] for row in rows] == [optim.cosine(5e-4, 6)(step) for step in range(6)]
+    assert all(row["examples_per_second"] > 0 for row in rows)
 
 
 def test_weight_decay_needs_adamw(suite):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from smat_fn import checkpoint
 from smat_fn.evaluate import read_results
@@ -55,7 +56,8 @@ def experiment(inputs):
     environment = os.environ | {
         **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
         **{"MODEL": str(inputs / "model"), "DATA": str(inputs / "rows"), "OUT": str(inputs / "out")},
-        **{"STEPS": "4", "ROWS": "4", "METHODS": "smat", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        **{"STEPS": "4", "ROWS": "4", "METHODS": "smat", "SEEDS": "0"},
+        **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         "MORE": "--suite-options max_new_tokens 3 dtype float32 device cpu",
     }
     command = ["bash", str(ROOT / "examples/llama_main.sh")]
@@ -86,9 +88,32 @@ def test_the_experiment_trains_merges_and_tabulates(experiment, inputs):
         assert len(merged.get("dev_finals", ())) == (0 if name == "wa" else 2)
     rows = read_results(out / "results.jsonl")
     assert len(rows) == 2 + 5 * 2
-    assert lines[-1].startswith("mean over five mergers: SMAT ")
+    assert lines[-2].startswith("mean over five mergers: SMAT ")
+    assert lines[-1] == f"report: {out / './report/report.html'}"
+    assert "**SMAT** has no reference here" in (out / "report" / "report.md").read_text(encoding="utf-8")
     assert (out / "merging.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "table.md").exists()
+
+
+def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "4")
+    more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
+    cpu = ("--suite-options", "device", "cpu")
+    assert call("train.py", "smat", *words, *more, "--out", tmp_path, "--residence", "host", *cpu) is None
+    assert "4 steps, precision mixed, 3 micro-batches a step, seed 0" in capsys.readouterr().out
+    manifest = checkpoint.load_manifest(tmp_path / "MeetingBank")
+    assert (manifest["training"]["accumulate"], manifest["training"]["precision"]) == (3, "mixed")
+    assert manifest["suite"]["dtype"] == "bfloat16"
+    assert {leaf.dtype for leaf in checkpoint.load_leaves(tmp_path / "MeetingBank")[0].values()} == {torch.bfloat16}
+    probe = manifest["probe"]
+    assert 0 < probe["clean"] < 10
+    assert (probe["keys"], probe["alpha_min"], probe["sigma"]) == (2, 0.2, 2e-3)
+    rows = [json.loads(line) for line in (tmp_path / "MeetingBank.log.jsonl").read_text().splitlines()]
+    assert all(row["tokens_per_second"] > 0 and row["lr"] == 2e-5 for row in rows)
+    again = ("--accumulate", "3", "--precision", "fp32", "--tasks", *TASKS, "--out", tmp_path, "--resume")
+    text = call("train.py", "smat", *words, *again, *cpu)
+    assert "training.precision was mixed, is fp32" in text
+    assert "suite.dtype was bfloat16, is float32" in text
 
 
 def test_scores_do_not_depend_on_how_many_rows_are_decoded_together(experiment, call, tmp_path, capsys):
@@ -106,7 +131,7 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call,
     for part in (
         f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
         "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.002, period 4, noise uniform",
-        "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, run seed 0",
+        "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, accumulate 1, run seed 0",
         "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
         # the gains of the three norms are 1, where a bfloat16 ulp is 2**-7
         "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",

@@ -1,6 +1,26 @@
 """Merging of checkpoint folders of any size: read, merged and written piece by piece, equal to the pure mergers."""
 
-from .prepare import OutDtype
-from .run import CHUNK, SHARD_SIZE, Plan, Report, merge_folders, plan
+from .estimate import chunk_of
+from .extraction import Extracted, extract_lora
+from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
+from .reading import open_folder
+from .run import Plan, Report, merge_folders, plan
+from .vocabulary import VOCABULARIES, Vocabulary
 
-__all__ = ["CHUNK", "SHARD_SIZE", "OutDtype", "Plan", "Report", "merge_folders", "plan"]
+__all__ = [
+    "CHUNK",
+    "SHARD_SIZE",
+    "VOCABULARIES",
+    "Extracted",
+    "Options",
+    "OutDtype",
+    "Plan",
+    "Report",
+    "Vocabulary",
+    "chunk_of",
+    "extract_lora",
+    "merge_folders",
+    "open_folder",
+    "plan",
+    "prepare",
+]

@@ -1,34 +1,40 @@
 """Merging of one leaf of mapped folders, piece by piece, with the arithmetic of the pure mergers."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import random, tree
-from ...config import Dare, Della, MergerConfig, TaskArithmetic, Ties, WeightAverage
-from .._common import Piece, _delta, _fields, _groups, _mask_keys, add, agreeing, row_length
-from ..della import _masked, thresholds
-from ..ties import _Cut, _trimmed
+from ... import tree
+from ...config import MergerConfig
+from .._common import Fuse, Piece, fields_of, groups, mask_keys
+from .._configured import BASELESS
 from .reading import Folder
-
-Cuts = dict[str, list[_Cut]]
-Fuse = Callable[[Piece], Tensor]
 
 
 class Job(NamedTuple):
     """What is merged, checked."""
 
     config: MergerConfig
-    coef: float
+    coefs: dict[str, float]  # γ of every floating-point leaf; empty for mergers without one
     key: Tensor | None
     base: Folder
     experts: dict[str, Folder]
     dtype: torch.dtype | None  # of the floating-point output; None: base's
     chunk: int  # coordinates, over all experts together
+    device: torch.device  # that pieces are merged on
+    notes: tuple[str, ...] = ()  # what a user should know of the inputs
+
+
+class Rule(NamedTuple):
+    """How a merger sees leaves."""
+
+    fuse: Callable[[str], Fuse]  # of a leaf
+    based: bool = True  # a piece holds task vectors and gives one; else it holds weights and gives weights
+    rows: bool = False  # no row is cut
+    whole: bool = False  # no leaf is cut
 
 
 class Written(NamedTuple):
@@ -48,115 +54,66 @@ def target(job: Job, path: str) -> torch.dtype:
 
 def spans(leaf: Tensor, limit: int, *, rows: bool = False) -> Iterator[tuple[int, int]]:
     """Flat ranges of at most ``limit`` coordinates (or one row) that cover a leaf; with ``rows`` no row is cut."""
-    return ((start, stop) for group in _groups([leaf], max(1, limit), rows) for _, start, stop in group)
+    return ((start, stop) for group in groups([leaf], max(1, limit), rows) for _, start, stop in group)
 
 
-def write_order(job: Job, fuse: Fuse | None, path: str) -> Iterator[Written]:
-    """Every coordinate of one output leaf, in order. ``fuse``: of `fuse_of`, None for WA.
+def compute_dtype(job: Job, path: str, *, based: bool = True) -> torch.dtype:
+    """The dtype that a leaf is merged in."""
+    leaves = [folder.leaves[path] for folder in ([job.base] if based else []) + list(job.experts.values())]
+    return tree.compute_dtype(*leaves)
 
-    Raises: ValueError that lists all values of all inputs that are not finite (or, for WA, differ) on meeting one.
+
+def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Flat coordinates [start, stop) of every expert's leaf, one by one."""
+    return (folder.read(path, start, stop).to(job.device, dtype) for folder in job.experts.values())
+
+
+def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Flat coordinates [start, stop) of every expert's task vector, one by one."""
+    origin = job.base.read(path, start, stop).to(job.device, dtype)
+    return (weights - origin for weights in weights_of(job, path, start, stop, dtype))
+
+
+def write_order(job: Job, rule: Rule, path: str) -> Iterator[Written]:
+    """Every coordinate of one output leaf, in order, on the CPU.
+
+    Raises: ValueError that lists all values of all inputs that are not finite (or, for buffers of a merger without a
+        base, differ) on meeting one.
     """
     if job.base.leaves[path].is_floating_point():
-        return _merged(job, fuse, path)
-    return _copied(job, path)
+        return _merged(job, rule, path)
+    return _copied(job, rule, path)
 
 
-def _merged(job: Job, fuse: Fuse | None, path: str) -> Iterator[Written]:
-    leaf, folders = job.base.leaves[path], list(job.experts.values())
-    leaves = [folder.leaves[path] for folder in folders]
-    dtype = tree.compute_dtype(*leaves) if fuse is None else tree.compute_dtype(leaf, *leaves)
-    drawn = None if job.key is None else _mask_keys(job.key, list(job.experts), [path])
-    out = target(job, path)
-    for start, stop in spans(leaf, job.chunk // len(folders), rows=isinstance(job.config, Della)):
-        origin = job.base.read(path, start, stop).to(dtype)
-        read = (folder.read(path, start, stop) for folder in folders)
-        if fuse is None:
-            parts = [values.to(dtype) for values in read]
-            exact = add(parts).div_(len(parts))
-            change = exact - origin
-        else:
-            parts = [_delta(values, origin, dtype) for values in read]
-            fields = [] if drawn is None else _fields(drawn, [(0, start, stop)], origin.device)[0]
-            change = fuse(Piece(path, start, parts, fields)) * job.coef
-            exact = change + origin
+def _merged(job: Job, rule: Rule, path: str) -> Iterator[Written]:
+    leaf, out = job.base.leaves[path], target(job, path)
+    dtype = compute_dtype(job, path, based=rule.based)
+    drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
+    fuse = rule.fuse(path)
+    for start, stop in spans(leaf, leaf.numel() if rule.whole else job.chunk // len(job.experts), rows=rule.rows):
+        origin = job.base.read(path, start, stop).to(job.device, dtype)
+        weights = weights_of(job, path, start, stop, dtype)
+        parts = [part - origin for part in weights] if rule.based else list(weights)
         if not all(math.isfinite(part.sum()) for part in parts):
             refuse_values(job, path, parts)
+        fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
+        merged = fuse(Piece(path, start, parts, fields))
+        change = merged * job.coefs[path] if rule.based else merged - origin
+        exact = change + origin if rule.based else merged
         values = exact.to(out)
         error = _norm(values.to(dtype) - exact)
         if not (math.isfinite(error) or bool(values.isfinite().all())):
             raise ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
-        yield Written(start, values, error, _norm(change))
+        yield Written(start, values.cpu(), error, _norm(change))
 
 
-def _copied(job: Job, path: str) -> Iterator[Written]:
-    average = isinstance(job.config, WeightAverage)
-    first, *rest = job.experts.values() if average else (job.base,)
+def _copied(job: Job, rule: Rule, path: str) -> Iterator[Written]:
+    first, *rest = (job.base,) if rule.based else job.experts.values()
     for start, stop in spans(job.base.leaves[path], job.chunk):
         values = first.read(path, start, stop)
         if not all(torch.equal(values, folder.read(path, start, stop)) for folder in rest):
             refuse_values(job, path, [])
         yield Written(start, values)
-
-
-def fuse_of(job: Job, cuts: Cuts, majority: int) -> Fuse | None:
-    """The merged task vector of a piece, as the pure merger computes it; None for WA, which has none."""
-    match job.config:
-        case WeightAverage():
-            return None
-        case TaskArithmetic():
-            return lambda piece: add(piece.deltas)
-        case Dare():
-            return _dare(job.config)
-        case Della():
-            return _della(job.config, job.base.leaves)
-        case Ties():
-            mean = job.config.aggregate == "mean"
-
-            def fuse(piece: Piece) -> Tensor:
-                trimmed = _trimmed(piece, cuts)
-                sign = add(trimmed).sign()
-                return agreeing(trimmed, sign.where(sign != 0, majority), mean=mean)
-
-            return fuse
-
-
-def net_sign(job: Job, cuts: Cuts) -> int:
-    """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""
-    net = 0
-    for path, leaf in job.base.leaves.items():
-        if leaf.is_floating_point():
-            dtype = tree.compute_dtype(leaf, *(folder.leaves[path] for folder in job.experts.values()))
-            for start, stop in spans(leaf, job.chunk // len(job.experts)):
-                origin = job.base.read(path, start, stop).to(dtype)
-                deltas = [_delta(folder.read(path, start, stop), origin, dtype) for folder in job.experts.values()]
-                net += int(add(_trimmed(Piece(path, start, deltas, []), cuts)).sign().sum(dtype=torch.int64))
-    return (net > 0) - (net < 0)
-
-
-def _dare(config: Dare) -> Fuse:
-    assert config.drop_prob is not None
-    threshold = int(random.threshold(config.drop_prob))
-    kept = 1 - threshold / 65536
-
-    def fuse(piece: Piece) -> Tensor:
-        return add([(d / kept).where(f >= threshold, 0) for d, f in zip(piece.deltas, piece.fields, strict=True)])
-
-    return fuse
-
-
-def _della(config: Della, leaves: Mapping[str, Tensor]) -> Fuse:
-    drop_prob, window = config.drop_prob, config.window
-    assert drop_prob is not None
-    assert window is not None
-    table = lru_cache(maxsize=8)(lambda length: thresholds(length, drop_prob=drop_prob, window=window))
-
-    def fuse(piece: Piece) -> Tensor:
-        by_rank = table(row_length(leaves[piece.path]))
-        masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
-        sign = torch.where(add(masked) >= 0, 1.0, -1.0).to(masked[0].dtype)
-        return agreeing(masked, sign, mean=True)
-
-    return fuse
 
 
 def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
@@ -173,7 +130,7 @@ def _value_problems(job: Job) -> Iterator[str]:
                 bad = sum(int((~folder.read(path, *span).isfinite()).sum()) for span in spans(leaf, job.chunk))
                 if bad:
                     yield f"leaf {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
-    if isinstance(job.config, WeightAverage):
+    if job.config.name in BASELESS:
         first, *rest = job.experts.values()
         for folder in rest:
             for path, leaf in folder.leaves.items():

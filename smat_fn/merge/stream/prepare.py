@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
-from ... import checkpoint, tree
-from ...config import Dare, Della, MergerConfig, Ties, WeightAverage
-from .._inputs import _fit_problems, _short, coef_problems, drop_problems, key_problems, problems_of
-from ..della import _problems as della_problems
-from ..ties import _problems as ties_problems
+from ... import checkpoint, random, tree
+from ...config import MergerConfig
+from .._configured import BASELESS, RANDOM, merge_by
+from .._inputs import coef_problems, fit_problems, problems_of, short
+from ..coefs import Rules, coefs_of, matches
+from .inputs import open_inputs
 from .pieces import Job, target
-from .reading import Folder, open_folder
+from .reading import Folder
+from .tokenizers import notes
+from .vocabulary import Vocabulary
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
@@ -24,6 +27,21 @@ _OUT: dict[str, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+CHUNK = 1 << 19  # as the pure mergers
+SHARD_SIZE = 5 * 10**9
+
+
+class Options(TypedDict, total=False):
+    """How `merge_folders` and `plan` merge: see there. Defaults stand in `prepare`."""
+
+    coef: Rules | None
+    key: Tensor | None
+    out_dtype: OutDtype
+    shard_size: int
+    chunk: int
+    overwrite: bool
+    device: str
+    vocabulary: Vocabulary
 
 
 def prepare(
@@ -32,69 +50,78 @@ def prepare(
     experts: Mapping[str, Path],
     out: Path,
     *,
-    coef: float | None,
-    key: Tensor | None,
-    out_dtype: str,
-    shard_size: int,
-    chunk: int,
-    overwrite: bool,
+    coef: Rules | None = None,
+    key: Tensor | None = None,
+    out_dtype: OutDtype = "same",
+    shard_size: int = SHARD_SIZE,
+    chunk: int = CHUNK,
+    overwrite: bool = False,
+    device: str = "cpu",
+    vocabulary: Vocabulary = "error",
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
-    coef = getattr(config, "coef", None) if coef is None else coef
-    problems = _option_problems(config, coef, key, out_dtype, shard_size, chunk)
+    sizes = {"shard_size": shard_size, "chunk": chunk}
+    problems = [f"{name} is {value}, must be at least 1" for name, value in sizes.items() if value < 1]
+    if out_dtype not in _OUT:
+        problems.append(f"out_dtype is {out_dtype!r}, must be one of {', '.join(_OUT)}")
+    problems += _device_problems(device)
+    rules = getattr(config, "coef", None) if coef is None else coef
+    problems += _merger_problems(config, list(experts), rules, key)
     problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
     problems += [
         f"out is {out}, which is, holds or lies in {path}: choose another folder"
         for path in map(Path, (base, *experts.values()))
         if _overlap(out, path)
     ]
-    if not experts:
-        problems.append("experts is empty: pass at least one")
-    opened: dict[str, Folder] = {}
-    for label, path in {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}.items():
-        try:
-            opened[label] = open_folder(label, Path(path))
-        except ValueError as error:
-            problems.append(str(error))
-    start = opened.get("base")
-    found = {name: opened[f"expert {name!r}"] for name in experts if f"expert {name!r}" in opened}
+    start, found = open_inputs(base, experts, vocabulary, problems)
+    floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     if start is not None:
-        problems += _fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
-        if isinstance(config, WeightAverage):
+        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+        if config.name in BASELESS:
             problems += _buffer_problems(start, found)
+        if isinstance(rules, Mapping) and hasattr(config, "coef"):
+            if config.coef is not None and any(not matches(path, rules) for path in floating):
+                rules = {**rules, "*": config.coef}
+            problems += problems_of(lambda: coefs_of(floating, rules))
     tree.raise_problems(problems)
     assert start is not None
-    masks = key if isinstance(config, (Dare, Della)) else None
-    gamma = 1.0 if isinstance(config, WeightAverage) or coef is None else float(coef)
-    job = Job(config, gamma, masks, start, found, _OUT[out_dtype], chunk)
+    coefs = {} if rules is None else coefs_of(floating, rules)
+    masks = key if config.name in RANDOM else None
+    told = tuple(notes(start.root, {folder.label: folder.root for folder in found.values()}))
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], chunk, torch.device(device), told)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size)
 
 
-def _option_problems(
-    config: MergerConfig, coef: float | None, key: Tensor | None, out_dtype: str, shard_size: int, chunk: int
-) -> list[str]:
-    sizes = {"shard_size": shard_size, "chunk": chunk}
-    problems = [f"{name} is {value}, must be at least 1" for name, value in sizes.items() if value < 1]
-    if out_dtype not in _OUT:
-        problems.append(f"out_dtype is {out_dtype!r}, must be one of {', '.join(_OUT)}")
-    if isinstance(config, WeightAverage):
-        return problems + ([] if coef is None else [f"coef is {coef}, but the average has none: leave it out"])
-    problems += ["coef is not set: pass one"] if coef is None else coef_problems(coef)
+def _merger_problems(config: MergerConfig, experts: list[str], rules: Rules | None, key: Tensor | None) -> list[str]:
+    problems = []
+    if not hasattr(config, "coef"):
+        problems += [] if rules is None else [f"coef is {rules}, but {config.name} has none: leave it out"]
+    elif rules is None:
+        problems.append("coef is not set: pass one")
+    elif not isinstance(rules, Mapping):
+        problems += coef_problems(rules)
     unset = [name for name, value in vars(config).items() if value is None and name != "coef"]
     problems += [f"{name} of {config.name} is not set: smat_fn.config.resolve takes it from a preset" for name in unset]
-    if isinstance(config, (Dare, Della)):
-        problems += ["key is not set: make one by smat_fn.random.key(seed)"] if key is None else key_problems(key)
+    if key is None and config.name in RANDOM:
+        problems.append("key is not set: make one by smat_fn.random.key(seed)")
     if unset:
         return problems
-    match config:
-        case Dare():
-            problems += drop_problems(config.drop_prob)  # type: ignore[arg-type]
-        case Della():
-            problems += della_problems(config.drop_prob, config.window)  # type: ignore[arg-type]
-        case Ties():
-            problems += ties_problems(config.keep, config.aggregate, config.scope)  # type: ignore[arg-type]
-    return problems
+    # the merger itself knows the rest: on a single coordinate it costs nothing
+    one = {"w": torch.zeros(1)}
+    coef, mask_key = (1.0 if hasattr(config, "coef") else None), (random.key(0) if key is None else key)
+    return problems + problems_of(lambda: merge_by(config, one, dict.fromkeys(experts, one), key=mask_key, coef=coef))
+
+
+def _device_problems(device: str) -> list[str]:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        return [f"device is {device!r}: give cpu or cuda"]
+    if kind not in ("cpu", "cuda"):
+        return [f"device is {device!r}: give cpu or cuda"]
+    missing = kind == "cuda" and not torch.cuda.is_available()
+    return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
 
 
 def _overlap(out: Path, path: Path) -> bool:
@@ -103,9 +130,9 @@ def _overlap(out: Path, path: Path) -> bool:
 
 
 def _buffer_problems(start: Folder, experts: Mapping[str, Folder]) -> list[str]:
-    """WA takes non-floating leaves from the experts."""
+    """Mergers without a base take non-floating leaves from the experts."""
     return [
-        f"leaf {path!r} is {_short(folder.leaves[path])} in {folder.label} but {_short(leaf)} in base: cast one of them"
+        f"leaf {path!r} is {short(folder.leaves[path])} in {folder.label} but {short(leaf)} in base: cast one of them"
         for folder in experts.values()
         for path, leaf in start.leaves.items()
         if not leaf.is_floating_point() and path in folder.leaves

@@ -5,32 +5,31 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
-from torch import Tensor
-
-from ... import __version__
+from ... import __version__, tree
+from ...checkpoint import write_text
 from ...config import MergerConfig, Ties, settings
+from ..ties import Cuts
 from . import trimming
-from .estimate import memory_bound, seconds_per_coordinate
-from .pieces import Cuts, Job, fuse_of, net_sign, target, write_order
-from .prepare import OutDtype, prepare
+from .estimate import memory_bound, seconds_of
+from .pieces import Job, target, write_order
+from .prepare import Options, prepare
+from .rules import net_sign, rule_of
 from .writing import (
     Shard,
     exclusive,
-    finish,
+    fill,
     load_progress,
     save_progress,
     shard_file,
+    take_place,
     work_folder,
     write_piece,
 )
-
-CHUNK = 1 << 19  # as the pure mergers
-SHARD_SIZE = 5 * 10**9
 
 
 class Report(NamedTuple):
@@ -40,6 +39,8 @@ class Report(NamedTuple):
     rounding_ratio: float  # RMS of the last rounding / RMS of the merged change of base; above 1 it drowns the change
     seconds: float
     bytes: int  # of tensor data written
+    inputs: dict[str, list[Path]]  # the files that were read, of "base" and "expert 'name'"
+    notes: tuple[str, ...] = ()  # what a user should know of the inputs: tokenizers that differ
 
 
 class Plan(NamedTuple):
@@ -49,6 +50,12 @@ class Plan(NamedTuple):
     disk: int  # bytes that are written; twice as many are taken where a merge of the same name is replaced
     seconds: float  # of computation on this machine with its present threads; disks slower than that add to it
     shards: tuple[str, ...]
+    leaves: int
+    parameters: int
+    notes: tuple[str, ...] = ()  # as of `Report`
+
+
+Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
 
 
 def merge_folders(
@@ -57,54 +64,45 @@ def merge_folders(
     experts: Mapping[str, Path],
     out: Path,
     *,
-    coef: float | None = None,
-    key: Tensor | None = None,
-    out_dtype: OutDtype = "same",
-    shard_size: int = SHARD_SIZE,
-    chunk: int = CHUNK,
-    overwrite: bool = False,
+    describe: Describe | None = None,
+    **options: Unpack[Options],
 ) -> Report:
-    """θ₀ + γ τ(Δ₁, …, Δ_N) of folders on disk, bit for bit what the pure merger of ``config`` gives in memory.
+    """What the pure merger of ``config`` gives in memory, of folders on disk, bit for bit.
 
     The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
     all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory stays below
-    80 bytes x max(chunk, rows) + 32 MiB, where rows is 0, but for DELLA, which sorts whole rows, experts x the longest
-    row. So it grows neither with the model nor, those rows apart, with the number of experts.
+    80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts. Some mergers need more
+    of a leaf at once, 32 MiB + N x 80 bytes x the longest row for DELLA, N x 8 MiB for Model Stock and SLERP, (4 N +
+    64) bytes x the largest leaf for TSV-Merge, where that is more.
 
-    Args: experts: name to folder; the name decides the masks of DARE and DELLA. coef: γ, else ``config.coef``.
-        key: int64 (2,), for DARE and DELLA. out_dtype: of the floating-point leaves, "same" as base's.
-        shard_size: bytes of tensor data in one file. chunk: coordinates in memory at a time, all experts together;
-        it changes no bit.
+    Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
+        LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
+        finished checkpoint and the report, the texts of more files by name, which appear with it. Options: coef: γ, or
+        {glob: γ} as in `coefs_of`, else ``config.coef``. key: int64 (2,), for random masks. out_dtype: of the
+        floating-point leaves, "same" as base's. shard_size: bytes of tensor data in one file. chunk: coordinates in
+        memory at a time, all experts together; it changes no bit. overwrite: replace ``out``. device: where chunks are
+        merged; a GPU may round divisions by one number otherwise, in the last bit. vocabulary: what to do with
+        embeddings and heads of another number of rows than base's: "error", "base-rows" or "pad-with-base", as in
+        `fit_rows`.
     Raises: ValueError that lists every problem of options and headers before any work; later for values that are not
         finite, with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
     """
     begin = time.perf_counter()
-    job, shards = prepare(
-        config,
-        base,
-        experts,
-        out,
-        coef=coef,
-        key=key,
-        out_dtype=out_dtype,
-        shard_size=shard_size,
-        chunk=chunk,
-        overwrite=overwrite,
-    )
+    job, shards = prepare(config, base, experts, out, **options)
     size = sum(sum(_nbytes(job, path) for path in shard.offsets) for shard in shards)
     with exclusive(out):
         folder = work_folder(out)
-        progress = load_progress(folder, _recipe(job, shard_size))
-        _check_room(folder, shards)
+        progress = load_progress(folder, _recipe(job, shards, options.get("vocabulary")))
+        tree.raise_problems(_room_problems(folder, shards))
         try:
             trims, cuts, majority = _trimmings(job, folder, progress)
-            fuse = fuse_of(job, cuts, majority)
+            rule = rule_of(job, cuts, majority)
             for shard in shards:
                 if shard.file not in progress["shards"]:
                     with shard_file(folder, shard) as descriptor:
                         sums = [0.0, 0.0]
                         for path, offset in shard.offsets.items():
-                            for piece in write_order(job, fuse, path):
+                            for piece in write_order(job, rule, path):
                                 write_piece(descriptor, piece.values, offset + piece.start * piece.values.itemsize)
                                 sums = [sums[0] + piece.error**2, sums[1] + piece.change**2]
                     progress["shards"][shard.file] = sums
@@ -113,41 +111,31 @@ def merge_folders(
             shutil.rmtree(folder, ignore_errors=True)  # it would fail again
             raise
         error, change = (math.sqrt(sum(sums[i] for sums in progress["shards"].values())) for i in (0, 1))
-        finish(folder, out, base, shards, job.dtype, size)
-    ratio = error / change if change else math.inf if error else 0.0
-    density = trimming.density(job, trims) if isinstance(config, Ties) else {}
-    return Report(density, ratio, time.perf_counter() - begin, size)
+        ratio = error / change if change else math.inf if error else 0.0
+        density = trimming.density(job, trims) if isinstance(config, Ties) else {}
+        files = fill(folder, job.base.root, shards, job.dtype, size)
+        inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
+        report = Report(density, ratio, time.perf_counter() - begin, size, inputs, job.notes)
+        for name, text in ({} if describe is None else describe(files, report)).items():
+            write_text(folder / name, text)
+        take_place(folder, out)
+    return report
 
 
-def plan(
-    config: MergerConfig,
-    base: Path,
-    experts: Mapping[str, Path],
-    out: Path,
-    *,
-    coef: float | None = None,
-    key: Tensor | None = None,
-    out_dtype: OutDtype = "same",
-    shard_size: int = SHARD_SIZE,
-    chunk: int = CHUNK,
-    overwrite: bool = False,
-) -> Plan:
+def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
     """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
-    job, shards = prepare(
-        config,
-        base,
-        experts,
-        out,
-        coef=coef,
-        key=key,
-        out_dtype=out_dtype,
-        shard_size=shard_size,
-        chunk=chunk,
-        overwrite=overwrite,
+    job, shards = prepare(config, base, experts, out, **options)
+    disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
+    tree.raise_problems(_room_problems(work_folder(out), shards))
+    return Plan(
+        memory_bound(job),
+        disk,
+        seconds_of(job),
+        tuple(shard.file for shard in shards),
+        len(leaves),
+        sum(leaf.numel() for leaf in leaves),
+        job.notes,
     )
-    count = sum(leaf.numel() for leaf in job.base.leaves.values())
-    disk = sum(shard.size for shard in shards)
-    return Plan(memory_bound(job), disk, count * seconds_per_coordinate(job), tuple(shard.file for shard in shards))
 
 
 def _trimmings(job: Job, folder: Path, progress: dict[str, Any]) -> tuple[list[list[trimming.Trim]], Cuts, int]:
@@ -164,7 +152,7 @@ def _trimmings(job: Job, folder: Path, progress: dict[str, Any]) -> tuple[list[l
     return trims, cuts, progress["majority"]
 
 
-def _recipe(job: Job, shard_size: int) -> str:
+def _recipe(job: Job, shards: Sequence[Shard], vocabulary: str | None) -> str:
     """A digest of all that decides the output's bytes; input files count by path, size and time of change."""
     files = []
     for name, folder in {"": job.base, **job.experts}.items():
@@ -172,21 +160,27 @@ def _recipe(job: Job, shard_size: int) -> str:
             stat = file.stat()
             files.append([name, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     key = None if job.key is None else job.key.tolist()
-    parts = [__version__, job.config.name, settings(job.config), job.coef, key, str(job.dtype), shard_size, files]
+    headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
+    parts = [__version__, job.config.name, settings(job.config), job.coefs, key, job.device.type]
+    parts += [vocabulary, headers, files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _check_room(folder: Path, shards: list[Shard]) -> None:
+def _room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:
+    """What speaks against writing the shards beside those that are in ``folder`` already."""
     present = 0
-    for file in folder.iterdir():
-        with suppress(FileNotFoundError):
-            present += file.stat().st_blocks * 512
-    needed, free = sum(shard.size for shard in shards), shutil.disk_usage(folder).free
-    if needed - present > free:
-        raise ValueError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, {(needed - present) / 1e9:.1f} GB are needed: make room, "
-            "or write elsewhere"
-        )
+    for shard in shards:
+        for file in (folder / shard.file, folder / f"{shard.file}.part"):
+            with suppress(FileNotFoundError):
+                present += file.stat().st_blocks * 512
+    disk = next(path for path in folder.resolve().parents if path.exists())
+    needed, free = sum(shard.size for shard in shards), shutil.disk_usage(disk).free
+    if needed - present <= free:
+        return []
+    return [
+        f"{disk} has {free / 1e9:.1f} GB free, {(needed - present) / 1e9:.1f} GB are needed: make room, "
+        "or write elsewhere"
+    ]
 
 
 def _nbytes(job: Job, path: str) -> int:

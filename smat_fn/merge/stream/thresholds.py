@@ -34,9 +34,9 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
             bits = magnitudes.view(integer)
             if shift < width - 16:
                 bits = bits[bits >> (shift + 16) == prefix] >> shift
-                counts += torch.bincount(bits.bitwise_and_(_BINS - 1), minlength=_BINS)
+                counts += torch.bincount(bits.bitwise_and_(_BINS - 1), minlength=_BINS).cpu()
             else:
-                counts += torch.bincount(bits >> shift, minlength=_BINS)
+                counts += torch.bincount(bits >> shift, minlength=_BINS).cpu()
         if shift == width - 16 and bool(counts[not_finite:].any()):
             return None
         upto = counts.cumsum(0)

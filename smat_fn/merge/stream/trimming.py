@@ -1,4 +1,4 @@
-"""The thresholds of TIES over mapped folders, in a form that JSON holds."""
+"""The thresholds of TIES, in a form that JSON holds, and of Breadcrumbs, over mapped folders."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,23 +7,67 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...config import Ties
-from .._common import _delta
-from ..ties import _Cut
-from .pieces import Cuts, Job, refuse_values, spans
+from ...config import Breadcrumbs, Ties
+from .._common import delta_of
+from ..ties import Cut, Cuts
+from .pieces import Job, compute_dtype, refuse_values, spans
 from .thresholds import Order, position, select, value_of
 
 
 class Trim(NamedTuple):
-    """What one expert keeps of one group of leaves: see ``_Cut``; ``kept`` counts the coordinates."""
+    """What one expert keeps of one group of leaves: see ``Cut``; ``kept`` counts the coordinates."""
 
     bits: int
     double: bool
     last: int | None
     kept: int
 
-    def cut(self) -> _Cut:
-        return _Cut(value_of(self.bits, torch.float64 if self.double else torch.float32), self.last)
+    def cut(self) -> Cut:
+        return Cut(value_of(self.bits, torch.float64 if self.double else torch.float32), self.last)
+
+
+class Band(NamedTuple):
+    """What Breadcrumbs keeps of one expert's leaf: what comes, by magnitude and position, after one and up to another.
+
+    Bounds are (magnitude, flat position), None where there is no bound.
+    """
+
+    low: tuple[Tensor, int] | None
+    high: tuple[Tensor, int] | None
+
+    def mask(self, delta: Tensor, start: int) -> Tensor:
+        """Of the flat coordinates from ``start`` on."""
+        magnitude, place = delta.abs(), torch.arange(start, start + delta.numel(), device=delta.device)
+
+        def after(bound: tuple[Tensor, int]) -> Tensor:
+            value = bound[0].to(delta.device)
+            return (magnitude > value) | ((magnitude == value) & (place > bound[1]))
+
+        kept = torch.ones_like(delta, dtype=torch.bool) if self.low is None else after(self.low)
+        return kept if self.high is None else kept & ~after(self.high)
+
+
+def bands(job: Job, path: str) -> list[Band]:
+    """What Breadcrumbs keeps of a leaf, of every expert in their order. Raises: as `write_order`."""
+    config, leaf, dtype = job.config, job.base.leaves[path], compute_dtype(job, path)
+    assert isinstance(config, Breadcrumbs)
+    size = leaf.numel()
+    low, high = int(size * config.drop_smallest), size - int(size * config.drop_largest)
+
+    def band(name: str) -> Band:
+        def scan() -> Iterator[Tensor]:
+            for start, stop in spans(leaf, job.chunk):
+                origin = job.base.read(path, start, stop).to(job.device)
+                yield delta_of(job.experts[name].read(path, start, stop), origin, dtype).abs_()
+
+        def bound(rank: int) -> tuple[Tensor, int]:
+            order = _finite(job, [path], select(scan, rank, dtype))
+            value = value_of(order.bits, dtype)
+            return value, position(scan, value, rank - order.below)
+
+        return Band(bound(low) if low else None, bound(high) if high < size else None)
+
+    return [band(name) for name in job.experts]
 
 
 def find(job: Job) -> list[list[Trim]]:
@@ -60,8 +104,8 @@ def _trim(job: Job, name: str, group: Sequence[str]) -> Trim:
     def scan() -> Iterator[Tensor]:
         for path in group:
             for start, stop in spans(job.base.leaves[path], job.chunk):
-                delta = _delta(folder.read(path, start, stop), job.base.read(path, start, stop), kinds[path])
-                yield delta.abs_().to(wide)
+                origin = job.base.read(path, start, stop).to(job.device)
+                yield delta_of(folder.read(path, start, stop), origin, kinds[path]).abs_().to(wide)
 
     count = int(size * config.keep)
     if config.scope == "tensor":

@@ -176,20 +176,27 @@ def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
     write_text(folder / PROGRESS, json.dumps(progress))
 
 
-def finish(folder: Path, out: Path, base: Path, shards: list[Shard], dtype: torch.dtype | None, size: int) -> None:
-    """Index, configuration and tokenizer beside the shards, then the folder takes the place of ``out``."""
+def fill(folder: Path, base: Path, shards: list[Shard], dtype: torch.dtype | None, size: int) -> list[Path]:
+    """Index, configuration and tokenizer beside the shards. Returns: all files of the checkpoint."""
+    made = [folder / shard.file for shard in shards]
     if len(shards) > 1:
         placed = {path: shard.file for shard in shards for path in shard.offsets}
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        made.append(folder / INDEX)
     for file in sorted({file for pattern in _COPIED for file in base.glob(pattern) if file.is_file()}):
-        target = folder / file.relative_to(base)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, target)
+        made.append(folder / file.relative_to(base))
+        made[-1].parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, made[-1])
     if dtype is not None and (folder / "config.json").exists():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return made
+
+
+def take_place(folder: Path, out: Path) -> None:
+    """The finished folder takes the place of ``out``."""
     for file in (folder / PROGRESS, *folder.glob(".*"), *folder.glob("*.part")):  # the others: of killed merges
         file.unlink()
     old = out.parent / f".{out.name}.old-{os.getpid()}"

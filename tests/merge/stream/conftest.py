@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn import merge, random
-from smat_fn.config import WeightAverage, settings
 
 KEY = random.fold_in(random.key(3), "merge")
-FUNCTIONS = {"ta": merge.task_arithmetic, "ties": merge.ties, "dare": merge.dare, "della": merge.della}
 
 
 def save(folder: Path, tree: dict, *, shards: int = 1) -> Path:
@@ -38,11 +36,8 @@ def load(folder: Path) -> dict:
     return {path: leaf for file in sorted(folder.glob("*.safetensors")) for path, leaf in load_file(file).items()}
 
 
-def in_memory(config, base: dict, experts: dict) -> dict:
-    options = settings(config)
-    if isinstance(config, WeightAverage):
-        return merge.weight_average(experts)
-    return FUNCTIONS[config.name](*([KEY] if config.name in ("dare", "della") else []), base, experts, **options)
+def in_memory(config, base: dict, experts: dict, coef=None) -> dict:
+    return merge.merge_by(config, base, experts, key=KEY, coef=coef)
 
 
 def assert_same_bits(left: dict, right: dict) -> None:

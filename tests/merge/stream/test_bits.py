@@ -6,7 +6,22 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import (
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    MagMax,
+    ModelStock,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
+from smat_fn.merge import BASELESS, _leaves
 from smat_fn.merge.stream import merge_folders, thresholds
 
 CONFIGS = {
@@ -19,6 +34,20 @@ CONFIGS = {
     "dare": Dare(coef=0.3, drop_prob=0.3),
     "della": Della(coef=0.9, drop_prob=0.5, window=0.14),
 }
+MORE = {
+    "weighted": WeightedAverage((0.7, -0.2, 1.3)),
+    "weighted sum": WeightedAverage((0.7, -0.2, 1.3), normalize=False),
+    "wise_ft": WiseFt(coef=0.3),
+    "slerp": Slerp(coef=0.3),
+    "model_stock": ModelStock(),
+    "dare_ties": DareTies(coef=0.3, drop_prob=0.3),
+    "breadcrumbs": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2),
+    "breadcrumbs, none of the largest": Breadcrumbs(coef=0.3, drop_smallest=0.9, drop_largest=0.0),
+    "breadcrumbs, none of the smallest": Breadcrumbs(coef=0.3, drop_smallest=0.0, drop_largest=0.5),
+    "magmax": MagMax(coef=0.7),
+    "tsv_merge": TsvMerge(coef=0.7),
+}
+COUNTS = {"wise_ft": 1, "slerp": 2}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -37,15 +66,48 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
         folders.assert_same_bits(folders.load(out), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "wa"])
+@pytest.mark.parametrize("grid", [None, 2**-6], ids=["distinct", "equal magnitudes"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MORE)
+def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(_leaves, "BLOCK", 32)  # inner products of several blocks
+    base, experts = family(DTYPES[dtype], grid=grid, count=COUNTS.get(name, 3))
+    paths = folders.save_family(tmp_path, base, experts)
+    expected = folders.in_memory(MORE[name], base, experts)
+    assert not torch.equal(expected["matrix"], base["matrix"])
+    for chunk in (5, 1 << 19):
+        merge_folders(MORE[name], *paths, tmp_path / f"{chunk}", key=folders.key, chunk=chunk, shard_size=150)
+        folders.assert_same_bits(folders.load(tmp_path / f"{chunk}"), expected)
+
+
+@pytest.mark.parametrize("name", ["ta", "ties", "dare", "model_stock"])
+def test_coefficients_by_leaf(name, family, folders, tmp_path):
+    config, coef = (CONFIGS | MORE)[name], {"*at*": 0.4, "conv": -1.0, "*": 0.1}
+    base, experts = family(torch.bfloat16)
+    paths = folders.save_family(tmp_path, base, experts)
+    merge_folders(config, *paths, tmp_path / "out", key=folders.key, coef=coef, chunk=5)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts, coef))
+
+
+def test_slerp_with_a_coefficient_of_each_leaf(family, folders, tmp_path):
+    base, experts = family(count=2)
+    coef = {"matrix": 0.0, "*": 1.0}
+    merge_folders(Slerp(), *folders.save_family(tmp_path, base, experts), tmp_path / "out", coef=coef)
+    merged, (first, second) = folders.load(tmp_path / "out"), experts.values()
+    assert torch.allclose(merged["matrix"], first["matrix"], rtol=1e-6, atol=0)
+    assert torch.allclose(merged["vector"], second["vector"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, config in (CONFIGS | MORE).items() if config.name not in BASELESS])
 def test_equal_bits_with_a_dtype_of_each_leaf_and_expert(name, family, folders, tmp_path):
-    base, experts = family(torch.float64)
+    config = (CONFIGS | MORE)[name]
+    base, experts = family(torch.float64, count=COUNTS.get(name, 3))
     kinds = list(DTYPES.values())
     for shift, tree in enumerate([base, *experts.values()]):
         for i, path in enumerate(p for p, leaf in base.items() if leaf.is_floating_point()):
             tree[path] = tree[path].to(kinds[(i * (shift + 1) + shift) % 4])
-    expected = folders.in_memory(CONFIGS[name], base, experts)
-    merge_folders(CONFIGS[name], *folders.save_family(tmp_path, base, experts), tmp_path / "out", key=folders.key)
+    expected = folders.in_memory(config, base, experts)
+    merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out", key=folders.key)
     folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
 
 

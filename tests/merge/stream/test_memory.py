@@ -1,6 +1,7 @@
 """Anonymous memory grows neither with the number of experts nor with the model."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,21 +55,26 @@ CONFIGS = (
     "Dare(coef=1.0, drop_prob=0.5)",
     "Della(coef=1.0, drop_prob=0.5, window=0.14)",
 )
+GREEDY = "ModelStock()", "TsvMerge(coef=1.0)"  # what they need grows with the experts, or with the leaf
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc/self/status to measure by")
 def test_peak(folders, tmp_path):
     generator = torch.Generator().manual_seed(0)
-    for name, rows in (("warm", 64), ("one", 2048), ("two", 4096)):
+    for name, rows in (("warm", 64), ("one", 1024), ("two", 2048)):
         for kind in ("", "-expert"):
             folders.save(tmp_path / f"{name}{kind}", {"w": torch.randn(rows, 512, generator=generator).bfloat16()})
+    configs = [*CONFIGS, *GREEDY]
     cases = [("one", 2), ("one", 7), ("two", 2)]
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(CHUNK), json.dumps(CONFIGS), json.dumps(cases)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(CHUNK), *map(json.dumps, (configs, cases))]
+    exact = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}  # what is freed goes back at once
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | exact)
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == len(CONFIGS) * len(cases)
-    for config in CONFIGS:
+    assert len(rows) == len(configs) * len(cases)
+    for config in configs:
         peaks = {(name, count): peak for c, name, count, peak, bound in rows if c == config and peak <= bound}
         assert peaks.keys() == set(cases), rows
-        # on disk the larger model has 2 MB more a folder, five more experts have 10 MB; the slack is 1 MB
-        assert max(peaks.values()) - peaks["one", 2] <= 8 * 4 * CHUNK, (config, peaks)
+        if config in GREEDY:
+            continue
+        # on disk the larger model has 1 MB more a folder, five more experts have 5 MB; the slack is half a MB
+        assert max(peaks.values()) - peaks["one", 2] <= 4 * 4 * CHUNK, (config, peaks)

@@ -98,7 +98,7 @@ def test_a_killed_merge_resumes_and_its_lock_is_taken_over(inputs, folders, tmp_
 
 def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", lambda *args: 1 / 0)
+        patch.setattr(run, "take_place", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
     other = TaskArithmetic(coef=0.25)

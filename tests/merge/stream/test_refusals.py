@@ -1,12 +1,23 @@
 """What cannot be merged is refused by name before any work."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from smat_fn import random
-from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import (
+    Breadcrumbs,
+    Dare,
+    Della,
+    TaskArithmetic,
+    Ties,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
 from smat_fn.merge.stream import merge_folders, plan
 
 TA = TaskArithmetic(coef=0.5)
@@ -73,7 +84,6 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("pytorch_model.bin", "holds pickled weights (pytorch_model.bin), which can run code"),
         ("model.pt", "holds pickled weights (model.pt), which can run code"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
-        ("adapter_model.safetensors", "holds an adapter, not a whole model: merge it into its base"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
     ],
 )
@@ -95,7 +105,7 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     out = "merge the checkpoint it was made from"
     problems = refusal(tmp_path, inputs[0], experts)
     assert problems == [
-        f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight'): {out}",
+        f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",
         f"expert 'configured': {tmp_path}/configured is quantised (gptq, says its config.json): {out}",
         "expert 'eight': leaf 'matrix' is stored as F8_E4M3, which cannot be merged: "
         "convert the checkpoint to bfloat16, float16 or float32",
@@ -106,13 +116,13 @@ def test_leaves_shapes_and_kinds_of_all_experts(family, folders, tmp_path):
     base, experts = family(count=2)
     experts["sum"]["matrix"] = torch.zeros(6, 12)
     del experts["sum"]["row"]
-    experts["cstance"]["lm_head.weight"] = torch.zeros(2)
+    experts["cstance"]["extra.weight"] = torch.zeros(2)
     experts["cstance"]["vector"] = torch.zeros(9, dtype=torch.int64)
     text = "; ".join(refusal(tmp_path, *folders.save_family(tmp_path / "inputs", base, experts)))
     for part in (
         "expert 'sum' lacks leaf 'row' of base",
         "leaf 'matrix' has shape (6, 12) in expert 'sum' but (6, 11) in base",
-        "expert 'cstance' has leaf 'lm_head.weight' that base lacks",
+        "expert 'cstance' has leaf 'extra.weight' that base lacks",
         "leaf 'vector' is int64 in expert 'cstance' but float32 in base",
     ):
         assert part in text
@@ -135,9 +145,7 @@ def test_options(inputs, tmp_path):
         f"{name} of ties is not set: smat_fn.config.resolve takes it from a preset" for name in ("keep", "aggregate")
     ]
     assert refusal(tmp_path, *inputs, TaskArithmetic()) == ["coef is not set: pass one"]
-    assert refusal(tmp_path, *inputs, WeightAverage(), coef=0.5) == [
-        "coef is 0.5, but the average has none: leave it out"
-    ]
+    assert refusal(tmp_path, *inputs, WeightAverage(), coef=0.5) == ["coef is 0.5, but wa has none: leave it out"]
     (problem,) = refusal(tmp_path, *inputs, Della(coef=1.0, drop_prob=0.1, window=0.5), key=random.key(0))
     assert problem.endswith("both must be in (0, 1]: take a smaller window")
     assert refusal(tmp_path, inputs[0], {}) == ["experts is empty: pass at least one"]
@@ -169,3 +177,38 @@ def test_a_change_that_the_output_cannot_hold(folders, tmp_path):
         merge_folders(TA, *paths, tmp_path / "out")
     merge_folders(WeightAverage(), paths[0], {"x": paths[1]["x"], "y": paths[0]}, tmp_path / "out")
     assert folders.load(tmp_path / "out")["w"].eq(0).all()
+
+
+def test_a_disk_that_is_too_small(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    for step in (merge_folders, plan):
+        with pytest.raises(ValueError, match=r"has 0\.0 GB free, .* are needed: make room, or write elsewhere"):
+            step(TA, *inputs, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(tmp_path, *inputs, device="cuda") == ["device is 'cuda', but torch sees no GPU here: give cpu"]
+    for device in ("gpu", "meta"):
+        assert refusal(tmp_path, *inputs, device=device) == [f"device is {device!r}: give cpu or cuda"]
+
+
+def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
+    (problem,) = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"*": 0.3, "matrix": 0.1})
+    assert problem.startswith("rule 'matrix' decides for no leaf: earlier rules match all of its leaves")
+    assert "no rule matches leaf 'vector'" in "; ".join(refusal(tmp_path, *inputs, TaskArithmetic(), coef={"m*": 0.3}))
+    assert refusal(tmp_path, *inputs, WeightAverage(), coef={"*": 0.3})[0].endswith("wa has none: leave it out")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (WiseFt(coef=1.0), "experts holds 2 trees: wise_ft takes exactly 1"),
+        (WeightedAverage((1.0,)), "weights holds 1 numbers for 2 experts: give one for each"),
+        (Breadcrumbs(0.6, 0.5, coef=1.0), "drop_smallest 0.6 and drop_largest 0.5 leave nothing: lower one"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_mergers_say_themselves_what_does_not_fit(config, told, inputs, tmp_path):
+    assert refusal(tmp_path, *inputs, config) == [told]

@@ -1,0 +1,56 @@
+"""All methods on digits by docs/protocols/digits_methods.md: tuning on dev, then test scores on fresh seeds."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from smat_fn.config import DIGITS
+
+from . import machine
+from .methods import Candidate, Protocol, grid, run
+
+COMMAND = "python -m benchmarks digits-methods"
+RATES = DIGITS.lr_grid
+
+
+def muon_grid(name: str) -> list[Candidate]:
+    """Three rates of the matrices by two of the other leaves."""
+    method = DIGITS.methods[name]
+    return [
+        Candidate(method, replace(DIGITS.training, optimizer="muon", muon_lr=muon_lr, lr=lr))
+        for muon_lr in (1e-3, 2e-3, 4e-3)
+        for lr in (2.5e-4, 5e-4)
+    ]
+
+
+PROTOCOL = Protocol(
+    name="digits_methods",
+    preset="digits",
+    grids={
+        "FT": grid("digits", "ft", (3.125e-5, 6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3)),
+        "SMAT": grid("digits", "smat", RATES, "sigma", (0.01, 0.02)),
+        "ASAM": grid("digits", "asam", RATES, "rho", (0.25, 0.5)),
+        "MergOPT": grid("digits", "mergopt", RATES, "b", (2e-3, 4e-3)),
+        "OrthoReg": grid("digits", "orthoreg", RATES, "lambda_reg", (0.1, 0.2)),
+        "FT-Muon": muon_grid("ft"),
+        "SMAT-Muon": muon_grid("smat"),
+    },
+    tuning=(31, 32, 33),
+    evaluation=tuple(range(41, 51)),
+    ablations={
+        "SMAT without Scale": {"alpha_min": 1.0},
+        "SMAT without Mask": {"drop_prob": 0.0},
+        "SMAT without Perturb": {"sigma": 0.0},
+    },
+    kept=(41, 42),
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the protocol, or one of its two stages."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run goes on from it")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--only", choices=("tuning", "evaluation"))
+    asked = parser.parse_args(arguments)
+    run(PROTOCOL, asked.folder, asked.jobs, machine.describe(f"{COMMAND} FOLDER"), asked.only)

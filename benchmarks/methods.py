@@ -1,0 +1,216 @@
+"""Methods compared by a protocol: equal tuning on dev, then test scores on fresh seeds at the frozen choices.
+
+Trials are kept in a folder, so that a stopped run goes on; it says in advance how long it takes. The summary covers the
+seeds that are complete and is written again after each.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smat_fn import merge
+from smat_fn.checkpoint import write_text
+from smat_fn.config import PRESETS, MethodConfig, Training, settings
+from smat_fn.evaluate import Result, main_table, markdown, write_results
+from smat_fn.pipeline.study import paired
+from smat_fn.pipeline.training import mean
+from smat_fn.pipeline.trials import Outcome, Trial, rows_of, run_trials
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path("benchmarks/results")
+REFERENCE = "FT"  # what differences are taken from
+ABLATED = "SMAT"
+Facts = Mapping[str, Any]
+Options = tuple[tuple[str, Any], ...]
+
+
+class Candidate(NamedTuple):
+    """A method with its strengths, and how it is trained."""
+
+    method: MethodConfig
+    training: Training
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "method": self.method.name,
+            "hyperparameters": settings(self.method),
+            "training": asdict(self.training),
+        }
+
+    def is_stored(self, facts: Facts) -> bool:
+        """Whether these are its facts; what training could not be told when they were stored is at its default."""
+        return {**self.facts(), "training": self.training} == {**facts, "training": Training(**facts["training"])}
+
+
+class Protocol(NamedTuple):
+    """What is tuned on which seeds, and evaluated on which others."""
+
+    name: str  # of the files of results
+    preset: str
+    grids: Mapping[str, list[Candidate]]  # by label, as many candidates each
+    tuning: tuple[int, ...]  # seeds
+    evaluation: tuple[int, ...]
+    ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> strengths of `ABLATED` at its choice
+    kept: tuple[int, ...] = ()  # evaluation seeds whose experts stay, for the number of experts and the landscape
+    options: Options = ()  # of the suite, beside and over those of the preset
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of the methods and then the ablations."""
+        return (*self.grids, *self.ablations)
+
+    def file(self, ending: str) -> Path:
+        """A file of results; a name with a folder of its own is one there."""
+        return ROOT / RESULTS / f"{self.name}{ending}"
+
+    def trial(self, label: str, candidate: Candidate, seed: int) -> Trial:
+        """The trial of a candidate."""
+        return Trial(label, self.preset, *candidate, seed, self.options)
+
+
+def replaced(method: MethodConfig, **strengths: Any) -> MethodConfig:
+    """The method with other strengths."""
+    return replace(method, **strengths)
+
+
+def grid(
+    preset: str, name: str, rates: Iterable[float], strength: str | None = None, values: Iterable[float] = ()
+) -> list[Candidate]:
+    """Every rate with every value of a strength, in ascending order: the earlier of equal ones is the smaller."""
+    own = PRESETS[preset]
+    method = own.methods[name]
+    methods = [replaced(method, **{strength: value}) for value in values] if strength else [method]
+    return [Candidate(m, replace(own.training, lr=lr)) for lr in rates for m in methods]
+
+
+def run(protocol: Protocol, work: Path, jobs: int, facts: Facts, only: str | None = None) -> None:
+    """The protocol, or one of its two stages ("tuning", "evaluation")."""
+    number = (
+        len(protocol.tuning) * sum(map(len, protocol.grids.values())),
+        len(protocol.evaluation) * len(protocol.labels),
+    )
+    say(f"{number[0]} trials of tuning and {number[1]} of evaluation, kept in {work}")
+    if only != "evaluation":
+        tune(protocol, work, jobs, facts)
+    if only != "tuning":
+        evaluate(protocol, work, jobs, facts)
+
+
+def tune(protocol: Protocol, work: Path, jobs: int, facts: Facts) -> None:
+    """Dev scores of every candidate and the choice of each method, as <name>_tuning.json."""
+    grids, seeds = protocol.grids, protocol.tuning
+    places = [(seed, label, i) for seed in seeds for label in grids for i in range(len(grids[label]))]
+    trials = {place: protocol.trial(place[1], grids[place[1]][place[2]], place[0]) for place in places}
+    running = run_trials(list(trials.values()), work / "tuning", jobs=jobs, report=say, keep=lambda trial: False)
+    found = {trial.folder(work): outcome for trial, outcome in running}
+    five = {place: found[trial.folder(work)]["five"] for place, trial in trials.items()}
+    dev = {label: [[five[seed, label, i] for seed in seeds] for i in range(len(grids[label]))] for label in grids}
+    result = {
+        **facts,
+        "seeds": seeds,
+        "chosen": {label: grids[label][choose(scores)].facts() for label, scores in dev.items()},
+        "dev": {
+            label: [{**c.facts(), "dev": s} for c, s in zip(grids[label], scores, strict=True)]
+            for label, scores in dev.items()
+        },
+        "runs": [run_line(found[trial.folder(work)]) for trial in trials.values()],
+    }
+    write_text(protocol.file("_tuning.json"), json.dumps(result, indent=1) + "\n")
+    for label, candidate in result["chosen"].items():
+        say(f"{label}: {candidate['hyperparameters']}, lr {candidate['training']['lr']:g}")
+
+
+def choose(dev: list[list[float]]) -> int:
+    """The place of the largest mean over seeds, the first of equal ones."""
+    return merge.choose(range(len(dev)), lambda place: mean(dev[place])).best
+
+
+def frozen(protocol: Protocol) -> dict[str, Candidate]:
+    """The chosen candidates of the stored tuning and the ablations. Raises: ValueError where nothing was chosen."""
+    file = protocol.file("_tuning.json")
+    if not file.exists():
+        raise ValueError(f"{file} is not there: run the tuning first")
+    chosen = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    found = {}
+    for label, candidates in protocol.grids.items():
+        same = [c for c in candidates if label in chosen and c.is_stored(chosen[label])]
+        if not same:
+            raise ValueError(f"{file}: the choice of {label} is not in its grid: run the tuning again")
+        found[label] = same[0]
+    method, training = found[ABLATED]
+    return found | {label: Candidate(replaced(method, **off), training) for label, off in protocol.ablations.items()}
+
+
+def evaluate(protocol: Protocol, work: Path, jobs: int, facts: Facts) -> None:
+    """Test scores at the frozen choices; a summary after every seed that is complete."""
+    candidates = frozen(protocol)
+    trials = [
+        protocol.trial(label, candidates[label], seed) for seed in protocol.evaluation for label in protocol.labels
+    ]
+    running = run_trials(
+        trials, work / "evaluation", jobs=jobs, report=say, test=True, keep=lambda trial: trial.seed in protocol.kept
+    )
+    for outcomes in complete_seeds(protocol, running):
+        publish(protocol, outcomes, facts)
+
+
+def complete_seeds(
+    protocol: Protocol, running: Iterable[tuple[Trial, Outcome]]
+) -> Iterator[dict[tuple[int, str], Outcome]]:
+    """Outcomes of all seeds that have every label, by (seed, label) in order, again after each further seed."""
+    found: dict[tuple[int, str], Outcome] = {}
+    labels = protocol.labels
+    for trial, outcome in running:
+        found[trial.seed, trial.label] = outcome
+        if all((trial.seed, label) in found for label in labels):
+            seeds = [s for s in protocol.evaluation if all((s, label) in found for label in labels)]
+            yield {(seed, label): found[seed, label] for seed in seeds for label in labels}
+
+
+def publish(protocol: Protocol, outcomes: Mapping[tuple[int, str], Outcome], facts: Facts) -> None:
+    """Rows, runs and summary of complete seeds in benchmarks/results, the table on the terminal."""
+    seeds = tuple(dict.fromkeys(seed for seed, _ in outcomes))
+    rows = [row for label in protocol.labels for seed in seeds for row in rows_of(outcomes[seed, label])]
+    runs = [run_line(outcomes[seed, label]) for label in protocol.labels for seed in seeds]
+    write_results(protocol.file(".jsonl"), rows)
+    write_text(protocol.file("_runs.jsonl"), "".join(json.dumps(line) + "\n" for line in runs))
+    result = {**facts, "seeds": seeds, "planned_seeds": protocol.evaluation, **summary(protocol.labels, rows)}
+    write_text(protocol.file(".json"), json.dumps(result, indent=1) + "\n")
+    say(f"complete seeds: {', '.join(map(str, seeds))}\n{markdown(main_table(rows))}{text(result['paired'])}")
+
+
+def summary(labels: tuple[str, ...], rows: list[Result]) -> dict[str, Any]:
+    """By method: scores per seed of every column, the drop, and the paired difference of Avg from the reference's."""
+    cells = main_table(rows, methods=labels).cells
+    test = {label: {column: list(cell.scores) for column, cell in line.items()} for label, line in cells.items()}
+    for line in test.values():
+        line["Drop"] = [expert - five for expert, five in zip(line["Expert"], line["Avg"], strict=True)]
+    others = {label: line for label, line in test.items() if label != REFERENCE}
+    return {
+        "test": test,
+        "paired": {label: paired(test[REFERENCE]["Avg"], line["Avg"]) for label, line in others.items()},
+    }
+
+
+def text(differences: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line a method: its difference from the reference."""
+    lines = []
+    for label, p in differences.items():
+        spread = f", sd {p['sd']:.2f}, 95 % {p['interval'][0]:+.2f} to {p['interval'][1]:+.2f}" if "sd" in p else ""
+        lines.append(f"{label} - {REFERENCE}: {p['mean']:+.2f}{spread}\n")
+    return "".join(lines)
+
+
+def run_line(outcome: Outcome) -> dict[str, Any]:
+    """What was run and what it cost."""
+    facts, costs = outcome["trial"], ("five", "coefs", "training_seconds", "seconds", "peak_bytes")
+    kept = {name: facts[name] for name in ("method", "hyperparameters", "training", "seed")}
+    return {"label": outcome["label"], **kept, **{name: outcome[name] for name in costs}}
+
+
+def say(line: str) -> None:
+    """Print at once, also into a file."""
+    print(line, flush=True)

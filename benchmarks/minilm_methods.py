@@ -1,0 +1,74 @@
+"""All methods on a pretrained text encoder by docs/protocols/minilm.md: tuning on dev, then test scores on fresh seeds.
+
+``--steps``, ``--rows`` and ``--tasks`` make a trial run of the command: on one seed outside the protocol, with two
+candidates a method, and with its results in FOLDER.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smat_fn.config import PRESETS
+
+from . import machine
+from .methods import Protocol, grid, run
+
+COMMAND = "python -m benchmarks minilm-methods"
+RATES = PRESETS["minilm"].lr_grid
+TRIAL_SEED = 10
+
+PROTOCOL = Protocol(
+    name="minilm_methods",
+    preset="minilm",
+    grids={
+        "FT": grid("minilm", "ft", (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
+        "SMAT": grid("minilm", "smat", RATES, "sigma", (0.005, 0.01)),
+        "ASAM": grid("minilm", "asam", RATES, "rho", (0.25, 0.5)),
+        "MergOPT": grid("minilm", "mergopt", RATES, "b", (1e-3, 2e-3)),
+        "OrthoReg": grid("minilm", "orthoreg", RATES, "lambda_reg", (0.1, 0.2)),
+    },
+    tuning=(61,),
+    evaluation=(71, 72, 73, 74, 75),
+    kept=(71, 72),
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the protocol, or one of its two stages, or try the command."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run goes on from it")
+    parser.add_argument("--model", required=True, help="folder of all-MiniLM-L6-v2, or its name on the hub")
+    parser.add_argument("--data", required=True, help="folder of TASK/{train,dev,test}.json, or see suite short_text")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--only", choices=("tuning", "evaluation"))
+    parser.add_argument("--steps", type=int, help="a trial run: steps of an expert")
+    parser.add_argument("--rows", type=int, help="a trial run: rows of a split")
+    parser.add_argument("--tasks", nargs="+", help="a trial run: some of the tasks")
+    asked = parser.parse_args(arguments)
+    tried = {name: value for name in ("rows", "tasks") if (value := getattr(asked, name)) is not None}
+    protocol = PROTOCOL._replace(options=(*_absolute(asked.model, asked.data), *tried.items()))
+    facts = machine.describe(f"{COMMAND} FOLDER --model MODEL --data DATA")
+    if asked.steps is not None or tried:
+        protocol = trial_run(protocol, asked.folder, asked.steps)
+        facts = {**facts, "trial_run": {"steps": asked.steps, **tried}}
+    run(protocol, asked.folder, asked.jobs, facts, asked.only)
+
+
+def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
+    """The protocol on one seed of no stage, with two candidates a method, its results in the folder."""
+    few = {
+        label: [c._replace(training=replace(c.training, steps=steps or c.training.steps)) for c in candidates[:2]]
+        for label, candidates in protocol.grids.items()
+    }
+    name = str((folder / protocol.name).resolve())
+    return protocol._replace(name=name, grids=few, tuning=(TRIAL_SEED,), evaluation=(TRIAL_SEED,), kept=())
+
+
+def _absolute(model: str, data: str) -> tuple[tuple[str, Any], ...]:
+    # a trial is named by its options: the same files under another name are the same trial
+    from smat_fn.data.short_text_recipe import resolve_data
+    from smat_fn.data.sources import absolute
+
+    found = resolve_data(data)
+    return ("model", absolute(model)), ("data", found if isinstance(found, str) else dict(found))

@@ -1,0 +1,99 @@
+"""What one batched evaluation of many merged models buys against a loop over them, on digits.
+
+Experts are the base with random updates, since time does not depend on what they have learnt, and the base is a barely
+pretrained one. Three sweeps of `smat_fn.analyses`, on one CPU thread: by a loop, and by `torch.func.vmap` under two
+memory budgets, of which the first is the default on a CPU.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smat_fn import merge, random
+from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, score_jobs
+from smat_fn.checkpoint import write_text
+from smat_fn.data import load_suite
+
+from . import timing
+
+RESULTS = Path(__file__).parent / "results" / "vmap.json"
+BUDGETS = {"loop": 0, "vmap, 8 MiB": 1 << 23, "vmap, 64 MiB": 1 << 26}
+UPDATE = 2e-3  # RMS of an expert's update, about that of FT on this suite
+
+
+def main(arguments: list[str]) -> None:
+    """Time the sweeps, print a table, write the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks vmap")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    facts = timing.describe("python -m benchmarks vmap")
+    rows = []
+    for name, (count, run) in sweeps().items():
+        values = {label: torch.tensor(run(memory)) for label, memory in BUDGETS.items()}
+        gap = max(float((found - values["loop"]).abs().max()) for found in values.values())
+        times = timing.interleaved(
+            {label: partial(run, memory) for label, memory in BUDGETS.items()},
+            rounds=options.rounds,
+            clock=timing.cpu_time,
+        )
+        row: dict[str, Any] = {"sweep": name, "evaluations": count, "loop s": timing.quartiles(times["loop"])}
+        row |= {f"{label} / loop": timing.ratios(t, times["loop"]) for label, t in times.items() if label != "loop"}
+        rows.append({**row, "largest difference": gap})
+        print(timing.markdown(rows[-1:]), flush=True)
+    write_text(options.out, json.dumps({**facts, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    print(timing.markdown(rows))
+
+
+def sweeps() -> dict[str, tuple[int, Callable[[int], list[float]]]]:
+    """By name: how many evaluations of a model on a task, and a function of the memory budget that makes them."""
+    suite = load_suite("digits", seed=0, pretrain_steps=10, progress=False)
+    base, tasks, key = suite.base, suite.tasks, random.key(0)
+    experts = {task: _moved(base, random.fold_in(key, task)) for task in tasks}
+    vector = merge.task_arithmetic_vector(base, experts)
+    assert suite.score_tensor is not None
+    score_tensor = suite.score_tensor
+
+    def scores(jobs: list[Job], memory: int) -> list[float]:
+        found = score_jobs(
+            jobs,
+            lambda params, task: suite.score(params, task, "dev"),
+            batched=lambda params, task: score_tensor(params, task, "dev"),
+            memory=memory,
+        )
+        return [value for job in found for value in job.values()]
+
+    grid = [Job(partial(merge.apply_vector, base, vector, coef=c), tasks) for c in merge.COEFS]
+    subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]
+    merged = [
+        Job(partial(merge.task_arithmetic, base, {task: experts[task] for task in subset}, coef=0.3), subset)
+        for subset in subsets
+    ]
+    task = tasks[0]
+    batch, partners, axis = suite.batch(task, key, 0), partner_update(base, experts, task), [i / 7 for i in range(15)]
+
+    def surface(memory: int) -> list[float]:
+        loss = lambda params: suite.loss_fn(task)(params, batch)[0]  # noqa: E731
+        lines = landscape(base, experts[task], partners, loss, a=axis, b=axis, memory=memory)
+        return [value for line in lines for value in line]
+
+    return {
+        "10 coefficients, 250 images": (10 * len(tasks), lambda memory: scores(grid, memory)),
+        "subsets of 4 experts, 250 images": (sum(map(len, subsets)), lambda memory: scores(merged, memory)),
+        "slice of 15 x 15, 16 images": (225, surface),
+    }
+
+
+def _moved(base: dict[str, Tensor], key: Tensor) -> dict[str, Tensor]:
+    bound = 3**0.5 * UPDATE
+    return {
+        path: leaf + random.uniform(random.fold_in(key, path), leaf.shape, minval=-bound, maxval=bound)
+        for path, leaf in base.items()
+    }

@@ -1,0 +1,45 @@
+# Sourced by the experiments of this folder: options from the environment, one trained and merged run, one report.
+#
+# MODEL, DATA   base and rows, where the preset's are not meant
+# PRESET        every number (train.py --help); SEEDS training seeds, whose results are averaged
+# OUT           folder of everything; runs that stand there, from whatever experiment, are not made again
+# STEPS, ROWS   a quick run; MORE further options of train.py; EVAL of eval.py and of merge.py
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python}
+PRESET=${PRESET:-llama-3.2-1b}
+OUT=${OUT:-runs/$PRESET}
+SEEDS=${SEEDS:-"0 1 2"}
+
+options=(--preset "$PRESET" --suite-seed 0)
+[ -n "${MODEL:-}" ] && options+=(--model "$MODEL")
+[ -n "${DATA:-}" ] && options+=(--data "$DATA")
+[ -n "${STEPS:-}" ] && options+=(--steps "$STEPS")
+[ -n "${ROWS:-}" ] && options+=(--rows "$ROWS")
+read -r -a more <<< "${MORE:-}"
+read -r -a evaluation <<< "${EVAL:-}"
+
+# trained SEED NAME METHOD [OPTION...]: sets run to the folder of these experts, which are trained unless they stand
+trained() {
+  local seed=$1 name=$2 method=$3
+  run=$OUT/seed$seed/$name
+  "$PYTHON" train.py "$method" --out "$run" --resume --seed "$seed" "${options[@]}" "${@:4}" ${more[@]+"${more[@]}"}
+}
+
+# merged SEED NAME METHOD [OPTION...]: trained, then merged by all five mergers; the run is added to runs
+merged() {
+  trained "$@"
+  [ -f "$run/merged/done" ] || "$PYTHON" merge.py all --preset "$PRESET" --run "$run" --search --overwrite \
+    --out "$run/merged" ${evaluation[@]+"${evaluation[@]}"}
+  touch "$run/merged/done"
+  runs+=("$run")
+}
+
+# tabulated NAME TITLE: scores of runs in the folder NAME of OUT, and a report on them
+tabulated() {
+  "$PYTHON" eval.py "${runs[@]}" --out "$OUT/$1" --plot "$OUT/$1/merging.png" ${evaluation[@]+"${evaluation[@]}"}
+  "$PYTHON" eval.py report "$OUT/$1/results.jsonl" --out "$OUT/$1/report" --title "$2"
+}
+
+runs=()

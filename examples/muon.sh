@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Experts of all five methods trained by Muon: its matrices by Muon, all other leaves by AdamW.
+#
+#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/muon.sh
+#
+# Variables: examples/common.sh.
+PRESET=${PRESET:-llama-3.2-1b-muon}
+. "$(dirname "$0")/common.sh"
+METHODS=${METHODS:-"ft asam mergopt orthoreg smat"}
+
+for seed in $SEEDS; do
+  for method in $METHODS; do
+    merged "$seed" "muon-$method" "$method" --optimizer muon
+  done
+done
+tabulated muon "$PRESET: Muon"

@@ -1,0 +1,122 @@
+"""Sizes of updates, of what partners add, and of the noise of Perturb, by kind of leaf."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import merge, tree
+from ..types import Params, Where
+
+KINDS = ("embeddings", "attention", "mlp", "norms", "biases", "head", "other")
+ALL = "all"
+
+
+class Group(NamedTuple):
+    """Leaves of one kind, RMS over their coordinates and over experts."""
+
+    kind: str
+    size: int  # coordinates of one model
+    delta: float  # RMS of Δ
+    partners: float | None  # RMS of γ Σ_{j≠i} Δ_j; None for a single expert
+
+
+def groups(module: nn.Module, where: Where | None = None) -> dict[str, str]:
+    """The kind of every parameter of a module, one of `KINDS`, by its owner's type and place.
+
+    In this order: in a norm; a bias; in an embedding, or anything below a module whose type says "Embed" (class tokens,
+    positions, patch projections); below a module whose type says "Attention"; picked by ``where`` (the masked set);
+    outside every ``nn.ModuleList``: head; other. A weight that is tied to an embedding counts there.
+    """
+    modules = dict(module.named_modules())
+
+    def kind(path: str, leaf: Tensor) -> str:
+        parts = path.split(".")
+        owners = [modules[".".join(parts[:depth])] for depth in range(len(parts))]
+        names = [type(owner).__name__ for owner in owners]
+        if "Norm" in names[-1]:
+            return "norms"
+        if parts[-1].endswith("bias"):
+            return "biases"
+        if any("Embed" in name for name in names):
+            return "embeddings"
+        if any("Attention" in name for name in names):
+            return "attention"
+        if where is not None and where(path, leaf):
+            return "mlp"
+        return "other" if any(isinstance(owner, nn.ModuleList) for owner in owners) else "head"
+
+    return {path: kind(path, leaf) for path, leaf in module.named_parameters()}
+
+
+def diagnose(
+    base: Params, experts: Mapping[str, Params], kinds: Mapping[str, str], *, coef: float = 0.3
+) -> list[Group]:
+    """A `Group` for each kind that is there, in the order of `KINDS`, and last of all leaves together.
+
+    Args: experts: by task, at least one; kinds: by leaf path (`groups`); coef: γ.
+    Raises: ValueError that lists leaves of base without a kind.
+    """
+    start = _floating(base, kinds)
+    sums, names = {path: [0.0, 0.0] for path in start}, list(experts)
+    total = merge.task_arithmetic_vector(base, experts)
+    for name in names:
+        for path, delta in tree.flatten(merge.task_vector(experts[name], base)).items():
+            if path in sums:
+                sums[path][0] += _square(delta)
+                sums[path][1] += _square(total[path] - delta)
+
+    def group(kind: str, leaves: Mapping[str, Tensor]) -> Group:
+        size = _size(leaves)
+        own, others = (math.fsum(sums[path][i] for path in leaves) for i in (0, 1))
+        partners = coef * math.sqrt(others / (size * len(names))) if len(names) > 1 else None
+        return Group(kind, size, math.sqrt(own / (size * len(names))), partners)
+
+    return [group(kind, leaves) for kind, leaves in _by_kind(start, kinds).items()]
+
+
+def unmoved(leaves: Mapping[str, Tensor], sigma: float) -> int:
+    """Coordinates that uniform noise of RMS sigma leaves as they are: half an ulp is more than its largest value."""
+    count = 0
+    for leaf in leaves.values():
+        half_ulp = torch.finfo(leaf.dtype).eps * 2.0 ** (leaf.float().frexp().exponent - 2)
+        count += int(((math.sqrt(3) * sigma < half_ulp) & (leaf != 0)).sum())
+    return count
+
+
+def unmoved_shares(base: Params, kinds: Mapping[str, str], sigma: float) -> dict[str, float]:
+    """`unmoved` as a share of the coordinates of each kind of leaf, and of all."""
+    by_kind = _by_kind(_floating(base, kinds), kinds)
+    return {kind: unmoved(leaves, sigma) / _size(leaves) for kind, leaves in by_kind.items()}
+
+
+def suggested_sigma(whole: Group) -> float | None:
+    """RMS of γ Σ_{j≠i} Δ_j over all coordinates, to two digits: noise as large as what it stands in for.
+
+    Perturb takes the place of the other experts' updates (Eq. merged-state: ε_i = γ Σ_{j≠i} Δ_j for task arithmetic),
+    and its variance is the one moment of them that σ sets. Where to start a search on dev, not its result.
+
+    Returns: None for a single expert, and for experts that did not move.
+    """
+    return float(f"{whole.partners:.2g}") if whole.partners else None
+
+
+def _floating(base: Params, kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    leaves = {path: leaf for path, leaf in tree.flatten(base).items() if leaf.is_floating_point()}
+    tree.raise_problems([f"leaf {path!r} has no kind: name every leaf" for path in leaves if path not in kinds])
+    return leaves
+
+
+def _by_kind(leaves: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
+    found = {kind: {path: leaf for path, leaf in leaves.items() if kinds[path] == kind} for kind in KINDS}
+    return {kind: own for kind, own in {**found, ALL: dict(leaves)}.items() if _size(own)}
+
+
+def _size(leaves: Mapping[str, Tensor]) -> int:
+    return sum(leaf.numel() for leaf in leaves.values())
+
+
+def _square(leaf: Tensor) -> float:
+    return float(leaf.to(torch.float64).square().sum())

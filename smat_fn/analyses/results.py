@@ -1,0 +1,148 @@
+"""What an analysis found, as JSON values: printed, written, and drawn again without running anything.
+
+A result has ``analysis`` (its name), ``settings``, ``runs`` (what the manifests say), ``versions`` and ``rows``.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from .. import checkpoint
+from ..evaluate.tables import Cell, cell_of
+
+Result = dict[str, Any]
+Row = Mapping[str, Any]
+
+
+class Summary(NamedTuple):
+    """A small table: its title, column names, and lines of as many texts."""
+
+    title: str
+    columns: list[str]
+    lines: list[list[str]]
+
+
+def write(out: Path, result: Result) -> list[Path]:
+    """``<analysis>.json`` (all of it), ``.csv`` (the rows) and ``.png`` in a folder; each file is replaced whole."""
+    from .plots import draw
+
+    contents = {".json": as_json(result).encode(), ".csv": as_csv(result).encode(), ".png": draw(result)}
+    files = {out / f"{result['analysis']}{suffix}": content for suffix, content in contents.items()}
+    for path, content in files.items():
+        checkpoint.write_bytes(path, content)
+    return list(files)
+
+
+def as_json(result: Result) -> str:
+    """JSON with a line for each row."""
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1, allow_nan=False)
+    rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in result["rows"])
+    return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def as_csv(result: Result) -> str:
+    """The rows, a column for every field, sequences joined by "+"."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(chain.from_iterable(result["rows"]))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {key: "+".join(value) if isinstance(value, (list, tuple)) else value for key, value in row.items()}
+        for row in result["rows"]
+    )
+    return text.getvalue()
+
+
+def summary(result: Result) -> Summary:
+    """The table of a result, means over seeds with their standard deviation."""
+    return {
+        "experts-curve": _curve,
+        "replacement": _curve,
+        "gains": _gains,
+        "landscape": _landscape,
+        "diagnose": _diagnose,
+    }[result["analysis"]](result)
+
+
+def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by method, in order of appearance."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row)
+    return found
+
+
+def curves(rows: Sequence[Row]) -> dict[str, dict[int, Cell]]:
+    """Mean relative score over tasks and subsets by method and count, one number a seed."""
+    found: dict[str, dict[int, Cell]] = {}
+    for method, own in methods(rows).items():
+        by_seed: dict[int, dict[int, list[float]]] = {}
+        for row in own:
+            by_seed.setdefault(row["experts"], {}).setdefault(row["seed"], []).append(row["relative"])
+        found[method] = {
+            count: cell_of({seed: fmean(values) for seed, values in sorted(seeds.items())})
+            for count, seeds in sorted(by_seed.items())
+        }
+    return found
+
+
+def _curve(result: Result) -> Summary:
+    found, merged = curves(result["rows"]), result["analysis"] == "experts-curve"
+    counts = sorted({count for line in found.values() for count in line})
+    what = f"{result['settings']['merger'].upper()} of K experts" if merged else "FT experts, q replaced"
+    return Summary(
+        f"{what}: mean {result['settings']['split']} score, % of the independent FT experts'",
+        ["Method", *(f"{'K' if merged else 'q'} = {count}" for count in counts)],
+        [[name, *(line[c].text() if c in line else "-" for c in counts)] for name, line in found.items()],
+    )
+
+
+def _gains(result: Result) -> Summary:
+    fields = ("expert", "merged", "drop")
+    cells = {
+        method: [cell_of({row["seed"]: row[name] for row in own}).text() for name in fields]
+        for method, own in methods(result["rows"]).items()
+    }
+    title = f"mean {result['settings']['split']} score over tasks, 0 to 100"
+    return Summary(
+        title, ["Method", "Expert", "Five mergers", "Drop"], [[name, *texts] for name, texts in cells.items()]
+    )
+
+
+def _landscape(result: Result) -> Summary:
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in result["rows"]):
+        for method, own in methods([row for row in result["rows"] if row["task"] == task]).items():
+            losses = {(row["a"], row["b"]): row["loss"] for row in own}
+            lowest = min(losses.values())
+            near = sum(value <= lowest + 0.1 for value in losses.values()) / len(losses)
+            expert = losses.get((1.0, 0.0))
+            lines.append([task, method, "-" if expert is None else f"{expert:.3f}", f"{lowest:.3f}", f"{near:.1%}"])
+    samples = result["settings"]["samples"]
+    return Summary(
+        f"loss on the {samples['split']} split (at most {samples['batches']} batches)",
+        ["Task", "Method", "at (1, 0)", "lowest", "at most 0.1 above it"],
+        lines,
+    )
+
+
+def _diagnose(result: Result) -> Summary:
+    settings = result["settings"]
+    sigma, suggested = settings["sigma"], settings["suggested_sigma"]
+    title = f"RMS of updates, and of {settings['coef']:g} x the sum of the partners'"
+    title += "" if sigma is None else f"; sigma {sigma:g} ({settings['sigma_origin']})"
+    title += "" if suggested is None else f"; suggested sigma {suggested:g}"
+    numbers = ("delta", "partners", "sigma_by_delta", "sigma_by_partners")
+    lines = []
+    for row in result["rows"]:
+        texts = ["-" if row[name] is None else f"{row[name]:.3g}" for name in numbers]
+        lines.append(
+            [row["kind"], f"{row['size']:,}", *texts, "-" if row["unmoved"] is None else f"{row['unmoved']:.2%}"]
+        )
+    return Summary(
+        title, ["Leaves", "Weights", "Update", "Partners", "Sigma / update", "Sigma / partners", "Not moved"], lines
+    )

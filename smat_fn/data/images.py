@@ -1,0 +1,137 @@
+"""Rows of images and labels: encoded images, arrays, folders of a class each."""
+
+import io
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .problems import complain, name_rows
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+_SHOWN = 10
+
+
+class Images:
+    """Encoded images, decoded when read: ``images[i]`` is uint8 (H, W, 3), upright by its EXIF orientation."""
+
+    def __init__(self, read: Callable[[int], Any], indices: Sequence[int]) -> None:
+        self.read, self.indices = read, indices  # read(i): bytes, or a mapping with "bytes" or "path"
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        return _decode(self.encoded(place))
+
+    def encoded(self, place: int) -> bytes:
+        """The image as it is stored."""
+        return _encoded(self.read(self.indices[place]))
+
+    def take(self, places: Sequence[int] | np.ndarray, axis: int = 0) -> "Images":
+        """Some of the images, as ``numpy.ndarray.take`` along the first axis."""
+        return Images(self.read, [self.indices[place] for place in places])
+
+
+class ImageRows(NamedTuple):
+    """Images and labels, one each a row."""
+
+    images: np.ndarray | Images  # images[i]: uint8 (H, W, 3); as an array (N, H, W, 3)
+    labels: np.ndarray  # int64 (N,)
+    class_names: tuple[str, ...]  # of labels 0, 1, ...; () where the source names none
+
+
+def npz_rows(file: Path, names: Mapping[str, str]) -> ImageRows:
+    """The rows of an .npz. Raises: ValueError that lists what is missing or of another shape or dtype."""
+    wanted = (names["image"], names["label"], "class_names")
+    try:
+        with file.open("rb") as stream:  # np.load leaves a file open that is no archive
+            store = np.load(stream, allow_pickle=False)
+            there = getattr(store, "files", [])
+            if absent := [name for name in wanted if name not in there]:
+                raise ValueError(f"it lacks {absent}, its arrays are {there}")
+            images, labels, class_names = (store[name] for name in wanted)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} cannot be read ({error}): write it by numpy.savez without pickled objects") from error
+    problems = []
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+        problems.append(f"images are {images.dtype} {images.shape}, must be uint8 (N, H, W, 3)")
+    if labels.ndim != 1 or len(labels) != len(images):
+        problems.append(f"labels have shape {labels.shape}, must be one each of {len(images)} images")
+    if class_names.ndim != 1 or class_names.dtype.kind != "U" or not class_names.size:
+        problems.append(f"class_names are {class_names.dtype} {class_names.shape}, must be strings (C,)")
+    complain(file, problems or ([] if len(images) else ["there are no rows"]))
+    return image_rows(str(file), images, labels, tuple(class_names.tolist()))
+
+
+def class_folders(home: Path, split: str) -> ImageRows:
+    """The rows of ``home/<split>/<class>/<image files>``, class by class in turn, so that the first rows are of all.
+
+    The classes are the folders of any split of ``home``, by name. Raises: ValueError as `image_rows`.
+    """
+    names = sorted({folder.name for part in home.iterdir() for folder in _folders(part)})
+    found = []
+    for label, name in enumerate(names):
+        folder = home / split / name
+        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURES) if folder.is_dir() else []
+        found += [(place, label, file) for place, file in enumerate(files)]
+    found.sort()
+    if not found:
+        complain(home / split, [f"there are no images in its folders, none of {', '.join(PICTURES)}"])
+    paths = [file for _, _, file in found]
+    images = Images(lambda i: {"path": paths[i]}, range(len(paths)))
+    return image_rows(str(home / split), images, [label for _, label, _ in found], tuple(names))
+
+
+def image_rows(
+    where: str, images: np.ndarray | Images, labels: Sequence[Any], class_names: tuple[str, ...]
+) -> ImageRows:
+    """Rows whose labels are places of the class names and whose images decode. Raises: ValueError that lists others."""
+    integers = [isinstance(label, (int, np.integer)) and not isinstance(label, bool) for label in labels]
+    wrong = [i for i, integer in enumerate(integers) if not integer]
+    problems = [f"the label of {name_rows(wrong)} is no integer"] if wrong else []
+    limit = len(class_names) or np.iinfo(np.int64).max
+    outside = [i for i, integer in enumerate(integers) if integer and not 0 <= labels[i] < limit]
+    if outside:
+        span = f"0 to {limit - 1}, the places of the class names" if class_names else "0, 1, ..."
+        problems.append(f"the label of {name_rows(outside)} is outside {span}")
+    if isinstance(images, Images):
+
+        def fault(place: int) -> str:
+            try:
+                images[place]
+            except Exception as error:  # Pillow raises errors of many kinds on broken data
+                cell = images.read(images.indices[place])
+                file = f" {name}" if isinstance(cell, Mapping) and (name := cell.get("path")) else ""
+                return f"the image of row {place}{file} does not decode ({error})"
+            return ""
+
+        with ThreadPoolExecutor() as pool:
+            faults = [found for found in pool.map(fault, range(len(images))) if found]
+        problems += faults[:_SHOWN]
+        if len(faults) > _SHOWN:
+            problems.append(f"nor do {len(faults) - _SHOWN} more")
+    complain(where, problems)
+    return ImageRows(images, np.asarray(labels, dtype=np.int64), class_names)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+
+
+def _encoded(cell: Any) -> bytes:
+    if isinstance(cell, Mapping):
+        cell = cell.get("bytes") or Path(cell["path"]).read_bytes()
+    if not isinstance(cell, bytes):
+        raise ValueError(f"a {type(cell).__name__}, not an encoded image")
+    return cell
+
+
+def _decode(encoded: bytes) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(encoded)) as image:
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))

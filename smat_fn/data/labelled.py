@@ -1,0 +1,171 @@
+"""Texts with a class each: rows {text, label} of a task, from files or from the Hugging Face hub."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .problems import complain, name_rows
+from .rows import TextRows
+from .splits import split_rows
+
+SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
+SUFFIXES = (".json", ".jsonl", ".parquet")
+_TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
+_SEED = 0  # of splits that the source does not have: the same for everyone
+_Raw = dict[str, list[dict[str, Any]]]
+
+
+class Labelled(NamedTuple):
+    """The rows of one split."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+
+
+class Task(NamedTuple):
+    """A task with its splits train, dev and test."""
+
+    splits: dict[str, Labelled]
+    classes: tuple[str, ...]  # names of labels 0, 1, ...
+
+
+def load_task(source: str) -> Task:
+    """The rows of a task in all three splits.
+
+    A row has a text (column text, else sentence) and a label (label, else coarse_label, else intent): a number, or the
+    name of a class. Classes are named by ``labels.json`` or the hub's ClassLabel, else by the rows. A split
+    that the source lacks is made from train by the rule of `splits`, seed 0: first test, then dev.
+
+    Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl or .parquet;
+        or a dataset of the hub, ``name`` or ``name:config``.
+    Raises: ValueError that lists all problems by row, counted from 0, and classes without training rows; for a source
+        that cannot be had.
+    """
+    folder = Path(source).expanduser()
+    raw, names = _folder(folder) if folder.is_dir() else _hub(source)
+    complain(source, [] if "train" in raw else [f"there is no split train, there are {sorted(raw)}"])
+    columns = [_columns(rows, f"{source} ({split})") for split, rows in raw.items()]
+    if names is None:
+        own = [row.get(label) for rows, (_, label) in zip(raw.values(), columns, strict=True) for row in rows]
+        strings = sorted({value for value in own if isinstance(value, str)})
+        numbers = [value for value in own if type(value) is int]
+        names = strings or [str(label) for label in range(max(numbers, default=-1) + 1)]
+    problems, splits = [], {}
+    for (split, rows), (text, label) in zip(raw.items(), columns, strict=True):
+        texts, labels = [row.get(text) for row in rows], [_place(row.get(label), names) for row in rows]
+        bad = [i for i, own in enumerate(texts) if not (isinstance(own, str) and own.strip())]
+        problems += [f"{split}: the {text} of {name_rows(bad)} is no text"] if bad else []
+        bad = [i for i, own in enumerate(labels) if own is None]
+        problems += [
+            f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
+            f"({rows[bad[0]].get(label)!r} the first)"
+        ] if bad else []  # fmt: skip
+        splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
+    complain(source, problems)
+    splits = _complete(splits, source)
+    absent = [name for place, name in enumerate(names) if place not in set(splits["train"].labels)]
+    complain(source, [f"no row of train is of class {', '.join(absent[:10])}: a head needs one"] if absent else [])
+    return Task({split: splits[split] for split in SPLITS}, tuple(names))
+
+
+def take(rows: Labelled, places: Sequence[int]) -> Labelled:
+    """The rows of these places, in this order."""
+    return Labelled(tuple(rows.texts[i] for i in places), tuple(rows.labels[i] for i in places))
+
+
+def _complete(splits: dict[str, Labelled], source: str) -> dict[str, Labelled]:
+    for split in ("test", "dev"):
+        if split not in splits:
+            pool = splits["train"]
+            pairs = {name: TextRows(rows.texts, tuple(map(str, rows.labels))) for name, rows in splits.items()}
+            held_out = [rows for name, rows in pairs.items() if name != "train"]
+            try:
+                found = split_rows(pairs["train"], held_out, seed=_SEED, labels=pool.labels)
+            except ValueError as error:
+                raise ValueError(f"{source} has no {split}, and none can be made from train: {error}") from error
+            splits = {**splits, "train": take(pool, found.train), split: take(pool, found.dev)}
+    return splits
+
+
+def _place(label: Any, names: Sequence[str]) -> int | None:
+    if isinstance(label, str):
+        return names.index(label) if label in names else None
+    return label if type(label) is int and 0 <= label < len(names) else None
+
+
+def _columns(rows: list[dict[str, Any]], where: str) -> tuple[str, str]:
+    known = list(dict.fromkeys(key for row in rows for key in row))
+    found = [next((name for name in names if name in known), None) for names in (_TEXTS, _LABELS)]
+    complain(
+        where,
+        [
+            f"there is no column {' or '.join(names)}, there are {known}: rename one"
+            for names, own in zip((_TEXTS, _LABELS), found, strict=True)
+            if own is None
+        ]
+        if rows
+        else ["there are no rows"],
+    )
+    return found[0], found[1]  # type: ignore[return-value]
+
+
+def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
+    raw, problems = {}, []
+    for split, spellings in SPLITS.items():
+        files = [file for name in spellings for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
+        if len(files) > 1:
+            problems.append(f"it has {' and '.join(file.name for file in files)}: keep one of them")
+        elif files:
+            try:
+                raw[split] = _rows(files[0])
+            except ValueError as error:
+                problems.append(f"{files[0].name}: {error}")
+    names: Any = None
+    if (file := home / "labels.json").is_file():
+        try:
+            names = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problems.append(f"labels.json is no JSON in UTF-8 ({error})")
+        else:
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
+                problems.append("labels.json must be a list of the classes' names, in the order of their labels")
+            elif len(set(names)) < len(names):
+                problems.append("labels.json names a class twice")
+    complain(home, problems)
+    return raw, names
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(file).to_pylist()  # its errors are ValueErrors
+    text = file.read_text(encoding="utf-8-sig")
+    rows = json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.split("\n") if x.strip()]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError('it is to hold objects {"text": ..., "label": ...}')
+    return rows
+
+
+def _hub(source: str) -> tuple[_Raw, list[str] | None]:
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
+        raise ValueError(f"there is no folder {source}")
+    import datasets
+
+    name, _, config = source.partition(":")
+    try:
+        data = datasets.load_dataset(name, name=config or None)
+    except Exception as error:  # of many packages: hub, http client, file system
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"there is no folder {source!r} here, and the hub's dataset of that name cannot be had "
+            f"({type(error).__name__}: {reason}): go online, or make a folder with train.json, dev.json and test.json "
+            '(lists of {"text": ..., "label": ...}) and give that folder'
+        ) from error
+    raw = {ours: data[own].to_list() for ours, names in SPLITS.items() for own in names if own in data}
+    features = next(iter(data.values())).features
+    column = next((name for name in _LABELS if name in features), None)
+    names = list(getattr(features.get(column), "names", ()) or ()) or None
+    return raw, names

@@ -1,0 +1,98 @@
+"""Images as a processor of ``transformers`` prepares them, uint8 until they are on the device.
+
+A processor resizes, crops, and then maps each 8-bit value of a channel to a float. The first two are done once an image
+and kept; the last is a table of 256 values a channel, made by the processor itself, so that looking values up gives its
+own result bit for bit at a quarter of its size.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checkpoint import fingerprint
+from .cache import cached
+from .images import Images
+
+HELD = 2 * 2**30  # bytes of a split that are kept in memory and in the cache; of a larger one none
+_TOGETHER = 16
+_ELEMENTWISE = ("do_rescale", "do_normalize")
+_LAYOUT = {"input_data_format": "channels_last", "return_tensors": "pt"}
+
+Pixels = Callable[[Tensor], Tensor]  # places (n,) -> uint8 (n, 3, H, W)
+
+
+def prepare(images: np.ndarray | Images, processor: Any) -> Tensor:
+    """All the images, resized and cropped: uint8 (N, 3, H, W)."""
+    return prepare_some(images, processor, range(len(images)))
+
+
+def prepare_some(images: np.ndarray | Images, processor: Any, places: Sequence[int]) -> Tensor:
+    """The images at these places, resized and cropped: uint8 (n, 3, H, W).
+
+    Raises: ValueError for a processor that gives other than 8-bit values then, or images of several sizes.
+    """
+
+    def some(start: int) -> Tensor:
+        chosen = [np.asarray(images[place]) for place in places[start : start + _TOGETHER]]
+        return processor(chosen, **_LAYOUT, **dict.fromkeys(_ELEMENTWISE, False))["pixel_values"]
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            parts = torch.cat(list(pool.map(some, range(0, len(places), _TOGETHER))))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"the image processor {type(processor).__name__} fails on the images ({error})") from error
+    if parts.dtype != torch.uint8 or parts.ndim != 4 or parts.shape[1] != 3:
+        raise ValueError(
+            f"the image processor {type(processor).__name__} gives {parts.dtype} {tuple(parts.shape)} before it "
+            "rescales, must be uint8 (N, 3, H, W): give a checkpoint with CLIP's own processor"
+        )
+    return parts
+
+
+def value_table(processor: Any) -> Tensor:
+    """What the processor maps 8-bit values to: float32 (3, 256)."""
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
+    sizes = dict.fromkeys(("do_resize", "do_center_crop"), False)
+    return processor([levels], **_LAYOUT, **sizes)["pixel_values"][0].reshape(3, 256).float()
+
+
+def look_up(table: Tensor, pixels: Tensor) -> Tensor:
+    """``table[channel, value]`` of every value: float (N, 3, H, W) in the table's dtype.
+
+    Args: table: (3, 256); pixels: uint8 (N, 3, H, W) on the same device.
+    """
+    channels = torch.arange(3, dtype=torch.int32, device=pixels.device).view(3, 1, 1)
+    return table.flatten().index_select(0, (pixels + 256 * channels).flatten()).view(pixels.shape)
+
+
+def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> Pixels:
+    """Access to `prepare_some` of images: through the cache, by content, where they take no more than `HELD` bytes.
+
+    Args: first: one image prepared, (1, 3, H, W).
+    """
+    if len(images) * first.numel() > HELD:
+        return lambda places: prepare_some(images, processor, places.tolist())
+    config = {
+        "images": content(images),
+        "processor": processor.to_json_string(),
+        **{package: metadata.version(package) for package in ("transformers", "pillow")},
+    }
+    kept = cached("pixels", config, lambda: {"pixels": prepare(images, processor)})["pixels"]
+    return lambda places: kept[places]
+
+
+def content(images: np.ndarray | Images) -> str:
+    """A hash of the images as they are stored."""
+    if isinstance(images, np.ndarray):
+        return fingerprint({"images": torch.from_numpy(np.ascontiguousarray(images))})
+    digest = hashlib.sha256()
+    for place in range(len(images)):
+        encoded = images.encoded(place)
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()

@@ -1,0 +1,112 @@
+"""Scores and answers that were found before, by the content they depend on, as JSON lines."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+log = logging.getLogger(__name__)
+
+SCORES, ANSWERS = "scores.jsonl", "answers.jsonl"
+
+
+class Kept(NamedTuple):
+    """A score and the seconds that it took."""
+
+    score: float
+    seconds: float
+
+
+class Answer(NamedTuple):
+    """One decoded row."""
+
+    row: int
+    prediction: str
+    reference: str
+
+
+class Journal(NamedTuple):
+    """Answers of one decode as a suite sees them: those that are known, and where new ones go."""
+
+    known: Mapping[int, str]  # predictions by row
+    add: Callable[[Sequence[Answer], int, int], None]  # (new answers of a batch, rows done, rows)
+
+
+def content_key(facts: Mapping[str, Any]) -> str:
+    """128-bit BLAKE2b of JSON values; the order of a mapping does not count, that of a list does."""
+    text = json.dumps(facts, sort_keys=True, allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Records:
+    """Scores and answers by key: in memory, and with a folder in its ``scores.jsonl`` and ``answers.jsonl`` too.
+
+    What is added is a line at once, so that a program that is ended finds it the next time. A last line that was
+    broken off is cut away; other lines that are no record are passed over, with a warning in the log. Nothing is
+    written, nor the folder made, before the first record.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._scores: dict[str, Kept] = {}
+        self._answers: dict[str, dict[int, str]] = {}
+        if folder is not None:
+            _read(folder / SCORES, self._take_score)
+            _read(folder / ANSWERS, self._take_answer)
+
+    def score(self, key: str) -> Kept | None:
+        """The score of a key, or None."""
+        return self._scores.get(key)
+
+    def answers(self, key: str) -> Mapping[int, str]:
+        """Predictions of a key by row."""
+        return self._answers.get(key, {})
+
+    def add_score(self, key: str, kept: Kept, about: Mapping[str, Any]) -> None:
+        """Keep a score; ``about`` are JSON values that tell a reader what it is of."""
+        self._take_score(line := {"key": key, **about, "score": kept.score, "seconds": round(kept.seconds, 3)})
+        self._append(SCORES, [line])
+
+    def add_answers(self, key: str, answers: Sequence[Answer], about: Mapping[str, Any]) -> None:
+        """Keep the answers of one batch, in one write."""
+        lines = [{"key": key, **about, **answer._asdict()} for answer in answers]
+        for line in lines:
+            self._take_answer(line)
+        self._append(ANSWERS, lines)
+
+    def _take_score(self, line: Mapping[str, Any]) -> None:
+        self._scores[str(line["key"])] = Kept(float(line["score"]), float(line["seconds"]))
+
+    def _take_answer(self, line: Mapping[str, Any]) -> None:
+        row, text = int(line["row"]), line["prediction"]
+        if not isinstance(text, str):
+            raise TypeError(f"prediction is {text!r}, no text")
+        self._answers.setdefault(str(line["key"]), {})[row] = text
+
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        if self._folder is None or not lines:
+            return
+        text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / name, "ab") as file:
+            file.write(text.encode())
+
+
+def _read(path: Path, take: Callable[[Mapping[str, Any]], None]) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with open(path, "r+b") as file:
+            file.truncate(whole)
+    skipped = []
+    for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
+        try:
+            take(json.loads(line))
+        except (ValueError, TypeError, KeyError):
+            skipped.append(number)
+    if skipped:
+        log.warning("%s: lines %s are no records and are passed over", path, skipped)

@@ -1,0 +1,58 @@
+"""Means over seeds and what they leave open: Student's t intervals, paired differences, signs."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A mean of n independent values, with its interval where n > 1."""
+
+    values: tuple[float, ...]
+    mean: float
+    sd: float | None  # n - 1
+    interval: tuple[float, float] | None  # of the mean, by Student's t with n - 1 degrees of freedom
+
+    @property
+    def signs(self) -> tuple[int, int, int]:
+        """How many values are above, at, and below 0."""
+        return sum(v > 0 for v in self.values), sum(v == 0 for v in self.values), sum(v < 0 for v in self.values)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+
+def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
+    """``mean ± t_{(1 + level) / 2, n - 1} sd / sqrt(n)``.
+
+    Raises: ValueError for no values, and for a level outside (0, 1).
+    """
+    values = tuple(values)
+    if not values or not 0 < level < 1:
+        raise ValueError(f"an interval of level {level} from {len(values)} values: give some, and a level in (0, 1)")
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(values, mean, None, None)
+    from scipy.stats import t
+
+    sd = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+    half = float(t.ppf((1 + level) / 2, n - 1)) * sd / math.sqrt(n)
+    return Estimate(values, mean, sd, (mean - half, mean + half))
+
+
+def differences(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+    """``second - first`` per seed that both have, None where there is none."""
+    seeds = sorted(set(first) & set(second))
+    return estimate(second[seed] - first[seed] for seed in seeds) if seeds else None
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Differences second - first per seed: mean, standard deviation (n - 1) and 95 % t interval of the mean."""
+    found = estimate(b - a for a, b in zip(first, second, strict=True))
+    facts = {"differences": list(found.values), "mean": found.mean}
+    if found.interval is None:
+        return facts
+    return {**facts, "sd": found.sd, "interval": list(found.interval)}

@@ -1,0 +1,36 @@
+"""Base and experts as they are found: folders, hub names, adapters, other vocabularies, tied heads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .adapters import is_adapter, open_adapter
+from .hub import local_folder
+from .reading import Folder, open_folder
+from .vocabulary import fit_rows, one_head
+
+
+def open_inputs(
+    base: Path, experts: Mapping[str, Path], vocabulary: str, problems: list[str]
+) -> tuple[Folder | None, dict[str, Folder]]:
+    """Base and those experts that can be opened; what speaks against any of them is added to ``problems``."""
+    start, found = None, {}
+    try:
+        start = open_folder("base", local_folder("base", Path(base)))
+    except ValueError as error:
+        problems.append(str(error))
+    for name, path in experts.items():
+        label = f"expert {name!r}"
+        try:
+            folder = local_folder(label, Path(path))
+            if not is_adapter(folder):
+                found[name] = open_folder(label, folder)
+            elif start is not None:
+                found[name] = open_adapter(label, folder, start)
+        except ValueError as error:
+            problems.append(str(error))
+    if start is None:
+        return None, found
+    start, found, tied = one_head(start, found)
+    found, rows = fit_rows(start, found, vocabulary)
+    problems += tied + rows
+    return start, found

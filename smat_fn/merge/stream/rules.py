@@ -1,0 +1,132 @@
+"""How each merger sees the leaves of mapped folders."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...config import (
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    MagMax,
+    ModelStock,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
+from .._common import Fuse, Piece, add, row_length
+from .._leaves import gram_of
+from ..dare import dropped
+from ..dare_ties import fused as dare_ties
+from ..della import fused as della
+from ..della import thresholds
+from ..magmax import fused as magmax
+from ..model_stock import ratio_of
+from ..slerp import arc
+from ..ties import Cuts, trimmed
+from ..ties import fused as ties
+from ..tsv_merge import fused as tsv_merge
+from ..weighted_average import mean_of
+from . import trimming
+from .pieces import Job, Rule, compute_dtype, spans, vectors_of, weights_of
+
+
+def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
+    """The arithmetic of the pure merger, on pieces. Args: cuts, majority: what TIES has found out before."""
+    match job.config:
+        case WeightAverage():
+            return Rule(lambda _: lambda piece: add(piece.deltas).div_(len(piece.deltas)), based=False)
+        case WeightedAverage(weights, normalize):
+            return Rule(
+                lambda _: lambda piece: mean_of(piece.deltas, weights, normalize=normalize),
+                based=False,
+            )
+        case Slerp():
+            return Rule(lambda path: _slerp(job, path), based=False)
+        case TaskArithmetic():
+            return Rule(lambda _: lambda piece: add(piece.deltas))
+        case WiseFt():
+            return Rule(lambda _: lambda piece: piece.deltas[0])
+        case MagMax():
+            return Rule(lambda _: magmax)
+        case ModelStock():
+            return Rule(lambda path: _model_stock(job, path))
+        case TsvMerge():
+            return Rule(lambda path: _tsv_merge(job, path), whole=True)
+        case Breadcrumbs():
+            return Rule(lambda path: _breadcrumbs(job, path))
+        case Ties(aggregate=how):
+            assert how is not None
+            return Rule(lambda _: lambda piece: ties(piece, cuts, majority, how))
+        case Dare(drop_prob=drop_prob):
+            assert drop_prob is not None
+            return Rule(lambda _: lambda piece: add(dropped(piece, drop_prob)))
+        case DareTies(drop_prob=share, aggregate=aggregate):
+            return Rule(lambda _: lambda piece: dare_ties(piece, share, aggregate))
+        case Della():
+            return _della(job, job.config)
+
+
+def net_sign(job: Job, cuts: Cuts) -> int:
+    """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""
+    net = 0
+    for path, leaf in job.base.leaves.items():
+        if leaf.is_floating_point():
+            dtype = compute_dtype(job, path)
+            for start, stop in spans(leaf, job.chunk // len(job.experts)):
+                piece = Piece(path, start, list(vectors_of(job, path, start, stop, dtype)), [])
+                net += int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64))
+    return (net > 0) - (net < 0)
+
+
+def _della(job: Job, config: Della) -> Rule:
+    drop_prob, window = config.drop_prob, config.window
+    assert drop_prob is not None
+    assert window is not None
+
+    @lru_cache(maxsize=8)
+    def table(length: int) -> Tensor:
+        return thresholds(length, drop_prob=drop_prob, window=window).to(job.device)
+
+    return Rule(
+        lambda path: lambda piece: della(piece, table(row_length(job.base.leaves[path]))),
+        rows=True,
+    )
+
+
+def _slerp(job: Job, path: str) -> Fuse:
+    dtype = compute_dtype(job, path, based=False)
+
+    def block(start: int, stop: int) -> Tensor:
+        return torch.stack(list(weights_of(job, path, start, stop, dtype)))
+
+    between = arc(gram_of(block, 2, job.base.leaves[path].numel()), job.coefs[path])
+    return lambda piece: between(*piece.deltas)
+
+
+def _model_stock(job: Job, path: str) -> Fuse:
+    dtype, count = compute_dtype(job, path), len(job.experts)
+
+    def block(start: int, stop: int) -> Tensor:
+        return torch.stack(list(vectors_of(job, path, start, stop, dtype)))
+
+    share = ratio_of(gram_of(block, count, job.base.leaves[path].numel())) / count
+    return lambda piece: add(piece.deltas) * share
+
+
+def _tsv_merge(job: Job, path: str) -> Fuse:
+    shape = job.base.leaves[path].shape
+    return lambda piece: tsv_merge(path, (delta.view(shape) for delta in piece.deltas)).reshape(-1)
+
+
+def _breadcrumbs(job: Job, path: str) -> Fuse:
+    bands = trimming.bands(job, path)
+    return lambda piece: add(
+        delta.where(band.mask(delta, piece.start), 0) for band, delta in zip(bands, piece.deltas, strict=True)
+    )

@@ -1,0 +1,136 @@
+"""Heads and vocabularies that differ between base and its experts: explained, or brought to base's shapes."""
+
+import json
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .reading import Folder, Read
+
+Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
+VOCABULARIES = "error", "base-rows", "pad-with-base"
+HEAD = "lm_head.weight"
+_WORDS = "embed", "wte", "lm_head", "shared"
+_PLACES = "position", "wpe", "patch"
+_PART = 1 << 22  # coordinates that are compared at a time
+
+Folders: TypeAlias = dict[str, Folder]
+
+
+def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]]:
+    """A head that is tied to the embeddings is one leaf in all inputs: counted once, written once.
+
+    A stored copy of the embeddings counts as tied. Where base has no head of its own, its copy in an expert is left
+    out; where base stores one, an expert without it has its embeddings there. Returns: the inputs, and what speaks
+    against it, in words.
+    """
+    holders = [folder for folder in (base, *experts.values()) if HEAD in folder.leaves]
+    if not holders:
+        return base, experts, []
+    if HEAD in base.leaves and _says_tied(base) and _is_copy(base) and all(map(_is_copy, holders)):
+        return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
+    fitted, problems = dict(experts), []
+    for name, folder in experts.items():
+        if (HEAD in folder.leaves) == (HEAD in base.leaves):
+            continue
+        embeddings = _embeddings(folder)
+        if HEAD in folder.leaves and _is_copy(folder):
+            fitted[name] = folder.without(HEAD)
+        elif HEAD in folder.leaves:
+            fitted[name] = folder.without(HEAD)
+            problems.append(
+                f"{folder.label} has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: "
+                "give base a head too (tie_word_embeddings false, saved again), or train the expert with tied ones"
+            )
+        elif embeddings is not None and _is_copy(base):
+            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], _read(folder, embeddings))
+        else:
+            problems.append(
+                f"{folder.label} has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
+                "untie the expert (tie_word_embeddings false, saved again)"
+            )
+            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], _read(base, HEAD))
+    return base, fitted, problems
+
+
+def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, list[str]]:
+    """Experts with base's number of rows in embeddings and heads, and what speaks against it, in words.
+
+    ``base-rows`` takes an expert's first rows, as many as base has; ``pad-with-base`` does so too, and gives an expert
+    with fewer rows those of base: their task vector is 0. ``error`` refuses both.
+    """
+    if vocabulary not in VOCABULARIES:
+        return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}"]
+    fitted, problems = {}, []
+    for name, folder in experts.items():
+        wrong: dict[int, list[str]] = {}
+        for path, leaf in base.leaves.items():
+            other = folder.leaves.get(path)
+            if other is None or not _differs_in_rows(path, leaf, other):
+                continue
+            rows, wanted = len(other), len(leaf)
+            if vocabulary == "error" or (rows < wanted and vocabulary != "pad-with-base"):
+                wrong.setdefault(rows, []).append(path)
+            # refused or not: the shapes fit from here on, so that this is said once
+            dtype = other.dtype if rows > wanted else torch.promote_types(other.dtype, leaf.dtype)
+            read = _read(folder, path) if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
+            folder = folder.with_leaf(path, torch.empty_like(leaf, dtype=dtype), read)
+        fitted[name] = folder
+        for rows, paths in wrong.items():
+            wanted = len(base.leaves[paths[0]])
+            policy = "base-rows (its first rows)" if rows > wanted else "pad-with-base (base's rows there)"
+            problems.append(
+                f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, base {wanted}: "
+                f"choose vocabulary {policy}"
+            )
+    return fitted, problems
+
+
+def _differs_in_rows(path: str, leaf: Tensor, other: Tensor) -> bool:
+    named = any(word in path for word in _WORDS) and not any(place in path for place in _PLACES)
+    return bool(named and leaf.ndim and leaf.shape[1:] == other.shape[1:] and len(leaf) != len(other))
+
+
+def _padded(folder: Folder, base: Folder, path: str, size: int, dtype: torch.dtype) -> Read:
+    def read(start: int, stop: int) -> Tensor:
+        parts = [folder.read(path, min(start, size), min(stop, size)), base.read(path, max(start, size), stop)]
+        return torch.cat([part.to(dtype) for part in parts]) if start < size < stop else parts[start >= size].to(dtype)
+
+    return read
+
+
+def _read(folder: Folder, path: str) -> Read:
+    return lambda start, stop: folder.read(path, start, stop)
+
+
+def _embeddings(folder: Folder) -> str | None:
+    """The leaf that a head is tied to: of the head's shape, if the folder holds one."""
+    head = folder.leaves.get(HEAD)
+    names = [
+        path
+        for path, leaf in folder.leaves.items()
+        if path.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"))
+        and (head is None or (leaf.shape, leaf.dtype) == (head.shape, head.dtype))
+    ]
+    return names[0] if len(names) == 1 else None
+
+
+def _is_copy(folder: Folder) -> bool:
+    """Is the head, where it is stored, a copy of the embeddings? Reads both."""
+    if HEAD not in folder.leaves:
+        return True
+    embeddings, size = _embeddings(folder), folder.leaves[HEAD].numel()
+    return embeddings is not None and all(
+        torch.equal(*(folder.read(path, start, min(start + _PART, size)) for path in (HEAD, embeddings)))
+        for start in range(0, size, _PART)
+    )
+
+
+def _says_tied(folder: Folder) -> bool:
+    try:
+        config = json.loads((folder.root / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True

@@ -1,0 +1,154 @@
+"""CLIP models of ``transformers`` as losses of the vision tower's parameters, with frozen zero-shot heads.
+
+Another family of image models (a ViT classifier, say) is another file that gives a bundle with the fields `module`,
+`params`, `where`, `processor` and `loss_fn`, and a head from something else than texts.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..types import Batch, Where
+from ..where import block_linear
+from .causal_lm import checkpoint_blocks
+from .modules import FullLoss
+
+_TOGETHER = 256  # texts encoded in one pass
+_PARTS = {
+    "vision_model": "vision tower",
+    "visual_projection": "visual projection",
+    "text_model": "text tower",
+    "text_projection": "text projection",
+    "logit_scale": "logit scale",
+}
+
+
+class Clip(NamedTuple):
+    """A pretrained model, ready to train: theta_0 of its vision tower, and what makes heads and losses."""
+
+    module: nn.Module  # the vision tower, in eval mode: no dropout
+    params: dict[str, Tensor]  # theta_0; the module's own storage: not to be written to
+    where: Where  # the masked set S
+    processor: Any  # of images
+    image_size: int
+    tokens: Callable[[list[str]], dict[str, Tensor]]  # texts -> input_ids, attention_mask, int64 (n, T) on the CPU
+    head: Callable[[Mapping[str, Tensor], int], Tensor]  # (tokens of the classes' prompts, classes) -> (C, D)
+    text: dict[str, Tensor]  # what heads are made of: the frozen text tower, its projection and the logit scale
+    loss_fn: Callable[[Tensor, Callable[[Tensor], Tensor]], FullLoss]  # (head, values), see `classify`
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+) -> Clip:
+    """A CLIP model with its tokenizer and image processor, from a folder or by the name of a hub repository.
+
+    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of the vision
+        tower; heads and the projection are float32 (of a float64 tower the projection is float64);
+        gradient_checkpointing: as `causal_lm.load`.
+    Raises: ValueError where a part cannot be had or weights are missing; for a model that is no CLIP.
+    """
+    from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
+    try:
+        model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        lacking = [name for part, name in _PARTS.items() if not hasattr(model, part)]
+        if lacking:
+            raise ValueError(f"a {type(model).__name__}, it has no {', no '.join(lacking)}")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        # the other backend resizes with other rounding, and needs torchvision
+        processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"{str(source)!r} cannot be loaded as a CLIP model with tokenizer and image processor: give a folder of "
+            f"one, or a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
+            "give a checkpoint of the whole model"
+        )
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    vision = model.vision_model.to(kind)
+    projection = model.visual_projection.to(torch.promote_types(kind, torch.float32))
+    vision.requires_grad_(True)
+    if gradient_checkpointing:
+        checkpoint_blocks(vision)
+    frozen = {
+        name: p.detach()
+        for name, p in model.named_parameters()
+        if name.startswith(("text_model.", "text_projection.", "logit_scale"))
+    }
+    positions = model.config.text_config.max_position_embeddings
+
+    def tokens(texts: list[str]) -> dict[str, Tensor]:
+        ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
+        if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
+            raise ValueError(
+                f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
+                "shorten the template or the name of the class"
+            )
+        return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
+
+    def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor]) -> FullLoss:
+        return FullLoss(vision, classify(projection, head, values))
+
+    return Clip(
+        vision,
+        {name: p.detach() for name, p in vision.named_parameters()},
+        block_linear(vision),
+        processor,
+        model.config.vision_config.image_size,
+        tokens,
+        lambda ids, classes: zero_shot_head(model, ids, classes),
+        frozen,
+        loss_fn,
+    )
+
+
+def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Tensor:
+    """``exp(logit_scale) * unit(mean_j unit(f(prompt_cj)))`` of every class c, unit(x) = x / |x|.
+
+    Args: tokens: ``input_ids`` and ``attention_mask`` (C * n, T), the n prompts of a class one after another.
+    Returns: float32 (C, D) on the CPU. Source: Radford et al., 2021, section 3.1.
+    """
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(tokens["input_ids"]), _TOGETHER):
+            some = {name: ids[start : start + _TOGETHER].to(model.device) for name, ids in tokens.items()}
+            parts.append(F.normalize(model.get_text_features(**some).pooler_output, dim=-1))
+        means = torch.cat(parts).unflatten(0, (classes, -1)).mean(1)
+        return (F.normalize(means, dim=-1) * model.logit_scale.exp()).cpu()
+
+
+def classify(
+    projection: nn.Linear, head: Tensor, values: Callable[[Tensor], Tensor]
+) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
+    """The loss of a vision tower: cross entropy of ``unit(P v(x)) @ head.T``; its aux are the logits (B, C).
+
+    Args: projection: P, frozen, its dtype that of the logits; head: (C, D); values: makes the pixel values of a batch,
+        on the module's device.
+    Returns: ``loss(module, (pixels, labels))``, both moved to the module's device.
+    """
+
+    def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        pixels, labels = batch
+        weight = next(module.parameters())
+        pooled = module(pixel_values=values(pixels.to(weight.device)).to(weight.dtype)).pooler_output
+        unit = F.normalize(projection(pooled.to(projection.weight.dtype)), dim=-1)
+        logits = unit @ head.to(unit).T
+        return F.cross_entropy(logits, labels.to(logits.device)), logits.detach()
+
+    return loss

@@ -1,0 +1,253 @@
+"""Text encoders of ``transformers`` as losses of the parameters of their top layers, or of all of them.
+
+Frozen layers see a text once: what they give is the input of the trained ones. The texts of a batch then stand one
+after another, without padding, and attend to themselves alone.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import tree
+from ..types import Batch, Where
+from ..where import block_linear
+from .modules import FullLoss
+
+_TOGETHER = 32  # texts that go through the whole model in one pass
+_CLOSE = 1e-3  # of features of length about 1: rounding is 1e-6, a layer that lacks its positions is 1e-1
+
+
+class Texts(NamedTuple):
+    """A batch of texts, one after another; what a token is depends on `Encoder.states`."""
+
+    tokens: Tensor  # input of the first trained layer, float32 (S, H), or ids, int64 (S,)
+    owners: Tensor  # int64 (S,), ascending: whose token it is, 0 to B - 1
+    labels: Tensor  # int64 (B,)
+
+
+class Encoder(NamedTuple):
+    """A pretrained encoder, ready to train: theta_0 of its trained leaves, and what makes heads and losses."""
+
+    module: nn.Module  # the trained part, in eval mode: no dropout
+    params: dict[str, Tensor]  # theta_0; the module's own storage: not to be written to
+    where: Where  # the masked set S
+    ids: Callable[[Sequence[str], int], list[Tensor]]  # (texts, longest) -> special tokens included, int64 (T,) each
+    features: Callable[[Sequence[Tensor]], Tensor]  # ids -> float32 (n, D) of the whole pretrained model, on the CPU
+    # (ids, progress=None) -> input of the first trained layer, one text after another, float32 (S, H) on the CPU
+    states: Callable[..., Tensor] | None
+    frozen: dict[str, Tensor]  # all weights of the pretrained model: features and states depend on them
+    config: dict[str, Any]  # of the pretrained model, JSON values
+    loss_fn: Callable[[Tensor, Tensor], FullLoss]  # (weight (C, D), bias (C,)) of a head -> loss of `Texts`
+
+
+def load(
+    source: str | Path,
+    *,
+    train_layers: int | None = None,
+    normalize: bool = True,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Encoder:
+    """An encoder and its tokenizer, from a folder or by the name of a hub repository. A pooler is left out.
+
+    A feature is the mean over a text's last hidden states, scaled to length 1 with ``normalize``.
+
+    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; train_layers: of the
+        top, the others and the embeddings are frozen; None: everything is trained; dtype: of the trained part, all
+        else is float32.
+    Raises: ValueError where a part cannot be had or weights are missing, for a number of layers that the model does not
+        have, and for a model whose top layers do not run on states alone.
+    """
+    from transformers import AutoModel, AutoTokenizer
+
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
+    try:
+        model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(
+            f"{str(source)!r} cannot be loaded as an encoder with a tokenizer: give a folder of one, or a hub "
+            f"repository that is in the cache or can be reached ({shorten(str(error), 300)})"
+        ) from error
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
+            "give a checkpoint of the whole model"
+        )
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    model = model.to(device).eval().requires_grad_(False)
+    layers = _layers(model)
+    if train_layers is not None and not 1 <= train_layers <= len(layers):
+        raise ValueError(
+            f"train_layers is {train_layers}, {type(model).__name__} has {len(layers) or 'no list of'} layers: "
+            "choose from 1 to that number, or None to train everything"
+        )
+    first = None if train_layers is None else len(layers) - train_layers
+    top = (copy.deepcopy(model).requires_grad_(True) if first is None else _top(model, first)).to(kind)
+    pad = tokenizer.pad_token_id or 0
+
+    def ids(texts: Sequence[str], longest: int) -> list[Tensor]:
+        found = tokenizer(list(texts), truncation=True, max_length=longest, padding=False, verbose=False)["input_ids"]
+        return [torch.tensor(own) for own in found]
+
+    encoder = Encoder(
+        top,
+        {name: p.detach() for name, p in top.named_parameters() if p.requires_grad},
+        block_linear(top),
+        ids,
+        lambda texts: _features(model, texts, pad, normalize),
+        None if first is None else lambda texts, progress=None: _states(model, layers[first], texts, pad, progress),
+        {name: p.detach() for name, p in model.named_parameters()},
+        model.config.to_dict(),
+        lambda weight, bias: FullLoss(top, classify(weight, bias, normalize=normalize, pad=pad)),
+    )
+    if first is not None:
+        _check_alone(encoder, source, vocabulary=model.get_input_embeddings().weight.shape[0], normalize=normalize)
+    return encoder
+
+
+def classify(weight: Tensor, bias: Tensor, *, normalize: bool, pad: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The loss of an encoder with a frozen head: cross entropy of ``W f(text) + b``; its aux are the logits (B, C).
+
+    Logits are float32 (float64 stays float64).
+
+    Args: weight: (C, D); bias: (C,); pad: id that fills up short texts where the whole model is trained.
+    Returns: ``loss(module, Texts)``, the batch is moved to the module's device.
+    """
+
+    def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        features = pooled(module, batch, normalize=normalize, pad=pad)
+        logits = features @ weight.to(features).T + bias.to(features)
+        return F.cross_entropy(logits, batch.labels.to(logits.device)), logits.detach()
+
+    return loss
+
+
+def pooled(module: nn.Module, batch: Texts, *, normalize: bool, pad: int) -> Tensor:
+    """Features of a batch: the mean over every text's last hidden states, of length 1 if asked; (B, D)."""
+    tokens, owners, labels = batch
+    like = next(p for p in module.parameters())
+    lengths = torch.bincount(owners, minlength=len(labels))
+    if tokens.is_floating_point():
+        own = owners[None] == torch.arange(len(labels))[:, None]  # (B, S)
+        alone = (owners[:, None] == owners[None])[None, None].to(like.device)
+        hidden = module(inputs_embeds=tokens.to(like)[None], attention_mask=alone).last_hidden_state
+        share = (own / lengths[:, None]).to(like.device)
+        mean = share.to(tree.compute_dtype(hidden)) @ hidden[0].to(tree.compute_dtype(hidden))
+    else:
+        padded = nn.utils.rnn.pad_sequence(tokens.split(lengths.tolist()), batch_first=True, padding_value=pad)
+        there = (torch.arange(padded.shape[1]) < lengths[:, None]).to(like.device)
+        hidden = module(input_ids=padded.to(like.device), attention_mask=there.long()).last_hidden_state
+        share = (there / lengths.to(like.device)[:, None]).to(tree.compute_dtype(hidden))
+        mean = (share[:, None] @ hidden.to(share))[:, 0]
+    return F.normalize(mean, dim=-1) if normalize else mean
+
+
+def texts(tokens: Sequence[Tensor], labels: Tensor) -> Texts:
+    """A batch from the tokens of every text."""
+    owners = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(own) for own in tokens]))
+    return Texts(torch.cat(list(tokens)), owners, labels)
+
+
+class _Given(nn.Module):
+    """Stands for the embeddings: gives back the states that it is given."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **options: Any) -> Tensor:
+        given = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+        return given[0] if inputs_embeds is None else inputs_embeds
+
+
+class _Passed(nn.Module):
+    """Stands for a frozen layer."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        return hidden_states
+
+
+class _Reached(Exception):
+    """Carries the input of the first trained layer."""
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    count = getattr(model.config, "num_hidden_layers", None)
+    return next((list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
+
+
+def _top(model: Any, first: int) -> nn.Module:
+    """The model without embeddings and the layers before ``first``, under the same names; its top layers train."""
+    if not hasattr(model, "embeddings"):
+        raise ValueError(f"{type(model).__name__} has no embeddings to leave out: train it whole, train_layers=None")
+    top = copy.deepcopy(model)
+    top.embeddings = _Given()
+    stack = next(m for m in top.modules() if isinstance(m, nn.ModuleList) and len(m) == len(_layers(model)))
+    for place, layer in enumerate(stack):
+        if place < first:
+            stack[place] = _Passed()
+        else:
+            layer.requires_grad_(True)
+    return top
+
+
+def _check_alone(encoder: Encoder, source: str | Path, *, vocabulary: int, normalize: bool) -> None:
+    """Raises: ValueError unless the top layers on states, packed, give the features of the whole model."""
+    assert encoder.states is not None
+    ids = [torch.arange(n) * 7919 % vocabulary for n in (3, 7, 5)]
+    states = encoder.states(ids, False).split([len(own) for own in ids])
+    float32 = copy.deepcopy(encoder.module).float()
+    try:
+        with torch.no_grad():
+            got = pooled(float32, texts(states, torch.zeros(len(ids))), normalize=normalize, pad=0).cpu()
+        off = float((got - encoder.features(ids)).abs().max())
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        off, reason = float("inf"), str(error)
+    else:
+        reason = f"features differ by {off:.1e}"
+    if not off < _CLOSE:
+        raise ValueError(
+            f"the top layers of {str(source)!r} do not run on states alone ({shorten(reason, 200)}): "
+            "train the whole encoder, train_layers=None"
+        )
+
+
+def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool) -> Tensor:
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(ids), _TOGETHER):
+            some = ids[start : start + _TOGETHER]
+            found.append(pooled(model, texts(some, torch.zeros(len(some))), normalize=normalize, pad=pad).cpu())
+    return torch.cat(found)
+
+
+def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int, progress: bool | None) -> Tensor:
+    from tqdm import trange
+
+    def reached(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        raise _Reached(args[0] if args else options["hidden_states"])
+
+    found: dict[int, Tensor] = {}
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # equal lengths need no padding
+    hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
+    try:
+        silent = None if progress is None else not progress
+        for start in trange(0, len(order), _TOGETHER, desc="frozen layers", disable=silent, leave=False):
+            places = order[start : start + _TOGETHER]
+            some = texts([ids[i] for i in places], torch.zeros(len(places)))
+            try:
+                with torch.no_grad():
+                    pooled(model, some, normalize=False, pad=pad)
+                raise AssertionError("the layer was not reached")
+            except _Reached as stopped:
+                for place, states in zip(places, stopped.args[0], strict=True):
+                    found[place] = states[: len(ids[place])].cpu().clone()
+    finally:
+        hook.remove()
+    return torch.cat([found[i] for i in range(len(ids))])

@@ -1,0 +1,111 @@
+"""Encoder-decoders of ``transformers`` (T5, BART) as a loss and answers of flat parameters.
+
+Suite ``trace`` loads causal models alone: what it would need beside this file is a loader and batches of these rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import tree
+from ..evaluate.decoding import generator
+from ..evaluate.engine import Decoding
+from ..grad import ModuleLoss
+from ..types import Batch, Params, Where
+from ..where import block_linear
+from .causal_lm import IGNORED, check_tokenizer
+from .modules import FullLoss
+
+
+class Seq2Seq(NamedTuple):
+    """An encoder-decoder, ready to train."""
+
+    params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
+    loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, target tokens)
+    predict_fn: Callable[..., list[str]]  # (params, sources, settings, seed, *, repeat=0, rows=None) -> texts
+    where: Where  # the masked set S
+
+
+def seq2seq(module: nn.Module, tokenizer: Any, *, batch_size: int = 16) -> Seq2Seq:
+    """A model of ``AutoModelForSeq2SeqLM`` and its tokenizer; the module is put into eval mode: no dropout.
+
+    Args: batch_size: sources that ``predict_fn`` answers together, as `generator` does.
+    Raises: ValueError for a module that is no encoder-decoder, and for a tokenizer that does not fit.
+    """
+    config: Any = module.config
+    problems = []
+    if not getattr(config, "is_encoder_decoder", False):
+        problems.append(
+            f"{type(module).__name__} is no encoder-decoder: causal models are for smat_fn.models.causal_lm"
+        )
+    elif config.decoder_start_token_id is None:
+        problems.append("the config has no decoder_start_token_id: set it to the token that answers begin with")
+    tree.raise_problems(problems)
+    check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    params = {name: p.detach() for name, p in module.eval().named_parameters() if p.requires_grad}
+    loss_fn = FullLoss(module, answer_loss)
+
+    def predict(
+        params: Params,
+        sources: Sequence[str],
+        settings: Decoding,
+        seed: int = 0,
+        *,
+        repeat: int = 0,
+        rows: Sequence[int] | None = None,
+    ) -> list[str]:
+        loss_fn.check(params)
+        generate = generator(loss_fn, tokenizer, params, batch_size=batch_size)
+        return generate(sources, settings, seed, repeat=repeat, rows=rows)
+
+    return Seq2Seq(params, loss_fn, predict, block_linear(module))
+
+
+def pairs(rows: Sequence[tuple[str, str]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Tensor]:
+    """Sources and targets as a batch, each filled up on the right to its own longest.
+
+    Args: rows: (source, target), at least one; max_length: tokens that stay of either, EOS being the last of them.
+    Returns: int64 (B, S) ``input_ids`` and ``attention_mask``, (B, T) ``labels``, -100 where there is no target.
+    Raises: ValueError for no rows, and for a max_length below 2.
+    """
+    if not rows or max_length < 2:
+        raise ValueError(f"pairs: {len(rows)} rows and max_length {max_length}: give at least 1 and 2")
+    eos = tokenizer.eos_token_id
+
+    def tokens(texts: list[str], **options: bool) -> list[list[int]]:
+        ids = tokenizer(**{"text_target" if options else "text": texts}, padding=False, truncation=False)["input_ids"]
+        whole = [list(row) if row and row[-1] == eos else [*row, eos] for row in ids]
+        return [row if len(row) <= max_length else [*row[: max_length - 1], eos] for row in whole]
+
+    sources, targets = tokens([source for source, _ in rows]), tokens([target for _, target in rows], target=True)
+    pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return {
+        "input_ids": _filled(sources, pad),
+        "attention_mask": _filled([[1] * len(row) for row in sources], 0),
+        "labels": _filled(targets, IGNORED),
+    }
+
+
+def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """``-1/n sum log p(target_t | source, targets before t)`` over the n labels that are not -100.
+
+    Cross entropy of float32 logits (float64 stays float64).
+
+    Args: batch: as `pairs` gives it, moved to the module's device.
+    Returns: (loss, n).
+    """
+    device = next(module.parameters()).device
+    ids, mask, labels = (batch[name].to(device) for name in ("input_ids", "attention_mask", "labels"))
+    before = module.prepare_decoder_input_ids_from_labels(labels=labels)
+    logits = module(input_ids=ids, attention_mask=mask, decoder_input_ids=before, use_cache=False).logits
+    logits = logits.to(tree.compute_dtype(logits))
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    return loss, (labels != IGNORED).sum()
+
+
+def _filled(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64)

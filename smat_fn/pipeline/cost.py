@@ -1,0 +1,70 @@
+"""What trials cost: seconds reckoned from a few steps, and the memory of the process."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..config import PRESETS, Preset, WeightAverage
+from ..merge import COEFS
+
+if TYPE_CHECKING:
+    from .trials import Trial
+
+
+def time_kinds(trials: Sequence["Trial"], steps: int = 12) -> dict[tuple[str, str], float]:
+    """Seconds that each trial would take alone: a few steps and a dev score of every task, times how many there are.
+
+    The suites' bases must be in the cache. The first steps, which warm up, do not count.
+    """
+    from .training import budget, train_expert
+
+    found = {}
+    for trial in trials:
+        preset, suite, total = PRESETS[trial.preset], trial.load(), 0.0
+        period = getattr(trial.method, "period", None) or 1
+        whole = (steps - 1) // period * period  # clean and simulated steps in their true proportion
+        short = replace(trial.training, steps=steps)
+        for task in suite.tasks:
+            stamps: list[float] = []
+            tick = partial(_tick, stamps)
+            train_expert(suite, task, trial.method, short, seed=trial.seed, on_step=tick)
+            step = (stamps[-1] - stamps[-1 - whole]) / whole
+            scores = [time.perf_counter()]
+            for _ in range(3):
+                suite.score(suite.base, task, "dev")
+                scores.append(time.perf_counter())
+            score = median(b - a for a, b in pairwise(scores))
+            total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(preset) * score
+        found[trial.kind()] = total
+    return found
+
+
+def _tick(stamps: list[float], *step: object) -> None:
+    stamps.append(time.perf_counter())
+
+
+def reset_peak() -> bool:
+    """Start `peak_bytes` anew. Returns: whether the system can (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes() -> int | None:
+    """The largest resident memory of this process since `reset_peak`, None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _candidates(preset: Preset) -> int:
+    return sum(1 if isinstance(c, WeightAverage) else len(COEFS) + 1 for c in preset.mergers.values())

@@ -1,0 +1,65 @@
+"""A base and its experts, read from folders and checked against each other."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import checkpoint, tree
+from .training import BASE
+
+
+class Inputs(NamedTuple):
+    """A base and its experts, checked against each other."""
+
+    base: dict[str, Tensor]
+    experts: dict[str, dict[str, Tensor]]  # by task
+    manifests: dict[str, dict[str, Any]]  # of the experts, by task
+
+
+def find_inputs(run: Path) -> tuple[Path, list[Path]]:
+    """The base and the experts of a folder that train.py wrote. Raises: ValueError if it holds none."""
+    experts = [
+        path.parent
+        for path in sorted(run.glob(f"*/{checkpoint.MANIFEST}"))
+        if checkpoint.load_manifest(path.parent).get("kind") == "expert"
+    ]
+    if not experts:
+        raise ValueError(f"{run} holds no experts: give the --out folder of train.py")
+    return run / BASE, experts
+
+
+def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
+    """Read a base and experts, and check all of them before anything is merged.
+
+    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
+        that are not finite, and every task that comes twice.
+    """
+    problems = [] if experts else ["no experts: give at least one folder"]
+    origin: dict[str, Tensor] | None = None
+    try:
+        origin, _ = checkpoint.load_leaves(base)
+        tree.check_finite(origin, str(base))
+    except ValueError as error:
+        problems.append(str(error))
+    fingerprint = None if origin is None else checkpoint.fingerprint(origin)
+    loaded: dict[str, dict[str, Tensor]] = {}
+    manifests: dict[str, dict[str, Any]] = {}
+    for path in experts:
+        try:
+            like = checkpoint.load_leaves(path)[0] if origin is None else origin
+            params, manifest = checkpoint.load_expert(path, like)
+            tree.check_finite(params, str(path))
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        task = manifest.get("task", path.name)
+        if task in loaded:
+            problems.append(f"{path}: there is another expert named {task!r}, give each task once")
+        if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
+            problems.append(f"{path} was trained from another base than {base}")
+        loaded[task], manifests[task] = params, manifest
+    tree.raise_problems(problems)
+    assert origin is not None
+    return Inputs(origin, loaded, manifests)

@@ -1,0 +1,147 @@
+"""The training loop of one expert, the same for every method."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import optim, random, tree
+from ..config import MethodConfig, Training, settings
+from ..data import Suite
+from ..data.batching import split_rows
+from ..masters import with_masters
+from ..types import LossFn, Method, Optimizer, Params, Precision, Schedule, Where
+from .logs import Log
+from .snapshots import Interrupted, Saver, Stop, restore
+
+OnStep = Callable[[int, Any], None]
+DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
+
+
+def schedules(training: Training) -> dict[str, Schedule]:
+    """The learning rates by name: ``lr``, and ``muon_lr`` where there is one. Raises: ValueError for bad numbers."""
+    steps = training.steps
+    assert steps is not None, "budget gives them"
+    given = {"lr": training.lr, "muon_lr": training.muon_lr}
+    return {
+        name: optim.cosine(lr, steps) if training.schedule == "cosine" else optim.constant(lr)
+        for name, lr in given.items()
+        if lr is not None
+    }
+
+
+def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
+    """The optimizer and schedule of a training configuration, with torch's fused kernels.
+
+    Args: where: the masked set, whose matrices Muon takes.
+    Raises: ValueError for numbers that the optimizer cannot use.
+    """
+    rates, decay = schedules(training), training.weight_decay
+    if (training.optimizer == "muon") != (training.muon_lr is not None):
+        raise ValueError(
+            f"muon_lr is {training.muon_lr} for {training.optimizer}: muon needs one, the others have none"
+        )
+    if training.optimizer == "muon":
+        rest = optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+        return optim.muon(rates["muon_lr"], rest=rest, where=where, weight_decay=decay)
+    if training.optimizer == "adamw":
+        return optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+    if decay:
+        raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or 0")
+    return optim.adam(rates["lr"], fused=True)
+
+
+def budget(suite: Suite, task: str, training: Training) -> Training:
+    """The training of one task, its steps computed from its epochs where they are not given.
+
+    Raises: ValueError for rows of the task that the suite cannot use.
+    """
+    per_epoch = None if suite.epoch_steps is None else suite.epoch_steps(task)
+    if training.steps is not None:
+        return replace(training, epochs={})
+    if per_epoch is None:
+        raise ValueError(f"suite {suite.name!r} has no epochs: give steps")
+    epochs = training.epochs[task]
+    return replace(training, steps=epochs * per_epoch, epochs={task: epochs})
+
+
+def build_method(
+    method: MethodConfig,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    base: Params,
+    *,
+    where: Where | None,
+    max_grad_norm: float | None,
+) -> Method:
+    """The training method on a loss; it donates its state's buffers from step to step."""
+    module = importlib.import_module(f"..mat.{method.module}", __package__)
+    return module.build(
+        loss_fn, optimizer, base, where=where, max_grad_norm=max_grad_norm, donate=True, **settings(method)
+    )
+
+
+def train_expert(
+    suite: Suite,
+    task: str,
+    method: MethodConfig,
+    training: Training,
+    *,
+    seed: int,
+    on_step: OnStep | None = None,
+    log: Log | None = None,
+    saver: Saver | None = None,
+    stop: Stop | None = None,
+) -> Params:
+    """One expert, from the suite's base, in its dtypes.
+
+    The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
+    see the same data in the same order, and a run can go on from any step. Precision "bf16" and "fp32" train a base
+    cast to that dtype, "mixed" float32 masters by `with_masters`; a batch is split by the suite into ``accumulate``
+    micro-batches, weighted so that the mean over the whole batch comes out.
+
+    Args: on_step: called as ``on_step(step, info)`` after every step; log: gets every step too; saver: goes on from its
+        snapshot if there is one, and is told when the next one is due; stop: looked at before every step.
+    Raises: ValueError for a loss that is not finite, from the log; `Interrupted` when asked to stop.
+    """
+    key = random.fold_in(random.key(seed), task)
+    training = budget(suite, task, training)
+    assert training.steps is not None
+    loss_fn, base = suite.loss_fn(task), suite.base
+    params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
+    if training.precision == "mixed":
+        loss_fn = with_masters(loss_fn)
+    else:
+        base = params
+    optimizer, limit = make_optimizer(training, suite.where), training.max_grad_norm
+    run = build_method(method, optimizer, loss_fn, base, where=suite.where, max_grad_norm=limit)
+    state = run.init(params)
+    if saver is not None and saver.path.exists():
+        state = restore(saver.path, state)
+    del params  # a cast of the base would stay beside the state
+    split = suite.split or split_rows
+    if log is not None:
+        log.watch.skip()
+    for step in range(state.step, training.steps):
+        if stop is not None and stop.signal is not None:
+            raise _interrupted(stop.signal, state, task, log, saver)
+        batch = suite.batch(task, key, step)
+        state, info = run.update(key, state, batch if training.accumulate == 1 else split(batch, training.accumulate))
+        if log is not None:
+            log.step(step, info, batch)
+        if on_step is not None:
+            on_step(step, info)
+        if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
+            saver.save(state, log.progress())
+            log.watch.skip()
+    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+
+
+def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Saver | None) -> Interrupted:
+    text = f"stopped by signal {number} after {state.step} steps of {task}"
+    if saver is not None and log is not None:
+        saver.save(state, log.progress())
+        text += f"; {saver.where()}: go on with --resume"
+    return Interrupted(number, text)

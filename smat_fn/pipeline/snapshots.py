@@ -1,0 +1,194 @@
+"""Where an unfinished expert goes on: its training state in one file, replaced whole, written in the background."""
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Snapshot(NamedTuple):
+    """What a file says beside the tensors."""
+
+    step: int  # optimizer steps done
+    settings: dict[str, Any]  # of the run, as in an expert's manifest
+    progress: dict[str, Any]  # of the log
+
+
+class Interrupted(Exception):
+    """Training ended by a signal, its state saved."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.status = 128 + number  # as a shell reports it
+
+
+class Stop:
+    """Whether training is to end: the number of the signal that asked for it."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def on_signals() -> Iterator[Stop]:
+    """The first SIGTERM or SIGINT asks training to save and end, a second one ends it at once. Main thread only."""
+    stop = Stop()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.signal = number
+        signal.signal(number, previous[number])
+
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in previous:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def path_of(out: Path, task: str) -> Path:
+    """The file of a task."""
+    return out / f"{task}.resume.safetensors"
+
+
+def read(path: Path) -> Snapshot | None:
+    """What a file says beside the tensors; None if there is no file. Raises: ValueError for a broken file."""
+    if not path.exists():
+        return None
+    with _opened(path) as store:
+        facts = json.loads(store.metadata()["facts"])
+    return Snapshot(facts["step"], facts["settings"], facts["progress"])
+
+
+def restore(path: Path, state: Any) -> Any:
+    """The state in a file, written into the tensors of ``state``, a fresh one of the same run that owns them.
+
+    Raises: ValueError for a broken file, and for a state of other tensors.
+    """
+    flat, spec = pytree.tree_flatten_with_path(state)
+    with _opened(path) as store:
+        numbers, stored = json.loads(store.metadata()["facts"])["numbers"], set(store.keys())
+        wanted = {pytree.keystr(place): leaf for place, leaf in flat}
+        tensors = {name for name, leaf in wanted.items() if isinstance(leaf, Tensor)}
+        if tensors != stored or set(wanted) - tensors != set(numbers):
+            raise ValueError(f"{path} is the state of another optimizer or model: start anew with --overwrite")
+        with torch.no_grad():
+            leaves = [leaf.copy_(store.get_tensor(n)) if n in tensors else numbers[n] for n, leaf in wanted.items()]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How settings differ, in words, by path; only those named in ``now`` count."""
+    old, new = (_flat({name: settings.get(name) for name in now}) for settings in (stored, now))
+    missing = "left out"
+    return [
+        f"{name} was {old.get(name, missing)}, is {new.get(name, missing)}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name, missing) != new.get(name, missing)
+    ]
+
+
+class Saver:
+    """Keeps the last snapshot of an expert in training; each replaces the one before, none holds values not finite.
+
+    Args: settings: JSON values that a run must share to go on from it; every_steps, every_minutes: when one is due,
+        None: never; both: whichever comes first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+    ) -> None:
+        self.path = path
+        self._settings, self._every_steps, self._every_minutes = settings, every_steps, every_minutes
+        self._since, self._thread = time.monotonic(), threading.Thread()
+
+    def due(self, step: int) -> bool:
+        """Whether it is time, ``step`` steps being done."""
+        minutes = (time.monotonic() - self._since) / 60
+        by_steps = self._every_steps is not None and step % self._every_steps == 0
+        return by_steps or (self._every_minutes is not None and minutes >= self._every_minutes)
+
+    def save(self, state: Any, progress: Mapping[str, Any]) -> None:
+        """Copy the state to the host's memory, and write it in the background."""
+        self.wait()
+        places = {pytree.keystr(place): leaf for place, leaf in pytree.tree_flatten_with_path(state)[0]}
+        tensors = {
+            name: leaf.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, leaf in places.items()
+            if isinstance(leaf, Tensor)
+        }
+        numbers = {name: leaf for name, leaf in places.items() if name not in tensors}
+        facts = {"step": state.step, "settings": self._settings, "progress": progress, "numbers": numbers}
+        self._thread = threading.Thread(target=self._write, args=(tensors, json.dumps(facts)))
+        self._thread.start()
+        self._since = time.monotonic()
+
+    def wait(self) -> None:
+        """Until the last snapshot is written."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def discard(self) -> None:
+        """Remove the file: the expert is finished."""
+        self.wait()
+        self.path.unlink(missing_ok=True)
+        self._part().unlink(missing_ok=True)
+
+    def where(self) -> str | None:
+        """The last good state in words, None if there is none."""
+        self.wait()
+        last = read(self.path)
+        return None if last is None else f"the last good state, after {last.step} steps, is {self.path}"
+
+    def _write(self, tensors: dict[str, Tensor], facts: str) -> None:
+        part = self._part()
+        try:
+            if not all(bool(t.isfinite().all()) for t in tensors.values()):
+                return  # the loss will tell; the snapshot before stays
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, part, metadata={"format": "pt", "facts": facts})
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+            part.replace(self.path)
+        except (OSError, SafetensorError) as error:  # a full disk is no reason to lose what is in memory
+            warnings.warn(f"{self.path} cannot be written ({error}): training goes on without it", stacklevel=2)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    def _part(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.part")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as store:
+            yield store
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove it, its expert then starts anew") from error
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    inner = (_flat(child, f"{name}.{key}".strip(".")) for key, child in value.items())
+    return {path: leaf for leaves in inner for path, leaf in leaves.items()}

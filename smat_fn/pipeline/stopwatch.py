@@ -1,0 +1,78 @@
+"""Seconds of clean and simulated steps, and the peak of memory; nothing here makes the host wait for the device."""
+
+import time
+from typing import Any
+
+import torch
+
+from ..types import Params
+from .cost import peak_bytes
+
+KINDS = ("clean", "simulated")
+
+
+class Stopwatch:
+    """Laps, one a step, on the device's own clock where there is one.
+
+    Args: device: of training; totals: of an earlier part of the same run (`totals`), to go on from.
+    """
+
+    def __init__(self, device: torch.device, totals: dict[str, float] | None = None) -> None:
+        self._device = device
+        self._totals = {f"{kind}_{what}": 0.0 for kind in KINDS for what in ("steps", "seconds")} | (totals or {})
+        self._open: list[tuple[str, Any, Any]] = []
+        self._last = self._mark()
+
+    def lap(self, kind: str) -> None:
+        """A step of this kind ends here."""
+        now = self._mark()
+        self._open.append((kind, self._last, now))
+        self._last = now
+
+    def skip(self) -> None:
+        """What was done since the last lap is no part of training."""
+        self._last = self._mark()
+
+    def totals(self) -> dict[str, float]:
+        """Steps and seconds by kind; waits until the device is done with the last lap."""
+        for kind, start, stop in self._open:
+            self._totals[f"{kind}_steps"] += 1
+            self._totals[f"{kind}_seconds"] += self._between(start, stop)
+        self._open.clear()
+        return dict(self._totals)
+
+    def seconds(self) -> float:
+        """Of all laps."""
+        return sum(self.totals()[f"{kind}_seconds"] for kind in KINDS)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if self._device.type != "cuda":
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+
+def device_of(params: Params) -> torch.device:
+    """The device of flat parameters: that of the first."""
+    return next((leaf.device for leaf in params.values()), torch.device("cpu"))
+
+
+def reset_peak(device: torch.device) -> None:
+    """The peak of a CUDA device starts anew; that of a process is left to whoever runs it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell."""
+    if device.type == "cuda":
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device), "peak_memory_of": "cuda allocations"}
+    peak = peak_bytes()  # that of getrusage begins with the parent's
+    return {} if peak is None else {"peak_memory_bytes": peak, "peak_memory_of": "resident process"}

@@ -1,0 +1,109 @@
+"""Sizes of updates by kind of leaf, on trees with known numbers and on real modules."""
+
+import pytest
+import torch
+
+from smat_fn import random
+from smat_fn.analyses import Group, diagnose, groups, suggested_sigma, unmoved, unmoved_shares
+from smat_fn.models import tiny_vit
+from smat_fn.where import block_linear
+
+KINDS = {"embed": "embeddings", "q": "attention", "gain": "norms", "flag": "other"}
+BASE = {"embed": torch.zeros(4), "q": torch.zeros(2, 6), "gain": torch.ones(3), "flag": torch.tensor(True)}
+
+
+def moved(embed, q, gain):
+    return {"embed": BASE["embed"] + embed, "q": BASE["q"] + q, "gain": BASE["gain"] + gain, "flag": BASE["flag"]}
+
+
+def test_sizes_are_the_closed_forms():
+    experts = {"a": moved(3.0, 0.5, 0.0), "b": moved(4.0, -0.5, 0.0), "c": moved(0.0, 0.5, 0.25)}
+    embeddings, attention, norms, whole = diagnose(BASE, experts, KINDS, coef=0.2)
+    # partners of a, b, c: 4, 3, 7 on embeddings; 0, 1, 0 on attention; 0.25, 0.25, 0 on norms
+    squares = {"embeddings": (25.0, 74.0), "attention": (0.75, 1.0), "norms": (0.0625, 0.125)}
+    sizes = {"embeddings": 4, "attention": 12, "norms": 3}
+    for row, kind in zip((embeddings, attention, norms), squares, strict=True):
+        own, partners = squares[kind]
+        assert row == pytest.approx(Group(kind, sizes[kind], (own / 3) ** 0.5, 0.2 * (partners / 3) ** 0.5))
+    totals = [sum(sizes[kind] * squares[kind][i] for kind in sizes) / (19 * 3) for i in (0, 1)]
+    assert whole == pytest.approx(Group("all", 19, totals[0] ** 0.5, 0.2 * totals[1] ** 0.5))
+
+
+def test_the_suggestion_is_the_partners_update_to_two_digits():
+    assert suggested_sigma(Group("all", 5, 1.0, 0.0123456)) == 0.012
+    assert suggested_sigma(Group("all", 5, 1.0, None)) is None
+    assert suggested_sigma(Group("all", 5, 0.0, 0.0)) is None
+
+
+def test_orthogonal_updates_of_one_size_suggest_gamma_times_size_times_root_of_partners():
+    signs = [1.0 - 2 * (torch.arange(32) >> bit & 1) for bit in range(5)]  # orthogonal to each other
+    experts = {str(bit): {"w": 0.02 * sign} for bit, sign in enumerate(signs)}
+    _, whole = diagnose({"w": torch.zeros(32)}, experts, {"w": "mlp"}, coef=0.3)
+    assert whole.delta == pytest.approx(0.02)
+    assert whole.partners == pytest.approx(0.3 * 0.02 * 4**0.5)
+
+
+def test_a_single_expert_has_no_partners():
+    rows = diagnose(BASE, {"a": moved(1.0, 1.0, 1.0)}, KINDS)
+    assert {row.partners for row in rows} == {None}
+    assert {row.delta for row in rows} == {1.0}
+
+
+def test_every_leaf_needs_a_kind():
+    with pytest.raises(ValueError, match=r"'embed' has no kind.*'gain' has no kind"):
+        diagnose(BASE, {"a": BASE}, {"q": "mlp"})
+
+
+def test_noise_below_half_an_ulp_moves_nothing():
+    # bf16 numbers in [1, 2) are 2^-7 apart: noise up to sqrt(3) * 2e-3 = 0.00346 is less than half of it, 0.00391
+    leaves = {"gain": torch.tensor([1.0, 1.5, 0.99, 0.0, 2.0], dtype=torch.bfloat16), "w": torch.tensor([1.0, 100.0])}
+    assert unmoved(leaves, 2e-3) == 3
+    assert unmoved(leaves, 2.3e-3) == 1
+    kinds = {"gain": "norms", "w": "mlp"}
+    assert unmoved_shares(leaves, kinds, 2e-3) == {"norms": 3 / 5, "mlp": 0.0, "all": 3 / 7}
+
+
+def test_the_kinds_of_a_vision_transformer():
+    module = tiny_vit(random.key(0))
+    kinds = groups(module, block_linear(module))
+    assert set(kinds) == {name for name, _ in module.named_parameters()}
+    sizes = {}
+    for name, leaf in module.named_parameters():
+        sizes[kinds[name]] = sizes.get(kinds[name], 0) + leaf.numel()
+    # two blocks of width 128, MLP 256: four square matrices, two of 128 x 256; five norms; 5 positions, a class token
+    assert sizes["attention"] == 2 * 4 * 128**2
+    assert sizes["mlp"] == 2 * 2 * 128 * 256
+    assert sizes["norms"] == 5 * 2 * 128
+    assert sizes["embeddings"] == 128 * 16 + 5 * 128 + 128
+    assert sizes["biases"] == 2 * (4 * 128 + 256 + 128) + 128
+    assert set(sizes) == {"attention", "mlp", "norms", "embeddings", "biases"}
+
+
+def test_the_kinds_of_a_language_model_with_a_head_of_its_own():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for tied in (False, True):
+        module = LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=tied, **sizes))
+        kinds = groups(module, block_linear(module))
+        block = "model.layers.0."
+        assert kinds == {
+            "model.embed_tokens.weight": "embeddings",
+            **{f"{block}self_attn.{n}_proj.weight": "attention" for n in "qkvo"},
+            **{f"{block}mlp.{n}_proj.weight": "mlp" for n in ("gate", "up", "down")},
+            **{f"{block}{n}_layernorm.weight": "norms" for n in ("input", "post_attention")},
+            "model.norm.weight": "norms",
+            **({} if tied else {"lm_head.weight": "head"}),
+        }
+
+
+def test_what_is_in_a_block_and_no_linear_weight_is_other():
+    block = torch.nn.Module()
+    block.gain = torch.nn.Parameter(torch.ones(3))
+    block.child = torch.nn.Linear(3, 3)
+    module = torch.nn.Sequential(torch.nn.ModuleList([block]))
+    assert groups(module, block_linear(module)) == {
+        "0.0.gain": "other",
+        "0.0.child.weight": "mlp",
+        "0.0.child.bias": "biases",
+    }

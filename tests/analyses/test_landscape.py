@@ -1,0 +1,90 @@
+"""Loss slices on a quadratic, whose value at every point is known."""
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+from smat_fn.analyses import landscape, partner_update, slice_point
+
+A, B = (0.0, 0.5, 1.0, 1.5), (-1.0, 0.0, 2.0)
+
+
+def tree_of(seed, dtype=torch.float64):
+    key = random.key(seed)
+    shapes = {"w": (3, 4), "b": (5,)}
+    return {
+        n: random.uniform(random.fold_in(key, n), s, minval=-1.0, dtype=torch.float64).to(dtype)
+        for n, s in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def family():
+    base = tree_of(0)
+    return base, {
+        task: {n: base[n] + 0.1 * leaf for n, leaf in tree_of(seed).items()} for seed, task in enumerate("abc", 1)
+    }
+
+
+def loss(params):
+    """Half the squared distance from one, weighted by position."""
+    return sum(
+        (torch.arange(1, leaf.numel() + 1).view(leaf.shape) * (leaf - 1) ** 2).sum() / 2 for leaf in params.values()
+    )
+
+
+def test_the_partner_update_leaves_the_target_out(family):
+    base, experts = family
+    update = partner_update(base, experts, "b", coef=0.3)
+    for name, leaf in base.items():
+        expected = 0.3 * ((experts["a"][name] - leaf) + (experts["c"][name] - leaf))
+        torch.testing.assert_close(update[name], expected, rtol=1e-13, atol=0)
+    with pytest.raises(ValueError, match="'a' has no partners"):
+        partner_update(base, {"a": experts["a"]}, "a")
+
+
+def test_every_point_is_the_equation(family):
+    base, experts = family
+    other = {n: leaf + 0.2 * tree_of(9)[n] for n, leaf in base.items()}  # another method's expert of the task
+    partners = partner_update(base, experts, "a")
+    values = landscape(base, other, partners, loss, a=A, b=B)
+    assert (len(values), len(values[0])) == (len(B), len(A))
+    for b, line in zip(B, values, strict=True):
+        for a, value in zip(A, line, strict=True):
+            point = {
+                n: base[n] + a * (other[n] - base[n])
+                + b * 0.3 * (experts["b"][n] + experts["c"][n] - 2 * base[n])
+                for n in base
+            }  # fmt: skip
+            assert value == pytest.approx(float(loss(point)), rel=1e-12)
+
+
+def test_marked_points_are_the_base_the_expert_and_the_merge(family):
+    base, experts = family
+    delta, partners = merge.task_vector(experts["c"], base), partner_update(base, experts, "c", coef=0.3)
+    start = slice_point(base, delta, partners, 0.0, 0.0)
+    assert all(torch.equal(start[n], base[n]) for n in base)
+    torch.testing.assert_close(slice_point(base, delta, partners, 1.0, 0.0), experts["c"], rtol=1e-15, atol=1e-16)
+    merged = merge.task_arithmetic(base, experts, coef=0.3)
+    torch.testing.assert_close(slice_point(base, delta, partners, 0.3, 1.0), merged, rtol=1e-14, atol=1e-16)
+
+
+def test_one_at_a_time_and_all_together_give_the_same_slice(family):
+    base, experts = family
+    partners = partner_update(base, experts, "a")
+    looped, batched = (landscape(base, experts["a"], partners, loss, a=A, b=B, memory=m) for m in (0, 1 << 24))
+    assert batched == [pytest.approx(line, rel=1e-14) for line in looped]
+
+
+def test_points_keep_dtypes_with_one_rounding_and_leave_other_leaves_alone():
+    base = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "steps": torch.tensor([3])}
+    delta, partners = (
+        {"w": torch.tensor([2.0**-9, 0.25]), "steps": torch.tensor([0])},
+        {"w": torch.tensor([2.0**-8, 0.0])},
+    )
+    point = slice_point(base, delta, partners, 1.0, 1.0)
+    # 1 + 2^-9 + 2^-8 is nearer to 1 + 2^-7 than to 1; each step alone would round back to 1
+    assert point["w"].tolist() == [1.0 + 2.0**-7, 2.25]
+    assert point["w"].dtype == torch.bfloat16
+    assert point["steps"].tolist() == [3]
+    assert base["w"].tolist() == [1.0, 2.0]

@@ -1,0 +1,171 @@
+"""What is written: numbers that can be read back, and figures that show them."""
+
+import csv
+import json
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from smat_fn.analyses.plots import draw
+from smat_fn.analyses.results import as_csv, summary, write
+
+
+def result(analysis, rows, **settings):
+    return {
+        "analysis": analysis,
+        "settings": settings,
+        "runs": [{"label": "FT"}],
+        "versions": {"torch": "2"},
+        "rows": rows,
+    }
+
+
+def curve_rows():
+    return [
+        {
+            **{"method": method, "seed": seed, "experts": count, "subset": ["a", "b"], "task": task, "score": 5.0},
+            **{"relative": 100.0 - 10 * count + seed + bonus + more, "coef": 0.3},
+        }
+        for bonus, method in ((0, "FT"), (4, "SMAT")) for seed in (1, 3) for count in (2, 3)
+        for more, task in ((-1, "a"), (1, "b"))
+    ]  # fmt: skip
+
+
+def slice_rows():
+    high = {("a", "FT"): 2.0, ("a", "SMAT"): 1.0, ("b", "FT"): 0.5, ("b", "SMAT"): 0.3}
+    return [
+        {"task": task, "method": method, "a": a, "b": b, "loss": 0.05 + top * ((a - 1) ** 2 + b**2) / 2}
+        for (task, method), top in high.items() for b in (-1.0, 0.0, 1.0) for a in (0.0, 0.5, 1.0, 1.5, 2.0)
+    ]  # fmt: skip
+
+
+def gain_rows():
+    return [
+        {"method": method, "seed": seed, "expert": 90.0 + seed, "merged": 80.0 + bonus, "drop": 10.0 + seed - bonus}
+        for bonus, method in ((0, "FT"), (4, "ours")) for seed in (1, 3)
+    ]  # fmt: skip
+
+
+def size_rows():
+    return [
+        {
+            **{"kind": kind, "size": 10, "delta": 2e-3, "partners": partners, "sigma_by_delta": 0.5},
+            **{"sigma_by_partners": None if partners is None else 2.0, "unmoved": 0.25},
+        }
+        for kind, partners in (("mlp", 5e-4), ("all", None))
+    ]
+
+
+SAMPLES = {"split": "dev", "batches": 8}
+SIGMA = {"coef": 0.3, "sigma": 1e-3, "sigma_origin": "given", "suggested_sigma": None}
+RESULTS = {
+    "experts-curve": result("experts-curve", curve_rows(), merger="ta", split="test"),
+    "replacement": result("replacement", curve_rows(), coef=0.3, split="test"),
+    "gains": result("gains", gain_rows(), split="test"),
+    "landscape": result("landscape", slice_rows(), coef=0.3, samples=SAMPLES),
+    "diagnose": result("diagnose", size_rows(), **SIGMA),
+}
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """``figure(result)``: what `draw` saved."""
+    saved, save = [], matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))
+    )
+
+    def drawn(result):
+        assert draw(result).startswith(b"\x89PNG\r\n\x1a\n")
+        return saved.pop()
+
+    return drawn
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_files_hold_everything_and_the_figure_can_be_drawn_from_them_again(name, tmp_path):
+    files = write(tmp_path / "new", RESULTS[name])
+    assert [file.name for file in files] == [f"{name}.json", f"{name}.csv", f"{name}.png"]
+    assert sorted(tmp_path.rglob("*.*")) == sorted(files)  # and nothing half-written
+    stored = json.loads(files[0].read_text())
+    assert stored == RESULTS[name]
+    assert draw(stored) == files[2].read_bytes()
+    table = list(csv.DictReader(files[1].read_text().splitlines()))
+    assert [list(row) for row in table] == [list(row) for row in stored["rows"]]
+    assert len(files[0].read_text().splitlines()) > len(stored["rows"])
+
+
+def test_csv_joins_sequences_and_leaves_none_empty():
+    lines = as_csv(RESULTS["experts-curve"]).splitlines()
+    assert lines[:2] == ["method,seed,experts,subset,task,score,relative,coef", "FT,1,2,a+b,a,5.0,80.0,0.3"]
+    assert as_csv(RESULTS["diagnose"]).splitlines()[2] == "all,10,0.002,,0.5,,0.25"
+
+
+def test_nothing_is_written_that_is_no_number(tmp_path):
+    rows = [row | {"loss": float("nan")} for row in slice_rows()]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write(tmp_path, RESULTS["landscape"] | {"rows": rows})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["experts-curve", "replacement"])
+def test_curves_are_means_over_tasks_with_a_deviation_over_seeds(name, figure):
+    title, columns, lines = summary(RESULTS[name])
+    sign = "K" if name == "experts-curve" else "q"
+    assert columns == ["Method", f"{sign} = 2", f"{sign} = 3"]
+    assert lines == [["FT", "82.00 ± 1.41", "72.00 ± 1.41"], ["SMAT", "86.00 ± 1.41", "76.00 ± 1.41"]]
+    assert "independent FT experts" in title
+    (axes,) = figure(RESULTS[name]).axes
+    assert [list(bars[0].get_ydata()) for bars in axes.containers] == [[82.0, 72.0], [86.0, 76.0]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["FT", "SMAT"]
+
+
+def test_gains_show_experts_open_and_merges_filled(figure):
+    _, columns, lines = summary(RESULTS["gains"])
+    assert columns == ["Method", "Expert", "Five mergers", "Drop"]
+    assert lines[1] == ["ours", "92.00 ± 1.41", "84.00 ± 0.00", "8.00 ± 1.41"]
+    (axes,) = figure(RESULTS["gains"]).axes
+    dots = [(points.get_offsets()[0][0], tuple(points.get_facecolor()[0])) for points in axes.collections]
+    assert [x for x, _ in dots] == [92.0, 80.0, 92.0, 84.0]
+    assert [colour == (1, 1, 1, 1) for _, colour in dots] == [True, False, True, False]
+    assert [text.get_text() for text in axes.texts] == ["-12.0", "-8.0"]
+
+
+def test_slices_share_a_scale_per_task_have_contours_every_tenth_and_a_star(figure):
+    title, _, lines = summary(RESULTS["landscape"])
+    assert "dev split" in title
+    # a single point of FT's first task is at most 0.1 above the lowest, all points of one row of the flattest are more
+    assert lines[0] == ["a", "FT", "0.050", "0.050", "6.7%"]
+    axes = figure(RESULTS["landscape"]).axes
+    slices = [ax for ax in axes if ax.get_label() != "<colorbar>"]
+    assert len(slices) == 4
+    scales = [next(c for c in ax.collections if hasattr(c, "_coordinates")).get_clim() for ax in slices]
+    assert scales[0] == scales[1] == pytest.approx((0.05, 0.05 + 2.0))
+    assert scales[2] == scales[3] == pytest.approx((0.05, 0.05 + 0.5))
+    for ax in slices:
+        (contours,) = [c for c in ax.collections if hasattr(c, "levels")]
+        assert contours.levels * 10 == pytest.approx(np.round(contours.levels * 10))
+        assert len(contours.levels) == 1 or np.diff(contours.levels) == pytest.approx(0.1)
+        assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1.0, 0.0)]
+
+
+def test_flat_and_steep_slices_can_be_drawn(figure):
+    for scale in (0.0, 1e6):
+        rows = [row | {"loss": row["loss"] * scale} for row in slice_rows()]
+        figure(RESULTS["landscape"] | {"rows": rows})
+
+
+def test_sizes_are_dots_beside_the_line_of_sigma(figure):
+    title, columns, lines = summary(RESULTS["diagnose"])
+    assert title == "RMS of updates, and of 0.3 x the sum of the partners'; sigma 0.001 (given)"
+    assert columns[0] == "Leaves"
+    assert lines == [
+        ["mlp", "10", "0.002", "0.0005", "0.5", "2", "25.00%"],
+        ["all", "10", "0.002", "-", "0.5", "-", "25.00%"],
+    ]
+    (axes,) = figure(RESULTS["diagnose"]).axes
+    own, partners = ([tuple(xy) for xy in dots.get_offsets()] for dots in axes.collections)
+    assert own == [(2e-3, 0.0), (2e-3, 1.0)]
+    assert partners == [(5e-4, 0.0)]
+    assert list(axes.lines[0].get_xdata()) == [1e-3, 1e-3]

@@ -1,0 +1,58 @@
+"""Intervals against scipy and closed forms, pairs against hand-made differences."""
+
+import math
+
+import pytest
+from scipy import stats
+
+from smat_fn.evaluate.statistics import differences, estimate, paired
+
+
+def test_the_interval_is_that_of_a_paired_t_test():
+    first, second = [81.2, 79.9, 82.4, 80.0], [82.0, 80.1, 83.9, 79.7]
+    got = estimate(b - a for a, b in zip(first, second, strict=True))
+    for level in (0.8, 0.95):
+        wanted = stats.ttest_rel(second, first).confidence_interval(level)
+        interval = estimate(got.values, level=level).interval
+        assert interval == pytest.approx((wanted.low, wanted.high), rel=1e-12)
+    assert got.sd == pytest.approx(stats.tstd(got.values), rel=1e-12)
+    assert got.signs == (3, 0, 1)
+    assert not got.settled
+
+
+def test_two_values_have_the_interval_of_cauchy():
+    got = estimate([1.0, 4.0])
+    half = 1.5 * math.tan(0.475 * math.pi)
+    assert (got.mean, got.sd) == (2.5, math.sqrt(4.5))
+    assert got.interval == pytest.approx((2.5 - half, 2.5 + half))
+
+
+def test_zero_in_the_interval_settles_nothing_and_one_value_has_none():
+    assert estimate([1.0, 1.1, 0.9]).settled
+    assert estimate([-1.0, -1.1, -0.9]).settled
+    assert not estimate([0.0, 0.0]).settled  # the interval is the point 0
+    assert estimate([0.5, 0.5]).settled
+    alone = estimate([3.0])
+    assert (alone.mean, alone.sd, alone.interval, alone.settled) == (3.0, None, None, False)
+
+
+def test_differences_are_of_the_seeds_that_both_have():
+    got = differences({1: 10.0, 2: 20.0, 3: 30.0}, {3: 33.0, 2: 20.0, 4: 0.0})
+    assert got is not None
+    assert got.values == (0.0, 3.0)
+    assert got.signs == (1, 1, 0)
+    assert differences({1: 10.0}, {2: 10.0}) is None
+
+
+def test_paired_is_the_estimate_as_json_values():
+    got = paired([0.0, 1.0], [1.0, 5.0])
+    assert got["differences"] == [1.0, 4.0]
+    assert (got["mean"], got["sd"]) == (2.5, math.sqrt(4.5))
+    assert got["interval"] == list(estimate([1.0, 4.0]).interval)
+    assert paired([3.0], [5.0]) == {"differences": [2.0], "mean": 2.0}
+
+
+@pytest.mark.parametrize(("values", "level"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0), ([1.0], math.nan)])
+def test_no_values_and_levels_that_are_none_are_refused(values, level):
+    with pytest.raises(ValueError, match=rf"level {level} from {len(values)} values"):
+        estimate(values, level=level)

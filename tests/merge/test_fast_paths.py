@@ -1,0 +1,74 @@
+"""The fast forms of masks, ranks and selections give the bits of their definitions."""
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+from smat_fn.merge._common import agreeing, elected, fields_of, mask_keys, zeroed
+from smat_fn.merge.della import ascending
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), float("nan")]
+
+
+def magnitudes(kind, shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    scaled = {
+        "distinct": values,
+        "equal": (values * 3).round(),
+        "constant": torch.ones(shape),
+        "zero": torch.zeros(shape),
+        # neighbours that share their upper or their lower 16 bits, subnormal numbers, all exponents
+        "near": 1 + torch.randint(0, 9, shape, generator=generator) * 2.0**-23,
+        "coarse": 2.0 ** torch.randint(-5, 5, shape, generator=generator),
+        "wide": values * 10.0 ** torch.randint(-44, 38, shape, generator=generator),
+    }[kind]
+    return scaled.to(dtype).abs()
+
+
+@pytest.mark.parametrize("shape", [(7, 300), (3, 1), (1, 2), (1, 70000), (0, 4), (2, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["distinct", "equal", "constant", "zero", "near", "coarse", "wide"])
+def test_ranks_are_those_of_a_stable_sort(kind, shape):
+    values = magnitudes(kind, shape)
+    assert torch.equal(ascending(values), values.argsort(dim=-1, stable=True))
+
+
+def test_ranks_of_float64_infinite_and_transposed_numbers():
+    double = magnitudes("distinct", (4, 50), torch.float64)
+    near = double[0, 0] * (1 + 2.0**-50 * torch.arange(50, 0, -1))  # equal in float32
+    special = torch.tensor([SPECIAL]).abs()
+    for values in (double, near[None], special, magnitudes("equal", (50, 4)).T):
+        assert torch.equal(ascending(values), values.argsort(dim=-1, stable=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_selection_and_election_of_all_kinds_of_numbers(dtype):
+    left, right = (
+        part.reshape(-1) for part in torch.meshgrid(*[torch.tensor(SPECIAL, dtype=dtype)] * 2, indexing="ij")
+    )
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    for keep in (left > right, left == right, torch.zeros_like(left, dtype=torch.bool)):
+        assert torch.equal(zeroed(left, keep).view(bits), left.where(keep, 0).view(bits))
+    sign = torch.where(left + right >= 0, 1.0, -1.0).to(dtype)
+    assert torch.equal(elected([left, right]), sign)
+    agrees = [tensor * sign > 0 for tensor in (left, right)]
+    total = left.where(agrees[0], 0) + right.where(agrees[1], 0)
+    count = agrees[0].to(dtype) + agrees[1].to(dtype)
+    for mean, expected in ((False, total), (True, total / count.clamp(min=1))):
+        assert torch.equal(agreeing([left, right], sign, mean=mean).nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("group", [[(0, 13, 50)], [(1, 0, 9), (0, 3, 5), (2, 0, 1)], [(1, 8, 16), (2, 8, 16)]])
+def test_fields_are_those_of_each_stream(group):
+    key, names, paths = random.key(5), ["qa", "sum", "fomc"], ["a.b", "c", "d"]
+    drawn = fields_of(mask_keys(key, names, paths), group, torch.device("cpu"))
+    for (leaf, start, stop), fields in zip(group, drawn, strict=True):
+        for name, field in zip(names, fields, strict=True):
+            stream = random.leaf_streams(random.fold_in(key, name), [paths[leaf]])[0][0]
+            assert field.tolist() == random.bits(stream, stop - start, start=start).tolist()
+
+
+def test_trees_without_a_floating_point_leaf_need_no_masks():
+    base = {"steps": torch.tensor(3)}
+    assert merge.dare(random.key(0), base, [base], coef=1.0, drop_prob=0.5) == base
+    assert mask_keys(random.key(0), ["a"], []).shape == (1, 0, 2)

@@ -1,0 +1,93 @@
+"""Whose definition of a merger: what `with_semantics` says, against what mergekit 0.1.5 computed (test_golden.py)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smat_fn import merge
+from smat_fn.config import (
+    DIFFERENCES,
+    MERGERS,
+    MORE_MERGERS,
+    Breadcrumbs,
+    Dare,
+    ModelStock,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+    with_semantics,
+)
+
+GOLDEN = load_file(Path(__file__).parent / "golden" / "mergekit.safetensors")
+EMBED = "model.embed_tokens.weight"
+# a merger, its experts, mergekit's run; coefficients are its lambda, weights are 1
+RUNS = {
+    "wa": (WeightAverage(), "e0 e1 e2", "linear"),
+    "ta": (TaskArithmetic(coef=0.3), "e0 e1 e2", "task_arithmetic"),
+    "ties": (Ties(coef=0.3, keep=0.3), "e0 e1 e2", "ties_mean"),
+    "weighted_average": (WeightedAverage((0.5, 2.0, 0.3)), "e0 e1 e2", "linear_weighted"),
+    "slerp": (Slerp(coef=0.3), "e0 e1", "slerp"),
+    "breadcrumbs": (Breadcrumbs(coef=0.3, drop_smallest=0.25, drop_largest=0.125), "e0 e1 e2", "breadcrumbs"),
+}
+
+
+def leaves(name):
+    prefix = f"float32/{name}/"
+    return {path.removeprefix(prefix): leaf for path, leaf in GOLDEN.items() if path.startswith(prefix)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_mergekits(name):
+    config, experts, run = RUNS[name]
+    merged = merge.merge_by(
+        with_semantics(config, "mergekit"), leaves("base"), {expert: leaves(expert) for expert in experts.split()}
+    )
+    expected = leaves(run)
+    assert merged.keys() == expected.keys()
+    for path, leaf in expected.items():
+        # weighted sums are added in another order
+        assert (merged[path] - leaf).abs().max() <= (
+            2**-22 if name in ("weighted_average", "slerp") else 0
+        ) * leaf.abs().max()
+
+
+def test_wise_ft_is_task_arithmetic_of_one():
+    base, experts = leaves("base"), {"e0": leaves("e0")}
+    left, right = (merge.merge_by(config, base, experts) for config in (WiseFt(coef=0.3), TaskArithmetic(coef=0.3)))
+    assert all(torch.equal(leaf, right[path]) for path, leaf in left.items())
+
+
+def test_every_merger_has_mergekits_definition_or_a_reason():
+    names = {config.name for config in (*MERGERS, *MORE_MERGERS)}
+    refused = {name for name, wanted in DIFFERENCES["mergekit"].items() if isinstance(wanted, str)}
+    # wise_ft: above; model_stock: test_golden.py, whose experts it makes
+    assert names == refused | set(RUNS) | {"wise_ft", "model_stock"}
+    assert {name for table in DIFFERENCES.values() for name in table} <= names
+    with pytest.raises(ValueError, match="dare with the semantics of mergekit cannot be had: mergekit rescales"):
+        with_semantics(Dare(coef=1.0, drop_prob=0.5), "mergekit")
+
+
+@pytest.mark.parametrize(
+    ("semantics", "options"),
+    [("paper", {}), ("mergekit", {"aggregate": "mean", "scope": "tensor"}), ("original", {"aggregate": "mean"})],
+)
+def test_ties(semantics, options):
+    open_ = Ties(coef=0.5, keep=0.2)
+    resolved = with_semantics(open_, semantics)
+    expected = {"aggregate": None, "scope": None} | ({"scope": "global"} if semantics == "original" else {}) | options
+    assert resolved == Ties(coef=0.5, keep=0.2, **expected)
+    assert with_semantics(resolved, semantics) == resolved
+
+
+def test_options_that_say_otherwise_and_unknown_names_are_refused():
+    with pytest.raises(
+        ValueError, match=r"aggregate of ties is 'sum', but 'mean'.*scope of ties is 'global', but 'tens"
+    ):
+        with_semantics(Ties(aggregate="sum", scope="global"), "mergekit")
+    with pytest.raises(ValueError, match="semantics 'peft' is unknown, choose one of paper, mergekit, original"):
+        with_semantics(ModelStock(), "peft")
