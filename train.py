@@ -4,6 +4,7 @@
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
     python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --dry-run
     python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --accumulate 8 --resume
+    torchrun --nproc-per-node 2 train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama
     python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags "--preset llama-3.2-1b" --out runs
     python train.py status runs
 
@@ -15,14 +16,17 @@ A run that was ended by a signal, or killed, goes on with --resume, to the same 
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import Asam, Finetune, Mergopt, Orthoreg, Smat, preset_of, resolve
+from smat_fn.config import Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, preset_of, resolve
 from smat_fn.pipeline import cli
 from smat_fn.pipeline.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
+
+if TYPE_CHECKING:
+    from smat_fn import parallel
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,16 @@ class Train:
     """Micro-batches that the batch of a step is split into: less memory, the same step up to rounding."""
     precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
     """bf16 or fp32: everything in that dtype; mixed: parameters and optimizer in fp32, losses in bf16."""
+    lora_rank: Annotated[int | None, arg(help_behavior_hint="(default: all weights)")] = None
+    """Train adapters of this rank on the linear layers of blocks, saved in PEFT's format."""
+    lora_alpha: Annotated[float | None, arg(help_behavior_hint="(default: 2 times --lora-rank)")] = None
+    """Adapters are scaled by this over their rank."""
+    lora_targets: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Layers with adapters: names (q_proj), or globs over paths (model.layers.1.*)."""
+    lora_simulate: Literal["merged", "factors"] = "merged"
+    """SMAT's simulated state: of the merged weight, or of the two factors themselves, which is cheaper."""
+    independent_draws: bool = False
+    """With torchrun: each process draws for itself, and the gradients are averaged."""
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     log_every: int = 1
@@ -97,6 +111,15 @@ class Train:
 
 
 def main(args: Train) -> None:
+    preset_of(args.preset)
+    from smat_fn import parallel
+
+    with parallel.joined() as world:
+        train(args, world)
+
+
+def train(args: Train, world: "parallel.World") -> None:
+    """Train in this process, one of those that torchrun started or the only one."""
     preset = preset_of(args.preset)
     import torch
 
@@ -127,6 +150,12 @@ def main(args: Train) -> None:
         training = replace(training, steps=args.steps, epochs={})
     if args.accumulate is not None:
         training = replace(training, accumulate=args.accumulate)
+    if args.lora_rank is not None:
+        alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+        training = replace(training, lora=Adapters(args.lora_rank, alpha, args.lora_targets, args.lora_simulate))
+    elif args.lora_alpha is not None or args.lora_targets:
+        raise ValueError("--lora-alpha and --lora-targets are of adapters: give --lora-rank")
+    training = replace(training, independent_draws=args.independent_draws)
     if args.precision is not None:
         training = replace(training, precision=args.precision)
     kept: dict[str, Any] = {
@@ -135,16 +164,21 @@ def main(args: Train) -> None:
     }
     kept["log_to"] = args.log
     # loading a suite for the first time pretrains its base: bad input is told before
-    check_run(method, training, known=known, tasks=tasks, out=args.out, **kept)
-    suite = load_suite(preset.suite, seed=suite_seed, **options)
+    if world.leads:
+        check_run(method, training, known=known, tasks=tasks, out=args.out, world=world, **kept)
+    with world.first():
+        suite = load_suite(preset.suite, seed=suite_seed, **options)
+    report = print if world.leads else lambda *texts, **how: None
     if args.dry_run:
-        print(dry_run(suite, method, training, tasks=tasks, seed=seed))
+        report(dry_run(suite, method, training, tasks=tasks, seed=seed))
         return
     origin = "given" if args.lr is not None else f"preset {args.preset}"
     length = "epochs by task" if training.steps is None else f"{training.steps} steps"
     more = f", precision {training.precision}" if training.precision else ""
     more += f", {training.accumulate} micro-batches a step" if training.accumulate > 1 else ""
-    print(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}{more}, seed {seed}", flush=True)
+    more += f", adapters of rank {training.lora.rank}" if training.lora else ""
+    more += f", {world.size} processes" if world.size > 1 else ""
+    report(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}{more}, seed {seed}", flush=True)
     try:
         with on_signals() as stop:
             folders = train_run(
@@ -157,14 +191,15 @@ def main(args: Train) -> None:
                 label=args.label,
                 probe_at=resolve(Smat(), preset.methods),
                 stop=stop,
-                report=print,
+                world=world,
+                report=report,
                 **kept,
             )
     except Interrupted as ended:
         print(f"train.py: {ended}", file=sys.stderr)
         sys.exit(ended.status)
     for folder in folders:
-        print(f"expert: {folder}")
+        report(f"expert: {folder}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from .mergers import (
     WiseFt,
 )
 from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
-from .preset import Preset, Training
+from .preset import Adapters, Preset, Training
 from .presets import DIGITS, PRESETS, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
@@ -39,6 +39,7 @@ __all__ = [
     "METHODS",
     "MORE_MERGERS",
     "PRESETS",
+    "Adapters",
     "Asam",
     "Breadcrumbs",
     "Dare",

@@ -10,6 +10,16 @@ from .methods import MethodConfig
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters instead of all weights: ``W_0 + s B A`` on linear layers of blocks."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()  # layers, none: all
+    simulate: Literal["merged", "factors"] = "merged"  # SMAT at the merged weight, or at A and B themselves
+
+
+@dataclass(frozen=True)
 class Training:
     """How an expert is trained, whatever the method."""
 
@@ -22,6 +32,8 @@ class Training:
     max_grad_norm: float | None = None
     accumulate: int = 1  # micro-batches that the batch of a step is split into
     precision: Precision | None = None  # of training; None: the dtype of the suite
+    lora: Adapters | None = None  # None: all weights
+    independent_draws: bool = False  # with several processes: each draws for itself
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

@@ -24,8 +24,9 @@ from ..checkpoint import fingerprint
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
 from ..models import encoder as encoders
-from ..models.encoder import Encoder, Texts
+from ..models.encoder import Encoder
 from ..models.modules import FullLoss
+from ..models.packing import Texts, texts
 from ..types import Micro, Params
 from .batching import batch_indices, permutation
 from .cache import cached
@@ -142,7 +143,7 @@ def _suite(
         return lambda places: [states[i] for i in places]
 
     def some(task: str, split: str, places: list[int]) -> Texts:
-        return encoders.texts(tokens(task, split)(places), rows(task, split)[1][places])
+        return texts(tokens(task, split)(places), rows(task, split)[1][places])
 
     def scored(task: str, split: str) -> list[Texts]:
         places = list(range(len(rows(task, split)[1])))
@@ -225,13 +226,21 @@ def head_rows(rows: Labelled, classes: int, key: Tensor, per_class: int | None) 
 
 
 def fit_head(features: Tensor, labels: Tensor, *, c: float) -> dict[str, Tensor]:
-    """Logistic regression ``argmin |W|^2 / (2 c) + sum_i CE(W f_i + b, y_i)``: weight (C, D), bias (C,), float32."""
+    """Logistic regression ``argmin |W|^2 / (2 c) + sum_i CE(W f_i + b, y_i)``: weight (C, D), bias (C,), float32.
+
+    Of two classes the difference of the rows of W is penalised. Raises: ValueError where no minimum is found.
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
-        fit = LogisticRegression(C=c, max_iter=10_000).fit(features.double().numpy(), labels.numpy())
+        try:
+            fit = LogisticRegression(C=c, max_iter=10_000).fit(features.double().numpy(), labels.numpy())
+        except ConvergenceWarning as warning:
+            raise ValueError(
+                f"the head finds no minimum at head_c {c:g} ({warning}): choose a smaller one"
+            ) from warning
     weight, bias = fit.coef_, fit.intercept_
     if len(weight) == 1:  # of two classes the difference of their logits alone
         weight, bias = (np.concatenate((-x / 2, x / 2)) for x in (weight, bias))

@@ -18,7 +18,7 @@ SUITES = ("digits", "trace", "clip8", "short_text")
 class Suite(NamedTuple):
     """A base model, K tasks on it, and how to train and score them; a value, nothing in it changes.
 
-    Functions of a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev and test.
+    Functions of a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev, test.
     """
 
     name: str

@@ -3,6 +3,6 @@
 from .adapters import Lora, expand, init, linear_paths
 from .loss import with_lora
 from .method import build
-from .peft import load_peft, save_peft
+from .peft import load_expert, load_peft, save_peft
 
-__all__ = ["Lora", "build", "expand", "init", "linear_paths", "load_peft", "save_peft", "with_lora"]
+__all__ = ["Lora", "build", "expand", "init", "linear_paths", "load_expert", "load_peft", "save_peft", "with_lora"]

@@ -1,6 +1,6 @@
 """SMAT on adapters, the simulated state taken on the merged weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ def build(
     lora: Lora,
     *,
     where: Where | None = None,
+    around: Callable[[LossFn], LossFn] = lambda loss_fn: loss_fn,
     **options: Any,
 ) -> Method:
     r"""SMAT whose parameters are adapters: every period-th step at ``W_0 + alpha m (.) s B A + epsilon``.
@@ -28,16 +29,17 @@ def build(
     themselves instead, which is cheaper, give ``with_lora(loss_fn, base, lora)`` and the adapters to
     `smat_fn.mat.smat.build`. All other methods take `with_lora` in the same way.
 
-    Args: loss_fn: of the full tree; base: theta_0, all leaves; where: the masked set; options: max_grad_norm,
-        alpha_min, drop_prob, sigma, period, noise, engine, donate, as in `smat_fn.mat.smat.build`.
+    Args: loss_fn: of the full tree; base: theta_0, all leaves; where: the masked set; around: made of every loss of
+        the adapters (`smat_fn.parallel.replicated`); options: max_grad_norm, alpha_min, drop_prob, sigma, period,
+        noise, engine, donate, as in `smat_fn.mat.smat.build`.
     Returns: Method over adapters: ``init(lora.init(...))``. Memory: the adapted matrices once more while a step runs,
         and no optimizer state for them.
     Raises: ValueError that lists every bad argument, and in ``init`` for adapters of other names or shapes.
     """
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
     return _composed.build(
-        with_lora(loss_fn, base, lora),
-        lambda drawn: with_lora(loss_fn, base, lora, drawn=drawn, where=where),
+        around(with_lora(loss_fn, base, lora)),
+        lambda drawn: around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)),
         optimizer,
         like,
         **options,

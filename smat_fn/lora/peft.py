@@ -8,9 +8,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .. import tree
-from ..checkpoint import MANIFEST, atomic_folder
-from .adapters import WEIGHT, Lora
+from .. import random, tree
+from ..checkpoint import MANIFEST, atomic_folder, load_manifest
+from ..checkpoint import load_expert as load_full
+from .adapters import WEIGHT, Lora, expand, init
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 UNKNOWN = "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "layers_to_transform"
@@ -68,3 +69,17 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         bool(config.get("use_rslora")),
         frozenset(paths if config.get("fan_in_fan_out") else ()),
     )
+
+
+def load_expert(path: str | Path, base: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(weights, manifest) of an expert of train.py, whole or as adapters of ``base``.
+
+    Raises: ValueError as `smat_fn.checkpoint.load_expert`, as `load_peft`, and for adapters that do not fit.
+    """
+    if not (Path(path) / CONFIG).is_file():
+        weights, manifest = load_full(path, base)
+        return dict(tree.flatten(weights)), manifest
+    adapters, lora = load_peft(path)
+    shapes = {name: leaf.to("meta") for name, leaf in base.items()}
+    tree.check_same(init(random.key(0), shapes, lora), f"adapters of the base for {path}", found=adapters)
+    return {**base, **expand(adapters, base, lora)}, load_manifest(path)

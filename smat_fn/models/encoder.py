@@ -1,7 +1,6 @@
 """Text encoders of ``transformers`` as losses of the parameters of their top layers, or of all of them.
 
-Frozen layers see a text once: what they give is the input of the trained ones. The texts of a batch then stand one
-after another, without padding, and attend to themselves alone.
+Frozen layers see a text once: what they give is the input of the trained ones.
 """
 
 import copy
@@ -14,21 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import tree
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss
+from .packing import pooled, texts
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
-_CLOSE = 1e-3  # of features of length about 1: rounding is 1e-6, a layer that lacks its positions is 1e-1
-
-
-class Texts(NamedTuple):
-    """A batch of texts, one after another; what a token is depends on `Encoder.states`."""
-
-    tokens: Tensor  # input of the first trained layer, float32 (S, H), or ids, int64 (S,)
-    owners: Tensor  # int64 (S,), ascending: whose token it is, 0 to B - 1
-    labels: Tensor  # int64 (B,)
+_CLOSE = 1e-3  # relative to the largest: rounding is 1e-6, a layer that lacks its positions is 1e-1
 
 
 class Encoder(NamedTuple):
@@ -93,10 +84,15 @@ def load(
         )
     first = None if train_layers is None else len(layers) - train_layers
     top = (copy.deepcopy(model).requires_grad_(True) if first is None else _top(model, first)).to(kind)
-    pad = tokenizer.pad_token_id or 0
+    pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
 
     def ids(texts: Sequence[str], longest: int) -> list[Tensor]:
         found = tokenizer(list(texts), truncation=True, max_length=longest, padding=False, verbose=False)["input_ids"]
+        if (top_id := max(map(max, found))) >= vocabulary:
+            raise ValueError(
+                f"the tokenizer of {str(source)!r} gives token {top_id}, the model has embeddings of {vocabulary}: "
+                "take the model's own tokenizer"
+            )
         return [torch.tensor(own) for own in found]
 
     encoder = Encoder(
@@ -111,7 +107,7 @@ def load(
         lambda weight, bias: FullLoss(top, classify(weight, bias, normalize=normalize, pad=pad)),
     )
     if first is not None:
-        _check_alone(encoder, source, vocabulary=model.get_input_embeddings().weight.shape[0], normalize=normalize)
+        _check_alone(encoder, source, vocabulary=vocabulary, normalize=normalize)
     return encoder
 
 
@@ -130,32 +126,6 @@ def classify(weight: Tensor, bias: Tensor, *, normalize: bool, pad: int) -> Call
         return F.cross_entropy(logits, batch.labels.to(logits.device)), logits.detach()
 
     return loss
-
-
-def pooled(module: nn.Module, batch: Texts, *, normalize: bool, pad: int) -> Tensor:
-    """Features of a batch: the mean over every text's last hidden states, of length 1 if asked; (B, D)."""
-    tokens, owners, labels = batch
-    like = next(p for p in module.parameters())
-    lengths = torch.bincount(owners, minlength=len(labels))
-    if tokens.is_floating_point():
-        own = owners[None] == torch.arange(len(labels))[:, None]  # (B, S)
-        alone = (owners[:, None] == owners[None])[None, None].to(like.device)
-        hidden = module(inputs_embeds=tokens.to(like)[None], attention_mask=alone).last_hidden_state
-        share = (own / lengths[:, None]).to(like.device)
-        mean = share.to(tree.compute_dtype(hidden)) @ hidden[0].to(tree.compute_dtype(hidden))
-    else:
-        padded = nn.utils.rnn.pad_sequence(tokens.split(lengths.tolist()), batch_first=True, padding_value=pad)
-        there = (torch.arange(padded.shape[1]) < lengths[:, None]).to(like.device)
-        hidden = module(input_ids=padded.to(like.device), attention_mask=there.long()).last_hidden_state
-        share = (there / lengths.to(like.device)[:, None]).to(tree.compute_dtype(hidden))
-        mean = (share[:, None] @ hidden.to(share))[:, 0]
-    return F.normalize(mean, dim=-1) if normalize else mean
-
-
-def texts(tokens: Sequence[Tensor], labels: Tensor) -> Texts:
-    """A batch from the tokens of every text."""
-    owners = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(own) for own in tokens]))
-    return Texts(torch.cat(list(tokens)), owners, labels)
 
 
 class _Given(nn.Module):
@@ -206,7 +176,8 @@ def _check_alone(encoder: Encoder, source: str | Path, *, vocabulary: int, norma
     try:
         with torch.no_grad():
             got = pooled(float32, texts(states, torch.zeros(len(ids))), normalize=normalize, pad=0).cpu()
-        off = float((got - encoder.features(ids)).abs().max())
+        wanted = encoder.features(ids)
+        off = float((got - wanted).abs().max() / wanted.abs().max())
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         off, reason = float("inf"), str(error)
     else:

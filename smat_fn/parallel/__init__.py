@@ -6,11 +6,15 @@ split over devices by ``device_map`` needs nothing: every leaf is simulated wher
 
 from .replicas import Share, independent_smat, replicated, share
 from .shards import base_shards, reweight_grads, simulated_shards, starts_of
+from .world import ALONE, World, joined
 
 __all__ = [
+    "ALONE",
     "Share",
+    "World",
     "base_shards",
     "independent_smat",
+    "joined",
     "replicated",
     "reweight_grads",
     "share",

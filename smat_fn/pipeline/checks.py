@@ -11,9 +11,12 @@ from .. import checkpoint, optim, tree
 from ..config import MethodConfig, Training
 from ..data.suite import check_member
 from ..grad import ModuleLoss
+from ..parallel import ALONE, World
 from ..types import Batch
 from . import snapshots, trackers
-from .loop import build_method, make_optimizer
+from .loop import make_optimizer
+from .variants import build_method
+from .variants import problems as of_variant
 
 
 def check_run(
@@ -30,6 +33,7 @@ def check_run(
     save_every_minutes: float | None = None,
     log_to: Sequence[str] = (),
     probe: int = 0,
+    world: World = ALONE,
 ) -> None:
     """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
     steps = training.steps
@@ -47,6 +51,7 @@ def check_run(
     problems += [f"probe is {probe}, must not be negative"] if probe < 0 else []
     problems += ["resume and overwrite exclude each other: choose one"] if resume and overwrite else []
     problems += trackers.problems(log_to)
+    problems += of_variant(method, training, world)
     optimizer, limit = optim.adam(0.0), training.max_grad_norm
     try:
         optimizer = make_optimizer(replace(training, steps=max(steps or 1, 1)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import checkpoint, machine, tree
+from .. import checkpoint, lora, machine, tree
 from ..data import Suite, load_suite
 from ..evaluate import Records, Result, Scorer, markdown, score_bar, score_models, write_results
 from ..evaluate.runs import RUNS, run_of, write_runs
@@ -92,7 +92,7 @@ def evaluate(
             if on_model is not None:
                 on_model(str(folder))
             scorer, model = scorers[json.dumps(manifest["suite"])], _model(manifest)
-            params, _ = checkpoint.load_expert(folder, scorer.suite.base)
+            params, _ = lora.load_expert(folder, scorer.suite.base)
             tree.check_finite(tree.flatten(params), str(folder))
             tasks = scorer.suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
             rows += score_models(

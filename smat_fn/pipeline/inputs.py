@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import checkpoint, tree
+from .. import checkpoint, lora, tree
 from .training import BASE
 
 
@@ -49,7 +49,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     for path in experts:
         try:
             like = checkpoint.load_leaves(path)[0] if origin is None else origin
-            params, manifest = checkpoint.load_expert(path, like)
+            params, manifest = lora.load_expert(path, like)
             tree.check_finite(params, str(path))
         except ValueError as error:
             problems.append(str(error))

@@ -1,20 +1,21 @@
 """The training loop of one expert, the same for every method."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .. import optim, random, tree
-from ..config import MethodConfig, Training, settings
+from .. import lora, optim, random, tree
+from ..config import MethodConfig, Training
 from ..data import Suite
 from ..data.batching import split_rows
 from ..masters import with_masters
-from ..types import LossFn, Method, Optimizer, Params, Precision, Schedule, Where
+from ..parallel import ALONE, World, share
+from ..types import Optimizer, Params, Precision, Schedule, Where
 from .logs import Log
 from .snapshots import Interrupted, Saver, Stop, restore
+from .variants import adapters_of, arrange
 
 OnStep = Callable[[int, Any], None]
 DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
@@ -67,22 +68,6 @@ def budget(suite: Suite, task: str, training: Training) -> Training:
     return replace(training, steps=epochs * per_epoch, epochs={task: epochs})
 
 
-def build_method(
-    method: MethodConfig,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
-    base: Params,
-    *,
-    where: Where | None,
-    max_grad_norm: float | None,
-) -> Method:
-    """The training method on a loss; it donates its state's buffers from step to step."""
-    module = importlib.import_module(f"..mat.{method.module}", __package__)
-    return module.build(
-        loss_fn, optimizer, base, where=where, max_grad_norm=max_grad_norm, donate=True, **settings(method)
-    )
-
-
 def train_expert(
     suite: Suite,
     task: str,
@@ -94,8 +79,9 @@ def train_expert(
     log: Log | None = None,
     saver: Saver | None = None,
     stop: Stop | None = None,
+    world: World = ALONE,
 ) -> Params:
-    """One expert, from the suite's base, in its dtypes.
+    """One expert, from the suite's base, in its dtypes; with ``training.lora`` its adapters alone.
 
     The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
     see the same data in the same order, and a run can go on from any step. Precision "bf16" and "fp32" train a base
@@ -103,7 +89,8 @@ def train_expert(
     micro-batches, weighted so that the mean over the whole batch comes out.
 
     Args: on_step: called as ``on_step(step, info)`` after every step; log: gets every step too; saver: goes on from its
-        snapshot if there is one, and is told when the next one is due; stop: looked at before every step.
+        snapshot if there is one, and is told when the next one is due; stop: looked at before every step; world: the
+        processes that share every batch, each of which calls this.
     Raises: ValueError for a loss that is not finite, from the log; `Interrupted` when asked to stop.
     """
     key = random.fold_in(random.key(seed), task)
@@ -115,9 +102,13 @@ def train_expert(
         loss_fn = with_masters(loss_fn)
     else:
         base = params
-    optimizer, limit = make_optimizer(training, suite.where), training.max_grad_norm
-    run = build_method(method, optimizer, loss_fn, base, where=suite.where, max_grad_norm=limit)
-    state = run.init(params)
+    adapters = adapters_of(loss_fn, training)
+    optimizer = make_optimizer(training, None if adapters else suite.where)
+    start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
+    run = arrange(
+        method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world
+    )
+    state = run.init(start)
     if saver is not None and saver.path.exists():
         state = restore(saver.path, state)
     del params  # a cast of the base would stay beside the state
@@ -125,10 +116,14 @@ def train_expert(
     if log is not None:
         log.watch.skip()
     for step in range(state.step, training.steps):
-        if stop is not None and stop.signal is not None:
-            raise _interrupted(stop.signal, state, task, log, saver)
-        batch = suite.batch(task, key, step)
-        state, info = run.update(key, state, batch if training.accumulate == 1 else split(batch, training.accumulate))
+        if stop is not None and (number := world.largest(stop.signal or 0)):
+            raise _interrupted(number, state, task, log, saver)
+        batch = given = suite.batch(task, key, step)
+        if world.size > 1:
+            given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
+        elif training.accumulate > 1:
+            given = split(batch, training.accumulate)
+        state, info = run.update(key, state, given)
         if log is not None:
             log.step(step, info, batch)
         if on_step is not None:
@@ -136,6 +131,8 @@ def train_expert(
         if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
             saver.save(state, log.progress())
             log.watch.skip()
+    if adapters is not None:
+        return state.params
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from .. import checkpoint, random, simulation, tree
+from .. import checkpoint, lora, random, simulation, tree
 from ..config import MethodConfig, Smat, Training, settings
 from ..data import Suite
+from ..lora import Lora
+from ..parallel import ALONE, World
 from ..types import Params
 from . import snapshots
 from .checks import check_run, refusals
@@ -18,6 +20,7 @@ from .logs import Log
 from .loop import budget, make_optimizer, schedules, train_expert
 from .snapshots import Saver, Stop
 from .stopwatch import device_of, reset_peak
+from .variants import adapters_of
 
 __all__ = ["BASE", "budget", "check_run", "make_optimizer", "mean", "refusals", "train_expert", "train_run"]
 
@@ -42,6 +45,7 @@ def train_run(
     probe: int = 0,
     probe_at: Smat | None = None,
     stop: Stop | None = None,
+    world: World = ALONE,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
     """Train one expert per task into ``out/<task>``, its log beside it (``.log.jsonl``), the base in ``out/base``.
@@ -51,26 +55,29 @@ def train_run(
         save_every_steps, save_every_minutes: when to take one (``out/<task>.resume.safetensors``, the last one is kept
         until the expert is finished); log_to: trackers, names of `trackers.PACKAGES`; probe: number of simulated
         states at whose dev loss the finished expert is probed, with the strengths of ``probe_at``; stop: asks to save
-        and end; report: gets a line for what is not trained from its start.
+        and end; world: the processes that train together, all of which call this, the first one writes; report: gets a
+        line for what is not trained from its start.
     Returns: the experts' folders.
     Raises: ValueError as `check_run`, for experts of another base in ``out``, and for ones of other settings that a
         resumed run finds there; at a logged step that meets a loss that is not finite, naming it; `Interrupted`.
     """
     origin = checkpoint.fingerprint(suite.base)
-    check_run(
-        method,
-        training,
-        known=suite.tasks,
-        tasks=tasks,
-        out=out,
-        log_every=log_every,
-        overwrite=overwrite,
-        resume=resume,
-        save_every_steps=save_every_steps,
-        save_every_minutes=save_every_minutes,
-        log_to=log_to,
-        probe=probe,
-    )
+    if world.leads:  # the others would meet what it writes
+        check_run(
+            method,
+            training,
+            known=suite.tasks,
+            tasks=tasks,
+            out=out,
+            log_every=log_every,
+            overwrite=overwrite,
+            resume=resume,
+            save_every_steps=save_every_steps,
+            save_every_minutes=save_every_minutes,
+            log_to=log_to,
+            probe=probe,
+            world=world,
+        )
     if probe and (probe_at is None or suite.dev_batches is None):
         raise ValueError(f"probe is {probe}: it needs strengths (probe_at), and a suite with dev_batches")
     facts = {
@@ -81,12 +88,16 @@ def train_run(
         "suite": dict(suite.recipe),
         "base_fingerprint": origin,
     }
-    budgets = {task: budget(suite, task, training) for task in tasks}  # before the first one is trained
+    # before the first one is trained
+    budgets = {task: budget(suite, task, training) for task in tasks}
+    adapters = {task: adapters_of(suite.loss_fn(task), training) for task in tasks}
     wanted = {task: _as_json({**facts, "training": _numbers(own)}) for task, own in budgets.items()}
-    if resume:
+    if resume and world.leads:
         _check_resumed(out, wanted)
-    _write_base(out / BASE, suite, origin, overwrite=overwrite)
+    if world.leads:
+        _write_base(out / BASE, suite, origin, overwrite=overwrite)
     device, folders = device_of(suite.base), []
+    processes = {"processes": world.size} if world.size > 1 else {}
     for task, own in budgets.items():
         folders.append(out / task)
         saver = Saver(
@@ -95,14 +106,18 @@ def train_run(
             every_steps=save_every_steps,
             every_minutes=save_every_minutes,
         )
-        if not resume or (out / task).exists():
+        finished = resume and (out / task).exists()
+        if world.leads and (finished or not resume):
             saver.discard()
-        if resume and (out / task).exists():
+        finished, last = world.agree((finished, snapshots.read(saver.path)))
+        if finished:
             report(f"{task}: finished before")
             continue
-        last = snapshots.read(saver.path)
         if last is not None:
             report(f"{task}: goes on after step {last.step} of {own.steps}")
+        if not world.leads:
+            train_expert(suite, task, method, own, seed=seed, saver=saver, stop=stop, world=world)
+            continue
         reset_peak(device)
         assert own.steps is not None
         with Log(
@@ -120,20 +135,30 @@ def train_run(
             config=wanted[task],
         ) as log:
             try:
-                params = train_expert(suite, task, method, own, seed=seed, log=log, saver=saver, stop=stop)
+                params = train_expert(suite, task, method, own, seed=seed, log=log, saver=saver, stop=stop, world=world)
                 tree.check_finite(tree.flatten(params), f"the {task} expert")
             except ValueError as error:
                 raise ValueError("; ".join(filter(None, (str(error), saver.where())))) from error
             finally:
                 saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
-            probed = {} if not probe or probe_at is None else {"probe": _probe(suite, task, params, probe, probe_at)}
+            full = _weights(params, suite, adapters[task])
+            probed = {} if not probe or probe_at is None else {"probe": _probe(suite, task, full, probe, probe_at)}
             cost = log.finish(**{f"probe_{name}": probed["probe"][name] for name in ("clean", "simulated") if probed})
         manifest = checkpoint.describe(
-            params, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed
+            full, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed, **processes
         )
-        checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)
+        if (own_adapters := adapters[task]) is None:
+            checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)
+        else:
+            source = str(suite.recipe.get("model", suite.name))
+            lora.save_peft(out / task, params, own_adapters, base=source, manifest=manifest, overwrite=overwrite)
         saver.discard()
     return folders
+
+
+def _weights(params: Params, suite: Suite, adapters: Lora | None) -> Params:
+    """The expert's weights, in the dtypes of the suite's base."""
+    return params if adapters is None else {**suite.base, **lora.expand(params, suite.base, adapters)}
 
 
 def _check_resumed(out: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
@@ -185,7 +210,8 @@ def _rows(suite: Suite, task: str, seed: int) -> Callable[[int], list[int]] | No
 
 
 def _numbers(training: Training) -> dict[str, Any]:
-    return {name: value for name, value in asdict(training).items() if name != "epochs" or value}
+    left_out = ("epochs", "lora", "independent_draws")  # unless they say something
+    return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 
 def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:

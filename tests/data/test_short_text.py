@@ -12,7 +12,7 @@ from smat_fn.config import PRESETS
 from smat_fn.data import batch_indices, labelled, load_suite, short_text, task_names
 from smat_fn.data.suite import check_member
 from smat_fn.mat import finetune, smat
-from smat_fn.models import encoder
+from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
@@ -145,6 +145,26 @@ def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(loa
         tested = features_one_by_one(model, tokenizer, [r["text"] for r in test]) @ head["weight"].T + head["bias"]
     right = [guess == row["label"] for guess, row in zip(tested.argmax(1).tolist(), test, strict=True)]
     assert suite.score(params, "topic", "test") == pytest.approx(100 * sum(right) / len(right))
+
+
+def test_texts_in_several_rows_have_the_features_they_have_in_one(suite, monkeypatch):
+    batch, loss_fn = suite.batch("topic", random.key(5), 1), suite.loss_fn("topic")
+    params = moved(suite.base)
+    whole = loss_fn(params, batch)[1]
+    for room in (1, 9, 20):
+        monkeypatch.setattr(packing, "ROOM", room)
+        torch.testing.assert_close(loss_fn(params, batch)[1], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_about_equally_long():
+    lengths = [7, 3, 9, 4, 4, 1, 8]
+    for room, rows in ((100, 1), (18, 2), (12, 3), (1, 7)):
+        packed = packing.pack(lengths, room)
+        assert sorted(place for row in packed for place in row) == list(range(7))
+        assert len(packed) == rows
+        sums = [sum(lengths[place] for place in row) for row in packed]
+        assert max(sums) - min(sums) <= max(lengths)
+    assert packing.pack([5, 1, 4, 2], 6) == [[0, 1], [2, 3]]
 
 
 def test_a_head_is_where_its_penalised_loss_has_no_slope():
