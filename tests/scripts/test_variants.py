@@ -1,0 +1,122 @@
+"""train.py with adapters and with several processes, as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smat_fn import checkpoint, lora
+from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, resolve
+from smat_fn.data import load_suite
+from smat_fn.parallel import World
+from smat_fn.pipeline.evaluation import evaluate
+from smat_fn.pipeline.inputs import find_inputs, load_inputs
+from smat_fn.pipeline.training import train_run
+from smat_fn.pipeline.variants import problems
+
+ROOT = Path(__file__).parents[2]
+TINY = {"pretrain_steps": 10, "images_per_task": 120}
+SHORT = ("--steps", "6", "--suite-options", *(str(word) for pair in TINY.items() for word in pair))
+
+
+def training(**changes):
+    return DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 1e-2, **changes})
+
+
+@pytest.fixture(scope="module")
+def suite(_own_cache):
+    return load_suite("digits", seed=21, progress=False, **TINY)
+
+
+@pytest.mark.parametrize("simulate", ["merged", "factors"])
+@pytest.mark.parametrize("config", [Finetune, Smat, Asam, Mergopt, Orthoreg])
+def test_every_method_trains_adapters_that_are_read_as_experts(config, simulate, suite, tmp_path):
+    method, own = resolve(config(), DIGITS.methods), Adapters(3, 6.0, ("*attention*",), simulate)
+    train_run(suite, method, training(lora=own, accumulate=2), seed=4, tasks=["rot90"], out=tmp_path / "run")
+    folder = tmp_path / "run" / "rot90"
+    assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
+    adapters, spec = lora.load_peft(folder)
+    assert (spec.rank, spec.alpha) == (3, 6.0)
+    assert all("attention" in path for path in spec.paths)
+    assert all(leaf.abs().max() > 0 for name, leaf in adapters.items() if "lora_B" in name)
+    manifest = checkpoint.load_manifest(folder)
+    assert manifest["training"]["lora"] == {"rank": 3, "alpha": 6.0, "targets": ["*attention*"], "simulate": simulate}
+    inputs = load_inputs(*find_inputs(tmp_path / "run"))
+    changed = {p for p, leaf in inputs.experts["rot90"].items() if not torch.equal(leaf, suite.base[p])}
+    assert changed == set(spec.paths)
+    assert manifest["fingerprint"] == checkpoint.fingerprint(inputs.experts["rot90"])
+    assert 0 <= evaluate([folder])[0].score <= 100
+
+
+def test_smat_at_the_merged_weight_is_another_training_than_at_the_factors(suite, tmp_path):
+    found = {}
+    for simulate in ("merged", "factors"):
+        own = training(lora=Adapters(3, 6.0, (), simulate))
+        train_run(suite, DIGITS.methods["smat"], own, seed=4, tasks=["rot90"], out=tmp_path / simulate)
+        found[simulate] = lora.load_peft(tmp_path / simulate / "rot90")[0]
+    assert not any(torch.equal(found["merged"][name], leaf) for name, leaf in found["factors"].items())
+
+
+def test_what_does_not_go_together_is_listed():
+    smat = DIGITS.methods["smat"]
+    alone, several = World(), World(0, 2)
+    assert problems(smat, training(), alone) == []
+    assert problems(smat, training(independent_draws=True), several) == []
+    both = training(lora=Adapters(0, -1.0), independent_draws=True)
+    texts = "; ".join(problems(resolve(Smat(lam=0.5, residence="host"), DIGITS.methods), both, alone))
+    for part in (
+        "rank is 0",
+        "alpha is -1.0",
+        "lam 0.5 is not known",
+        "residence host",
+        "start with torchrun",
+        "all w",
+    ):
+        assert part in texts
+    resident = resolve(Smat(residence="device"), DIGITS.methods)
+    assert problems(resident, training(), several) == ["residence device is not known for several processes"]
+
+
+def torchrun(*words):
+    """train.py in two processes; they find each other on a port of their own."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*command, *words], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_expert_of_one(suite, tmp_path):
+    words = ("smat", "--tasks", "rot90", "mirror", "--seed", "21", *SHORT)
+    process = torchrun(*words, "--out", tmp_path / "two")
+    assert process.returncode == 0, process.stderr
+    first, *rest = process.stdout.splitlines()
+    assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, 2 processes, seed 21"
+    assert rest == [f"expert: {tmp_path / 'two' / task}" for task in ("rot90", "mirror")]
+    own = DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 5e-4})
+    train_run(suite, DIGITS.methods["smat"], own, seed=21, tasks=["rot90", "mirror"], out=tmp_path / "one")
+    logs = {}
+    for name in ("one", "two"):
+        lines = (tmp_path / name / "mirror.log.jsonl").read_text().splitlines()
+        logs[name] = [row for row in map(json.loads, lines) if "step" in row]
+    assert [row["step"] for row in logs["two"]] == list(range(6))
+    for a, b in zip(logs["one"], logs["two"], strict=True):
+        assert a["simulated"] == b["simulated"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+    for task in ("rot90", "mirror"):
+        one, two = (load_file(tmp_path / name / task / "model.safetensors") for name in ("one", "two"))
+        # Adam turns rounding of a gradient near zero into a step of its learning rate
+        moved = sum((one[path] - leaf).square().sum() for path, leaf in suite.base.items())
+        apart = sum((one[path] - two[path]).square().sum() for path in one)
+        assert apart < 1e-3 * moved
+    assert checkpoint.load_manifest(tmp_path / "two" / "mirror")["processes"] == 2
+    # and again: nothing is trained a second time
+    again = torchrun(*words, "--out", tmp_path / "two", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "mirror: finished before" in again.stdout
