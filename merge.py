@@ -112,7 +112,7 @@ class Merge:
     ] = field(default_factory=dict)
     """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
     threads: int = 1
-    """CPU threads."""
+    """CPU threads; on disk each merges a part of --memory-mib."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ExtractLora:
     overwrite: bool = False
     """Replace an adapter that exists."""
     threads: int = 1
-    """CPU threads."""
+    """CPU threads; on disk each merges a part of --memory-mib."""
 
 
 # merges in memory have none
@@ -193,6 +193,8 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
 
 
 def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
+    import torch
+
     from smat_fn.merge.stream import chunk_of
     from smat_fn.pipeline import streaming
     from smat_fn.pipeline.streaming_card import plan_text, rounding
@@ -209,8 +211,10 @@ def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[
         shard_size=streaming.bytes_of(args.shard_size),
         chunk=chunk_of(args.memory_mib << 20),
         device=args.device,
+        workers=args.threads,
         vocabulary=args.vocabulary,
     )
+    torch.set_num_threads(1)  # of each worker
     if args.dry_run:
         for folder, plan in streaming.plan_run(configs, order).items():
             print(plan_text(folder, plan))

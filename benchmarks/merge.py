@@ -38,9 +38,10 @@ from smat_fn import random
 from smat_fn.config import *
 from smat_fn.merge.stream import merge_folders
 config, base, out, *experts = sys.argv[1:]
-torch.set_num_threads({threads})
+torch.set_num_threads(1)
+inputs = Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out)
 print("ready", flush=True); sys.stdin.readline()
-merge_folders(eval(config), Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out), key=random.key(0))
+merge_folders(eval(config), *inputs, key=random.key(0), workers={threads})
 print("done", flush=True); sys.stdin.readline()
 """
 THEIRS = """

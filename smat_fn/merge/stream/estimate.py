@@ -14,6 +14,7 @@ from . import trimming
 from .pieces import Job, write_order
 from .reading import Folder
 from .rules import net_sign, rule_of
+from .workers import in_order
 
 BYTES_PER_COORDINATE = 80  # at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
 FIXED = 32 << 20  # histograms, headers, allocator
@@ -37,7 +38,7 @@ def memory_bound(job: Job) -> int:
             least = 32 * count * min(largest, BLOCK)  # blocks of `gram_of`
         case TsvMerge():
             least = (4 * count + 64) * largest  # all task vectors of a leaf, and its decomposition
-    return max(BYTES_PER_COORDINATE * job.chunk, least) + FIXED
+    return job.workers * max(BYTES_PER_COORDINATE * job.chunk, least) + FIXED
 
 
 class _Noise(dict[str, Tensor]):
@@ -52,7 +53,7 @@ def seconds_of(job: Job) -> float:
         return 0.0
     like = max(floating, key=Tensor.numel)
     length = max(row_length(like), 1)
-    shape = max(1, min(like.numel(), job.chunk) // length), length
+    shape = max(1, min(like.numel(), job.chunk * job.workers) // length), length
     generator = torch.Generator().manual_seed(0)
 
     def folder(label: str) -> Folder:
@@ -65,7 +66,7 @@ def seconds_of(job: Job) -> float:
     if isinstance(job.config, Ties):
         cuts = trimming.cuts(trial, trimming.find(trial))
         majority = net_sign(trial, cuts)
-    for _ in write_order(trial, rule_of(trial, cuts, majority), "w"):
+    for _ in in_order(write_order(trial, rule_of(trial, cuts, majority), "w"), trial.workers):
         pass
     seconds = time.perf_counter() - begin
 

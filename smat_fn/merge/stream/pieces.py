@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,10 @@ class Job(NamedTuple):
     base: Folder
     experts: dict[str, Folder]
     dtype: torch.dtype | None  # of the floating-point output; None: base's
-    chunk: int  # coordinates, over all experts together
+    chunk: int  # coordinates, over all experts together, of one worker
     device: torch.device  # that pieces are merged on
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
+    workers: int = 1  # threads
 
 
 class Rule(NamedTuple):
@@ -74,10 +76,10 @@ def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -
     return (weights - origin for weights in weights_of(job, path, start, stop, dtype))
 
 
-def write_order(job: Job, rule: Rule, path: str) -> Iterator[Written]:
-    """Every coordinate of one output leaf, in order, on the CPU.
+def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
+    """Tasks that give every coordinate of one output leaf, in order, on the CPU; independent of each other.
 
-    Raises: ValueError that lists all values of all inputs that are not finite (or, for buffers of a merger without a
+    Tasks raise: ValueError that lists all values of all inputs that are not finite (or, for buffers of mergers without a
         base, differ) on meeting one.
     """
     if job.base.leaves[path].is_floating_point():
@@ -85,12 +87,13 @@ def write_order(job: Job, rule: Rule, path: str) -> Iterator[Written]:
     return _copied(job, rule, path)
 
 
-def _merged(job: Job, rule: Rule, path: str) -> Iterator[Written]:
+def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     leaf, out = job.base.leaves[path], target(job, path)
     dtype = compute_dtype(job, path, based=rule.based)
     drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
     fuse = rule.fuse(path)
-    for start, stop in spans(leaf, leaf.numel() if rule.whole else job.chunk // len(job.experts), rows=rule.rows):
+
+    def merge(start: int, stop: int) -> Written:
         origin = job.base.read(path, start, stop).to(job.device, dtype)
         weights = weights_of(job, path, start, stop, dtype)
         parts = [part - origin for part in weights] if rule.based else list(weights)
@@ -104,16 +107,22 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Written]:
         error = _norm(values.to(dtype) - exact)
         if not (math.isfinite(error) or bool(values.isfinite().all())):
             raise ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
-        yield Written(start, values.cpu(), error, _norm(change))
+        return Written(start, values.cpu(), error, _norm(change))
+
+    limit = leaf.numel() if rule.whole else job.chunk // len(job.experts)
+    return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 
-def _copied(job: Job, rule: Rule, path: str) -> Iterator[Written]:
+def _copied(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     first, *rest = (job.base,) if rule.based else job.experts.values()
-    for start, stop in spans(job.base.leaves[path], job.chunk):
+
+    def copy(start: int, stop: int) -> Written:
         values = first.read(path, start, stop)
         if not all(torch.equal(values, folder.read(path, start, stop)) for folder in rest):
             refuse_values(job, path, [])
-        yield Written(start, values)
+        return Written(start, values)
+
+    return (partial(copy, *span) for span in spans(job.base.leaves[path], job.chunk))
 
 
 def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:

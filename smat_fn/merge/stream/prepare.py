@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     out_dtype: OutDtype
     shard_size: int
     chunk: int
+    workers: int
     overwrite: bool
     device: str
     vocabulary: Vocabulary
@@ -55,12 +56,13 @@ def prepare(
     out_dtype: OutDtype = "same",
     shard_size: int = SHARD_SIZE,
     chunk: int = CHUNK,
+    workers: int = 1,
     overwrite: bool = False,
     device: str = "cpu",
     vocabulary: Vocabulary = "error",
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
-    sizes = {"shard_size": shard_size, "chunk": chunk}
+    sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers}
     problems = [f"{name} is {value}, must be at least 1" for name, value in sizes.items() if value < 1]
     if out_dtype not in _OUT:
         problems.append(f"out_dtype is {out_dtype!r}, must be one of {', '.join(_OUT)}")
@@ -88,7 +90,8 @@ def prepare(
     coefs = {} if rules is None else coefs_of(floating, rules)
     masks = key if config.name in RANDOM else None
     told = tuple(notes(start.root, {folder.label: folder.root for folder in found.values()}))
-    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], chunk, torch.device(device), told)
+    each = max(1, chunk // workers)
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, torch.device(device), told, workers)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size)
 

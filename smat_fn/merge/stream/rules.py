@@ -1,6 +1,6 @@
 """How each merger sees the leaves of mapped folders."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ..tsv_merge import fused as tsv_merge
 from ..weighted_average import mean_of
 from . import trimming
 from .pieces import Job, Rule, compute_dtype, spans, vectors_of, weights_of
+from .workers import in_order
 
 
 def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
@@ -75,13 +76,15 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
 
 def net_sign(job: Job, cuts: Cuts) -> int:
     """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""
-    net = 0
-    for path, leaf in job.base.leaves.items():
-        if leaf.is_floating_point():
-            dtype = compute_dtype(job, path)
-            for start, stop in spans(leaf, job.chunk // len(job.experts)):
-                piece = Piece(path, start, list(vectors_of(job, path, start, stop, dtype)), [])
-                net += int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64))
+
+    def votes(path: str, start: int, stop: int) -> int:
+        piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
+        return int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64))
+
+    floating = {path: leaf for path, leaf in job.base.leaves.items() if leaf.is_floating_point()}
+    limit = job.chunk // len(job.experts)
+    tasks = (partial(votes, path, *span) for path, leaf in floating.items() for span in spans(leaf, limit))
+    net = sum(in_order(tasks, job.workers))
     return (net > 0) - (net < 0)
 
 

@@ -5,8 +5,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
@@ -16,9 +17,10 @@ from ...config import MergerConfig, Ties, settings
 from ..ties import Cuts
 from . import trimming
 from .estimate import memory_bound, seconds_of
-from .pieces import Job, target, write_order
+from .pieces import Job, Rule, Written, target, write_order
 from .prepare import Options, prepare
 from .rules import net_sign, rule_of
+from .workers import in_order
 from .writing import (
     Shard,
     exclusive,
@@ -73,14 +75,15 @@ def merge_folders(
     all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory stays below
     80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts. Some mergers need more
     of a leaf at once, 32 MiB + N x 80 bytes x the longest row for DELLA, N x 8 MiB for Model Stock and SLERP, (4 N +
-    64) bytes x the largest leaf for TSV-Merge, where that is more.
+    64) bytes x the largest leaf for TSV-Merge, for each worker, where that is more.
 
     Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
         LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
         finished checkpoint and the report, the texts of more files by name, which appear with it. Options: coef: γ, or
         {glob: γ} as in `coefs_of`, else ``config.coef``. key: int64 (2,), for random masks. out_dtype: of the
         floating-point leaves, "same" as base's. shard_size: bytes of tensor data in one file. chunk: coordinates in
-        memory at a time, all experts together; it changes no bit. overwrite: replace ``out``. device: where chunks are
+        memory at a time, all experts together; it changes no bit. workers: threads that share the chunk; give torch one
+        thread (``torch.set_num_threads``) for each. overwrite: replace ``out``. device: where chunks are
         merged; a GPU may round divisions by one number otherwise, in the last bit. vocabulary: what to do with
         embeddings and heads of another number of rows than base's: "error", "base-rows" or "pad-with-base", as in
         `fit_rows`.
@@ -101,10 +104,8 @@ def merge_folders(
                 if shard.file not in progress["shards"]:
                     with shard_file(folder, shard) as descriptor:
                         sums = [0.0, 0.0]
-                        for path, offset in shard.offsets.items():
-                            for piece in write_order(job, rule, path):
-                                write_piece(descriptor, piece.values, offset + piece.start * piece.values.itemsize)
-                                sums = [sums[0] + piece.error**2, sums[1] + piece.change**2]
+                        for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
+                            sums = [sums[0] + error**2, sums[1] + change**2]
                     progress["shards"][shard.file] = sums
                     save_progress(folder, progress)
         except ValueError:
@@ -136,6 +137,18 @@ def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Pat
         sum(leaf.numel() for leaf in leaves),
         job.notes,
     )
+
+
+def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float]]]:
+    """Tasks that merge and write a piece each, and give the norms of its rounding error and change."""
+
+    def write(piece: Callable[[], Written], offset: int) -> tuple[float, float]:
+        done = piece()
+        write_piece(descriptor, done.values, offset + done.start * done.values.itemsize)
+        return done.error, done.change
+
+    for path, offset in shard.offsets.items():
+        yield from (partial(write, piece, offset) for piece in write_order(job, rule, path))
 
 
 def _trimmings(job: Job, folder: Path, progress: dict[str, Any]) -> tuple[list[list[trimming.Trim]], Cuts, int]:

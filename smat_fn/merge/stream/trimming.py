@@ -1,6 +1,7 @@
 """The thresholds of TIES, in a form that JSON holds, and of Breadcrumbs, over mapped folders."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from .._common import delta_of
 from ..ties import Cut, Cuts
 from .pieces import Job, compute_dtype, refuse_values, spans
 from .thresholds import Order, position, select, value_of
+from .workers import in_order
 
 
 class Trim(NamedTuple):
@@ -72,7 +74,8 @@ def bands(job: Job, path: str) -> list[Band]:
 
 def find(job: Job) -> list[list[Trim]]:
     """One trim for every group of leaves (`_groups`) and, in their order, every expert. Raises: as `write_order`."""
-    return [[_trim(job, name, group) for name in job.experts] for group in _groups(job)]
+    trims = in_order((partial(_trim, job, name, group) for group in _groups(job) for name in job.experts), job.workers)
+    return [[next(trims) for _ in job.experts] for _ in _groups(job)]
 
 
 def cuts(job: Job, trims: Sequence[Sequence[Trim]]) -> Cuts:

@@ -59,9 +59,9 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
     base, experts = family(DTYPES[dtype], grid=grid)
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(config, base, experts)
-    for chunk in (5, 1 << 19):
+    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
         out = tmp_path / f"out-{chunk}"
-        merge_folders(config, *paths, out, key=folders.key, chunk=chunk, shard_size=150)
+        merge_folders(config, *paths, out, key=folders.key, chunk=chunk, shard_size=150, workers=workers)
         assert len(list(out.glob("*.safetensors"))) > 1
         folders.assert_same_bits(folders.load(out), expected)
 
@@ -75,8 +75,9 @@ def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_pat
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(MORE[name], base, experts)
     assert not torch.equal(expected["matrix"], base["matrix"])
-    for chunk in (5, 1 << 19):
-        merge_folders(MORE[name], *paths, tmp_path / f"{chunk}", key=folders.key, chunk=chunk, shard_size=150)
+    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+        options = {"chunk": chunk, "workers": workers, "shard_size": 150}
+        merge_folders(MORE[name], *paths, tmp_path / f"{chunk}", key=folders.key, **options)
         folders.assert_same_bits(folders.load(tmp_path / f"{chunk}"), expected)
 
 
