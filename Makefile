@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-matrix lint format clean
+.PHONY: demo report test test-all test-matrix lint format clean
 
 demo: $(VENV)/.run
 	$(PY) train.py ft --out demo/ft --overwrite
@@ -12,6 +12,10 @@ demo: $(VENV)/.run
 	$(PY) merge.py all --run demo/ft --search --out demo/ft/merged --overwrite
 	$(PY) merge.py all --run demo/smat --search --out demo/smat/merged --overwrite
 	$(PY) eval.py demo/ft demo/smat --out demo --plot demo/merging.png
+
+# the comparison of all methods on digits: goes on where it was stopped, says how long it takes (hours on 2 cores)
+report: $(VENV)/.run
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks digits-report digits-study --jobs 2
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 -m "not slow"
@@ -35,7 +39,7 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-matrix demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-matrix demo digits-study build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

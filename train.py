@@ -5,7 +5,7 @@
     python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --dry-run
     python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --accumulate 8 --resume
     torchrun --nproc-per-node 2 train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama
-    python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags "--preset llama-3.2-1b" --out runs
+    python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags="--preset llama-3.2-1b" --out runs
     python train.py status runs
 
 Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it, the

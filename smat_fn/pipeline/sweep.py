@@ -29,7 +29,7 @@ class Sweep:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Training seeds of each method."""
     flags: str = ""
-    """More options of train.py for all of them, in quotes: "--preset llama-3.2-1b --model FOLDER"."""
+    """More options of train.py for all of them, after an equals sign: --flags="--preset digits --steps 100"."""
     devices: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: no choice of GPU)")] = ()
     """GPUs, as CUDA_VISIBLE_DEVICES names them: one run at a time on each."""
     processes: int = 1

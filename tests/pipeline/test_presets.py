@@ -142,7 +142,14 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
     preset = PRESETS[name]
     assert vars(preset.training) == {
         **{"steps": None, "lr": 2e-5, "optimizer": optimizer, "muon_lr": muon_lr, "schedule": "constant"},
-        **{"weight_decay": 1e-3, "max_grad_norm": 1.0, "accumulate": 1, "precision": None},
+        **{
+            "weight_decay": 1e-3,
+            "max_grad_norm": 1.0,
+            "accumulate": 1,
+            "precision": None,
+            "lora": None,
+            "independent_draws": False,
+        },
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
     assert {method: settings(config) for method, config in preset.methods.items()} == {
@@ -176,7 +183,15 @@ def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
     assert (preset.suite, preset.family) == ("clip8", "vision")
     assert vars(preset.training) == {
         **{"steps": 4000, "lr": 1e-5, "optimizer": "adam", "muon_lr": None, "schedule": "cosine"},
-        **{"weight_decay": 0.0, "max_grad_norm": None, "accumulate": 1, "precision": None, "epochs": {}},
+        **{
+            "weight_decay": 0.0,
+            "max_grad_norm": None,
+            "accumulate": 1,
+            "precision": None,
+            "lora": None,
+            "independent_draws": False,
+            "epochs": {},
+        },
     }
     assert {method: settings(config) for method, config in preset.methods.items()} == {
         "ft": {},

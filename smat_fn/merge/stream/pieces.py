@@ -79,8 +79,8 @@ def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -
 def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     """Tasks that give every coordinate of one output leaf, in order, on the CPU; independent of each other.
 
-    Tasks raise: ValueError that lists all values of all inputs that are not finite (or, for buffers of mergers without a
-        base, differ) on meeting one.
+    Tasks raise: ValueError that lists all values of all inputs that are not finite (or, for buffers of mergers
+        without a base, differ) on meeting one.
     """
     if job.base.leaves[path].is_floating_point():
         return _merged(job, rule, path)
