@@ -9,7 +9,7 @@
     python eval.py diagnose runs/smat
 
 Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on
-the tasks of the experts merged into them.
+the tasks of the experts merged into them. An evaluation that was ended, called again with the same --out, goes on.
 """
 
 from dataclasses import dataclass, field
@@ -31,16 +31,16 @@ class Eval:
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
     """Checkpoints, or folders that hold some."""
     out: Annotated[Path | None, NONE] = None
-    """Folder for results.jsonl (a line a score), results.json (means) and table.md. Scores and decoded rows are kept
-    there as they come (scores.jsonl, answers.jsonl): an evaluation that was ended goes on from them."""
+    """Folder for results.jsonl, results.json and table.md; scores and answers are kept there as they come."""
     plot: Annotated[Path | None, NONE] = None
     """PNG of experts and merged models, methods side by side."""
     split: Literal["test", "dev"] = "test"
     """Which examples to score."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: as they were trained)")
+        dict[str, bool | int | float | str],
+        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
+    """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
     threads: int = 1
     """CPU threads."""
 

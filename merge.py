@@ -1,17 +1,19 @@
 """Merge experts into one model: one merger, or all five of the paper.
 
-    python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py all --run runs/smat --search --out runs/smat/merged
+    python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
     python merge.py verify merged/ties
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
 
-Each merged model becomes the folder --out/<merger> with a card (README.md) beside its weights. With --search or
---calibrate models are merged in memory, on the suite of train.py's experts. Without them any folders in Hugging Face's
-layout are merged chunk by chunk, whatever their size: to the same bits, and an interrupted merge, called again, goes
-on. Options with "default: preset" take the value of --preset.
+`merge.py ties --help` has the merger's own settings as well. Each merged model becomes the folder --out/MERGER with a
+card (README.md) beside its weights. With --search or --calibrate models are merged in memory and scored on the dev
+data of train.py's experts. Without them any folders in Hugging Face's layout are merged chunk by chunk, whatever their
+size: to the same bits, and a merge that was ended, called again, goes on; what is done already is hashed again and
+stays. Options with "default: preset" take the value of --preset.
 """
 
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -41,6 +43,7 @@ from smat_fn.config import (
     with_semantics,
 )
 from smat_fn.pipeline import cli
+from smat_fn.pipeline.globs import by_glob
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -81,18 +84,19 @@ class Merge:
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names."""
     search: bool = False
-    """Choose a coefficient that is left out on the suite's dev split, and score the merged model there. Scores are kept
-    in --out as they come (scores.jsonl): a search that was ended goes on, with --overwrite where mergers are done."""
+    """Choose coefficients that are left out by dev scores. Ended and called again, it goes on."""
     calibrate: bool = False
-    """First choose the sparsity of TIES, DARE and DELLA on dev, at the paper's reference coefficients."""
-    coefs: Annotated[dict[str, float], NONE] = field(default_factory=dict)
-    """Coefficients by glob of leaf names, the first that matches, as GLOB NUMBER pairs; --coef for all other leaves."""
+    """First choose the sparsity of TIES, DARE and DELLA by dev scores, at the paper's reference coefficients."""
+    coefs: Annotated[
+        dict[str, float], arg(metavar="[GLOB NUMBER ...]", help_behavior_hint="(default: none)")
+    ] = field(default_factory=dict)
+    """Coefficients by glob of leaf names, the first that matches, or each as --coef GLOB=NUMBER; --coef for others."""
     semantics: Semantics = "paper"
     """Whose definition, where they differ: the paper's, mergekit's, or that of the merger's own source."""
     dry_run: bool = False
     """Check everything, print memory, disk and time that a merge needs, write nothing."""
     preset: str = "digits"
-    """Settings of mergers; a merger's own options override them."""
+    """Settings of mergers: give the preset of train.py. A merger's own options override them."""
     seed: int = 0
     """Seed of random masks."""
     overwrite: bool = False
@@ -100,19 +104,20 @@ class Merge:
     out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
     """Dtype of the merged weights; arithmetic is in float32 in any case."""
     shard_size: str = "5GB"
-    """Largest file of weights."""
+    """Largest file of weights, as 500MB or 5GB."""
     memory_mib: int = 72
-    """Working memory of a merge without --search, beside mapped files; some mergers need more: see --dry-run."""
+    """Working memory of a merge without --search, in MiB, beside mapped files; --dry-run says what it needs."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where chunks are merged; cuda has not been tried on a device, and may round divisions otherwise."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """Experts with another number of embedding rows: refuse, cut, or cut and pad with base's rows."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: as they were trained)")
+        dict[str, bool | int | float | str],
+        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
+    """With --search, other options of model and data: device cpu decode_batch 64 (texts), eval_batch 64 (images)."""
     threads: int = 1
-    """CPU threads; on disk each merges a part of --memory-mib."""
+    """CPU threads; without --search they share --memory-mib."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,10 @@ class ExtractLora:
     overwrite: bool = False
     """Replace an adapter that exists."""
     threads: int = 1
-    """CPU threads; on disk each merges a part of --memory-mib."""
+    """CPU threads."""
 
 
+DONE = "done before, its files and its inputs are as its card says"
 # merges in memory have none
 ON_DISK = "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary"
 
@@ -189,7 +195,7 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
         score = f", dev {merging.mean(list(model.dev.values())):.2f}" if model.dev else ""
-        print(f"merged: {folder}{coef}{score}")
+        print(f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}")
 
 
 def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
@@ -217,9 +223,12 @@ def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[
     torch.set_num_threads(1)  # of each worker
     if args.dry_run:
         for folder, plan in streaming.plan_run(configs, order).items():
-            print(plan_text(folder, plan))
+            print(f"{folder}: {DONE}" if plan is None else plan_text(folder, plan))
         return
     for config, (folder, report) in zip(configs, streaming.stream_run(configs, order), strict=True):
+        if report is None:
+            print(f"kept: {folder}: {DONE}")
+            continue
         coef = getattr(config, "coef", None)
         print(f"merged: {folder}{'' if coef is None else f', coef {coef:g}'}, {rounding(report.rounding_ratio)}")
         for note in report.notes:
@@ -252,5 +261,6 @@ def extract(args: ExtractLora) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = by_glob(sys.argv[1:])
     commands: dict[str, cli.Command] = {"verify": (verify, Verify), "extract-lora": (extract, ExtractLora)}
     cli.run("merge.py", main, Merge, description=__doc__, commands=commands)

@@ -8,9 +8,10 @@
     python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags="--preset llama-3.2-1b" --out runs
     python train.py status runs
 
-Each task's expert becomes a folder of --out (model.safetensors, manifest.json) with a JSON-lines log beside it, the
-base that all of them start from the folder --out/base. Options with "default: preset" take the value of --preset.
-A run that was ended by a signal, or killed, goes on with --resume, to the same bits.
+`train.py smat --help` has the method's own strengths as well. Each task's expert becomes a folder of --out
+(model.safetensors, manifest.json) with a JSON-lines log beside it; the base that all start from is --out/base.
+Options with "default: preset" take the value of --preset. A run that was ended by a signal, or killed, goes on with
+the same command and --resume, to the same bits.
 """
 
 import sys
@@ -51,19 +52,18 @@ class Train:
     suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
     """Seed of the suite: splits and base. Experts to be merged need the same."""
     model: str | None = None
-    """Suites trace, clip8 and short_text: the base, a folder or a name on the hub."""
+    """Base: a folder, or a name on the hub. The preset digits makes its own."""
     data: str | None = None
-    """Suites trace, clip8 and short_text: rows, a folder of TASK/{train,dev,eval}.json, for short texts of
-    TASK/{train,dev,test}.json, for images of TASK/{train,dev,test}.npz or TASK/{train,dev,test}/CLASS/, or a dataset of
-    the hub."""
+    """Rows: a folder with a folder for each task, as README.md lays it out, or a dataset of the hub."""
     rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
-    """Suites trace, clip8 and short_text: only the first rows of each split."""
+    """Only the first rows of each split, for a quick try."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str], arg(help_behavior_hint="(default: preset, or the suite's)")
+        dict[str, bool | int | float | str],
+        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)"),
     ] = field(default_factory=dict)
-    """Other options of the suite to change, as NAME VALUE pairs: pretrain_steps 300, or mask_prompt True device cpu."""
+    """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. A wrong NAME lists them all."""
     lr: float | None = None
-    """Learning rate. The preset's was chosen on dev, for each method."""
+    """Learning rate, of each method its own in a preset."""
     optimizer: Literal["adam", "adamw", "muon"] | None = None
     """adam, adamw, or muon: Muon on the matrices of blocks, AdamW elsewhere."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint="(default: preset, or 20 times --lr)")] = None
@@ -180,7 +180,7 @@ def train(args: Train, world: "parallel.World") -> None:
     more += f", {world.size} processes" if world.size > 1 else ""
     report(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}{more}, seed {seed}", flush=True)
     try:
-        with on_signals() as stop:
+        with on_signals(second_ends=world.size == 1) as stop:
             folders = train_run(
                 suite,
                 method,
@@ -196,7 +196,8 @@ def train(args: Train, world: "parallel.World") -> None:
                 **kept,
             )
     except Interrupted as ended:
-        print(f"train.py: {ended}", file=sys.stderr)
+        if world.leads:
+            print(f"train.py: {ended}", file=sys.stderr)
         sys.exit(ended.status)
     for folder in folders:
         report(f"expert: {folder}")

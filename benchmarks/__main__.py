@@ -13,6 +13,7 @@ BENCHMARKS = {
     "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
     "steps": "steps of SMAT and FT, true shapes, every residence (a CUDA device, about 5 minutes)",
+    "train-features": "every way to train beside plain fine-tuning: steps/s and memory (2 cores, about 7 minutes)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }

@@ -56,6 +56,7 @@ class Protocol(NamedTuple):
     ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> strengths of `ABLATED` at its choice
     kept: tuple[int, ...] = ()  # evaluation seeds whose experts stay, for the number of experts and the landscape
     options: Options = ()  # of the suite, beside and over those of the preset
+    tuned_on: Options = ()  # the same, for tuning alone
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -66,9 +67,10 @@ class Protocol(NamedTuple):
         """A file of results; a name with a folder of its own is one there."""
         return ROOT / RESULTS / f"{self.name}{ending}"
 
-    def trial(self, label: str, candidate: Candidate, seed: int) -> Trial:
+    def trial(self, label: str, candidate: Candidate, seed: int, *, tuning: bool = False) -> Trial:
         """The trial of a candidate."""
-        return Trial(label, self.preset, *candidate, seed, self.options)
+        own = {**dict(self.options), **dict(self.tuned_on if tuning else ())}
+        return Trial(label, self.preset, *candidate, seed, tuple(own.items()))
 
 
 def replaced(method: MethodConfig, **strengths: Any) -> MethodConfig:
@@ -103,7 +105,7 @@ def tune(protocol: Protocol, work: Path, jobs: int, facts: Facts) -> None:
     """Dev scores of every candidate and the choice of each method, as <name>_tuning.json."""
     grids, seeds = protocol.grids, protocol.tuning
     places = [(seed, label, i) for seed in seeds for label in grids for i in range(len(grids[label]))]
-    trials = {place: protocol.trial(place[1], grids[place[1]][place[2]], place[0]) for place in places}
+    trials = {place: protocol.trial(place[1], grids[place[1]][place[2]], place[0], tuning=True) for place in places}
     running = run_trials(list(trials.values()), work / "tuning", jobs=jobs, report=say, keep=lambda trial: False)
     found = {trial.folder(work): outcome for trial, outcome in running}
     five = {place: found[trial.folder(work)]["five"] for place, trial in trials.items()}

@@ -9,20 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smat_fn.config import PRESETS
-
 from . import machine
 from .methods import Protocol, grid, run
 
 COMMAND = "python -m benchmarks minilm-methods"
-RATES = PRESETS["minilm"].lr_grid
+RATES = (2e-4, 4e-4)
 TRIAL_SEED = 10
 
 PROTOCOL = Protocol(
     name="minilm_methods",
     preset="minilm",
     grids={
-        "FT": grid("minilm", "ft", (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
+        "FT": grid("minilm", "ft", (1e-4, *RATES, 8e-4)),
         "SMAT": grid("minilm", "smat", RATES, "sigma", (0.005, 0.01)),
         "ASAM": grid("minilm", "asam", RATES, "rho", (0.25, 0.5)),
         "MergOPT": grid("minilm", "mergopt", RATES, "b", (1e-3, 2e-3)),
@@ -31,6 +29,7 @@ PROTOCOL = Protocol(
     tuning=(61,),
     evaluation=(71, 72, 73, 74, 75),
     kept=(71, 72),
+    tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
 )
 
 
@@ -62,7 +61,7 @@ def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
         for label, candidates in protocol.grids.items()
     }
     name = str((folder / protocol.name).resolve())
-    return protocol._replace(name=name, grids=few, tuning=(TRIAL_SEED,), evaluation=(TRIAL_SEED,), kept=())
+    return protocol._replace(name=name, grids=few, tuning=(TRIAL_SEED,), evaluation=(TRIAL_SEED,), kept=(), tuned_on=())
 
 
 def _absolute(model: str, data: str) -> tuple[tuple[str, Any], ...]:

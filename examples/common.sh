@@ -1,6 +1,7 @@
 # Sourced by the experiments of this folder: options from the environment, one trained and merged run, one report.
 #
-# MODEL, DATA   base and rows, where the preset's are not meant
+# MODEL, DATA   base and rows, where the preset's are not meant: folders, or names on the hub
+# TASKS         some of the tasks of DATA, all where it is not given
 # PRESET        every number (train.py --help); SEEDS training seeds, whose results are averaged
 # OUT           folder of everything; runs that stand there, from whatever experiment, are not made again
 # STEPS, ROWS   a quick run; MORE further options of train.py; EVAL of eval.py and of merge.py
@@ -17,6 +18,8 @@ options=(--preset "$PRESET" --suite-seed 0)
 [ -n "${DATA:-}" ] && options+=(--data "$DATA")
 [ -n "${STEPS:-}" ] && options+=(--steps "$STEPS")
 [ -n "${ROWS:-}" ] && options+=(--rows "$ROWS")
+read -r -a tasks <<< "${TASKS:-}"
+[ -n "${TASKS:-}" ] && options+=(--tasks "${tasks[@]}")
 read -r -a more <<< "${MORE:-}"
 read -r -a evaluation <<< "${EVAL:-}"
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import compiled
+
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -33,6 +35,12 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     Args: seed, counter: int64 tensors of one (broadcastable) shape.
     Returns: four int64 tensors that hold unsigned 32-bit words.
     """
+    if (loops := compiled.loops_for(seed, counter)) is not None:
+        seeds, counters = torch.broadcast_tensors(seed, counter)
+        words = torch.empty((4, *seeds.shape), dtype=torch.int64, device="cpu")
+        arrays = (compiled.array(part.contiguous()) for part in (seeds, counters, words))
+        loops.words(*arrays)
+        return tuple(words)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2 = c3 = torch.zeros_like(c0)

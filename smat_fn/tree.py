@@ -170,26 +170,33 @@ def spans(sizes: Sequence[int], limit: int) -> Iterable[list[tuple[int, int, int
 
 
 def global_norm(tree: Params) -> Tensor:
-    """Euclidean norm of all coordinates, a 0-d float64 tensor.
+    """Euclidean norm of all coordinates, a 0-d float64 tensor on the device of the first leaf.
 
     ``sqrt(sum_b s_b)``: s_b is the float32 (float64 for float64 leaves) sum of squares of block b of 4,096 coordinates
     of a leaf, coordinate i added to coordinate i + half until one is left; the s_b are added in float64 in leaf order.
+    Leaves may lie on several devices: only the s_b travel.
     """
     leaves = list(flatten(tree).values())
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     sums = []
-    groups = spans([leaf.numel() for leaf in leaves], NORM_BLOCK * 256)
-    # blocks of one dtype together: cat would widen the others
-    runs = (run for group in groups for run in groupby(group, key=lambda span: compute_dtype(leaves[span[0]])))
-    for dtype, run in runs:
+    blocks = 128 if leaves[0].device.type == "cpu" else 256  # of a group: 2 MB stay in a CPU's cache
+    groups = spans([leaf.numel() for leaf in leaves], NORM_BLOCK * blocks)
+    # blocks of one dtype and device together: cat would widen the others
+    runs = (
+        run
+        for group in groups
+        for run in groupby(group, key=lambda span: (compute_dtype(leaves[span[0]]), leaves[span[0]].device))
+    )
+    for (dtype, _), run in runs:
         rows = []
         for index, start, stop in run:
             flat = leaves[index].reshape(-1)[start:stop].to(dtype)
-            rows.append(torch.nn.functional.pad(flat, (0, -flat.numel() % NORM_BLOCK)).view(-1, NORM_BLOCK))
+            short = -flat.numel() % NORM_BLOCK
+            rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
         block = block * block
         while block.shape[1] > 1:
             block = block[:, : block.shape[1] // 2] + block[:, block.shape[1] // 2 :]
-        sums.append(block.squeeze(1).double())
+        sums.append(block.squeeze(1).double().to(leaves[0].device))
     return torch.cat(sums).sum().sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)

@@ -1,17 +1,28 @@
-"""Figures of the analyses, from their results alone."""
+"""Figures of the analyses, from their results alone, and results as files."""
 
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import checkpoint
 from ..evaluate.plots import COLOURS, SPARE
-from .results import Result, Row, curves, methods
+from .results import Result, Row, as_csv, as_json, curves, methods
 
 MARKERS = "osD^vP"
 STEP = 0.1  # between contours
 CONTOURS = 100  # at most, counted from the lowest: above them colour alone
+
+
+def write(out: Path, result: Result) -> list[Path]:
+    """``<analysis>.json`` (all of it), ``.csv`` (the rows) and ``.png`` in a folder; each file is replaced whole."""
+    contents = {".json": as_json(result).encode(), ".csv": as_csv(result).encode(), ".png": draw(result)}
+    files = {out / f"{result['analysis']}{suffix}": content for suffix, content in contents.items()}
+    for path, content in files.items():
+        checkpoint.write_bytes(path, content)
+    return list(files)
 
 
 def draw(result: Result) -> bytes:
@@ -53,9 +64,10 @@ def _curve(figure: Any, result: Result) -> None:
         f"experts merged (K), {settings['merger'].upper()}" if merged
         else f"FT experts replaced (q), coefficient {settings['coef']:g}"
     )  # fmt: skip
-    axes.set_ylabel(f"{settings['split']} score, % of the FT experts'")
+    spread = any(cell.sd for line in found.values() for cell in line.values())
+    axes.set_ylabel(f"{settings['split']} score, % of the FT experts'" + "\n± standard deviation over seeds" * spread)
     _tidy(axes)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, columnspacing=1)
 
 
 def _gains(figure: Any, result: Result) -> None:
@@ -103,6 +115,8 @@ def _landscape(figure: Any, result: Result) -> None:
         axes.set_title(name, fontsize=11)
     for axes in grid[-1]:
         axes.set_xlabel("a, own update")
+        axes.tick_params(axis="x", labelsize=8)
+    figure.supxlabel(f"contours: every {STEP:g}; star: the expert alone, (1, 0)", fontsize=9)
 
 
 def _diagnose(figure: Any, result: Result) -> None:

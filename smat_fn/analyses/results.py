@@ -8,11 +8,9 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from .. import checkpoint
 from ..evaluate.tables import Cell, cell_of
 
 Result = dict[str, Any]
@@ -25,17 +23,6 @@ class Summary(NamedTuple):
     title: str
     columns: list[str]
     lines: list[list[str]]
-
-
-def write(out: Path, result: Result) -> list[Path]:
-    """``<analysis>.json`` (all of it), ``.csv`` (the rows) and ``.png`` in a folder; each file is replaced whole."""
-    from .plots import draw
-
-    contents = {".json": as_json(result).encode(), ".csv": as_csv(result).encode(), ".png": draw(result)}
-    files = {out / f"{result['analysis']}{suffix}": content for suffix, content in contents.items()}
-    for path, content in files.items():
-        checkpoint.write_bytes(path, content)
-    return list(files)
 
 
 def as_json(result: Result) -> str:

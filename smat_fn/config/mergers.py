@@ -69,7 +69,7 @@ class WeightedAverage:
     weights: tuple[float, ...]
     """One number for each expert, in their order."""
     normalize: bool = True
-    """Divide by the sum of the weights."""
+    """Divide by the sum of the weights; with --no-normalize take them as they are."""
 
 
 @dataclass(frozen=True)

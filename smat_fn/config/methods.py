@@ -34,8 +34,7 @@ class Smat:
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     residence: Residence | None = None
-    """Where base and simulated weights live, with equal results: host (pinned base, one buffer), device or stream
-    (weights rebuilt block by block); left out: a new copy each time."""
+    """Memory for time, equal results; host: pinned base, one buffer; device, stream: rebuilt block by block."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Suite ``clip8``: image classification with a CLIP model, the paper's eight tasks or those of a folder.
+"""Suite ``clip8``: image classification with a CLIP or another image model, the paper's eight tasks or a folder's.
 
 A task is images with labels in the splits train, dev and test (`rows`). Only the vision tower is trained; the head of a
-task is frozen: the text tower's features of its class names in the prompts of `templates`. The checkpoint's own image
+task is frozen (`heads`): the text tower's features of its class names in the prompts of `templates`, and of a model
+without a text tower (ViT) a logistic regression on its features of a few training rows. The checkpoint's own image
 processor prepares images, without augmentation. A score is top-1 accuracy.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import cache, partial
-from importlib import metadata
+from dataclasses import fields
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import random, tree
 from ..checkpoint import fingerprint
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
-from ..models import clip
+from ..models import clip, image_classifier
+from ..models.image_classifier import ImageClassifier
 from ..models.modules import FullLoss
 from ..types import Batch, Micro, Params
 from . import pixels
 from .batching import batch_indices
-from .cache import cached
 from .clip8_recipe import Clip8Recipe, resolve_templates
+from .heads import image_heads, text_heads, versions
 from .rows import ImageRows, load_rows, take
-from .sources import absolute, pick_device, tasks_of
+from .sources import absolute, columns_of, pick_device, recipe_of, tasks_of
 from .suite import Suite, check_member
-from .templates import TEMPLATES, prompts
+from .templates import TEMPLATES
 
 TASKS = tuple(TEMPLATES)
 SPLITS = ("train", "dev", "test")
@@ -50,12 +51,13 @@ def load(*, seed: int, device: str | None = None, eval_batch: int = 256, **optio
     Batch: (pixels uint8 (B, 3, H, W), labels int64 (B,)); its loss is `clip.classify`, the aux the logits. Score: top-1
     accuracy over the rows of the split. Heads and prepared images go through the cache (`pixels`).
 
-    Args: seed: kept with the suite, nothing depends on it; device: of model and training, None: the first GPU, or the
-        CPU; eval_batch: images scored together; options: fields of `Clip8Recipe`, model and data must be given;
-        templates: {task: prompts}, or a JSON file of that, or one prompt for all tasks, each with ``{}`` for the class;
-        of tasks left out those of `TEMPLATES`. Device and eval_batch are not in the recipe.
+    Args: seed: of the rows that heads are made of; of a CLIP nothing depends on it; device: of model and training,
+        None: the first GPU, or the CPU; eval_batch: images scored together; options: fields of `Clip8Recipe`, model and
+        data must be given; templates: {task: prompts}, or a JSON file of that, or one prompt for all tasks, each with
+        ``{}`` for the class; of tasks left out those of `TEMPLATES`. Device and eval_batch are not in the recipe.
     Raises: ValueError for unknown or bad options; that lists every split that is missing or malformed (of the hub's
-        the first), and class names that are missing or differ; for a model that cannot be loaded or is no CLIP.
+        the first), and class names that are missing or differ; for a model that cannot be loaded, and
+        templates for one without a text tower.
     """
     known = [field.name for field in fields(Clip8Recipe)]
     if unknown := sorted(set(options) - set(known)):
@@ -63,11 +65,15 @@ def load(*, seed: int, device: str | None = None, eval_batch: int = 256, **optio
     if lacking := [name for name in ("model", "data") if options.get(name) is None]:
         raise ValueError(f"clip8 needs {' and '.join(lacking)}: a folder, or a name on the hub")
     tasks = task_names(**options)
+    of_texts = image_classifier.is_clip(absolute(options["model"]))
+    if options.get("templates") and not of_texts:
+        raise ValueError(f"templates are of heads from texts, {options['model']} has no text tower: leave them out")
     settled = {
         "model": absolute(options["model"]),
         "data": absolute(options["data"]),
         "tasks": tasks,
-        "templates": resolve_templates(options.get("templates"), tasks),
+        "columns": columns_of(options.get("columns")),
+        "templates": resolve_templates(options.get("templates"), tasks) if of_texts else {},
     }
     recipe = Clip8Recipe(**{**options, **settled})
     place = pick_device(device)
@@ -84,7 +90,7 @@ def load(*, seed: int, device: str | None = None, eval_batch: int = 256, **optio
                 break
     tree.raise_problems(problems)
     names = _class_names(rows, tasks)
-    model = clip.load(
+    model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
         recipe.model, dtype=recipe.dtype, device=place, gradient_checkpointing=recipe.gradient_checkpointing
     )
     return _suite(recipe, rows, names, model, seed, place, eval_batch)
@@ -94,22 +100,26 @@ def _suite(
     recipe: Clip8Recipe,
     rows: Mapping[tuple[str, str], ImageRows],
     names: Mapping[str, tuple[str, ...]],
-    model: clip.Clip,
+    model: clip.Clip | ImageClassifier,
     seed: int,
     device: torch.device,
     eval_batch: int,
 ) -> Suite:
     tasks, base = recipe.tasks, model.params
-    heads = _heads(recipe, names, model, device)
+    if isinstance(model, clip.Clip):
+        heads = text_heads(recipe.templates, names, model, device)
+    else:
+        train = {task: rows[task, "train"] for task in tasks}
+        heads = image_heads(train, names, model, random.key(seed), device.type)
     table = pixels.value_table(model.processor).to(device)
     firsts = {key: pixels.prepare_some(own.images, model.processor, [0]) for key, own in rows.items()}
-    size = (model.image_size, model.image_size)
+    size = (model.image_size, model.image_size) if isinstance(model, clip.Clip) else None
     tree.raise_problems(
         [
             f"the image processor makes images of {tuple(first.shape[2:])} (task {task}, {split}), the model takes "
             f"{size}: give the model's own preprocessor_config.json"
             for (task, split), first in firsts.items()
-            if first.shape[2:] != size
+            if size is not None and first.shape[2:] != size
         ]
     )
     processor = model.processor
@@ -169,11 +179,11 @@ def _suite(
             "head": fingerprint({"head": heads[task], "table": table}),
             "processor": processor.to_json_string(),
             "device": device.type,
-            "versions": _versions("torch", "transformers", "pillow"),
+            "versions": versions("torch", "transformers", "pillow"),
         }
         return content_key(facts)
 
-    facts = {"name": "clip8", "seed": seed, **asdict(recipe), "tasks": list(tasks)}
+    facts = {"name": "clip8", "seed": seed, **recipe_of(recipe)}
     return Suite(
         "clip8",
         tasks,
@@ -191,40 +201,8 @@ def _suite(
     )
 
 
-def _heads(
-    recipe: Clip8Recipe, names: Mapping[str, tuple[str, ...]], model: clip.Clip, device: torch.device
-) -> dict[str, Tensor]:
-    """The frozen head of every task, float32 (C, D), through the cache."""
-    text = fingerprint(model.text)
-    heads, problems = {}, []
-    for task, own in names.items():
-        try:
-            tokens = model.tokens(prompts(recipe.templates[task], own))
-        except ValueError as error:
-            problems.append(f"{task}: {error}")
-            continue
-        config = {
-            "text": text,
-            "tokens": fingerprint(tokens),
-            "classes": len(own),
-            "device": device.type,
-            "versions": _versions("torch", "transformers"),
-        }
-        heads[task] = cached("clip-head", config, partial(_head, model, tokens, len(own)))["head"]
-    tree.raise_problems(problems)
-    return heads
-
-
-def _head(model: clip.Clip, tokens: Mapping[str, Tensor], classes: int) -> dict[str, Tensor]:
-    return {"head": model.head(tokens, classes)}
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    return {package: metadata.version(package) for package in packages}
-
-
 def _pictures(recipe: Clip8Recipe, task: str, split: str) -> ImageRows:
-    rows = load_rows(recipe.data, task, split)
+    rows = load_rows(recipe.data, task, split, columns=recipe.columns)
     if not isinstance(rows, ImageRows):
         raise ValueError(f"{recipe.data} ({task}, {split}) holds texts: give images and labels")
     return rows if recipe.rows is None else take(rows, range(min(recipe.rows, len(rows.labels))))  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Clip8Recipe:
     dtype: str = "float32"  # of parameters and computation
     gradient_checkpointing: bool = False
     rows: int | None = None  # only the first rows of each split, for quick runs
+    columns: Mapping[str, str] = field(default_factory=dict)  # ours: the source's
 
     def __post_init__(self) -> None:
         problems = [

@@ -99,6 +99,7 @@ def image_rows(
         span = f"0 to {limit - 1}, the places of the class names" if class_names else "0, 1, ..."
         problems.append(f"the label of {name_rows(outside)} is outside {span}")
     if isinstance(images, Images):
+        from PIL import UnidentifiedImageError
 
         def fault(place: int) -> str:
             try:
@@ -106,7 +107,8 @@ def image_rows(
             except Exception as error:  # Pillow raises errors of many kinds on broken data
                 cell = images.read(images.indices[place])
                 file = f" {name}" if isinstance(cell, Mapping) and (name := cell.get("path")) else ""
-                return f"the image of row {place}{file} does not decode ({error})"
+                reason = "it is no image" if isinstance(error, UnidentifiedImageError) else error
+                return f"the image of row {place}{file} does not decode ({reason})"
             return ""
 
         with ThreadPoolExecutor() as pool:

@@ -50,7 +50,7 @@ def prepare_some(images: np.ndarray | Images, processor: Any, places: Sequence[i
     if parts.dtype != torch.uint8 or parts.ndim != 4 or parts.shape[1] != 3:
         raise ValueError(
             f"the image processor {type(processor).__name__} gives {parts.dtype} {tuple(parts.shape)} before it "
-            "rescales, must be uint8 (N, 3, H, W): give a checkpoint with CLIP's own processor"
+            "rescales, must be uint8 (N, 3, H, W): give a checkpoint with its own processor"
         )
     return parts
 

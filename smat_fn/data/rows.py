@@ -165,4 +165,5 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
 
 def _absent(name: str, theirs: str, there: Sequence[str]) -> str:
     hint = " (image rows need a column 'image')" if name == "prompt" else ""
-    return f"column {theirs!r} is missing, there are {list(there)}: say which it is by columns={{{name!r}: ...}}{hint}"
+    way = f"columns={{{name!r}: ...}}, in the scripts by --suite-options columns {name}=NAME"
+    return f"column {theirs!r} is missing, there are {list(there)}: say which it is by {way}{hint}"

@@ -6,7 +6,6 @@ frozen. Where only the top layers are trained, what the frozen ones give for a r
 A score is top-1 accuracy; dev and test rows are only ever scored.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache, partial
@@ -15,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,16 +26,16 @@ from ..models.encoder import Encoder
 from ..models.modules import FullLoss
 from ..models.packing import Texts, texts
 from ..types import Micro, Params
-from .batching import batch_indices, permutation
+from .batching import batch_indices
 from .cache import cached
-from .labelled import Labelled, Task, load_task, take
+from .heads import fit_head, head_rows
+from .labelled import Task, load_task, take
 from .short_text_recipe import ShortTextRecipe, resolve_data
 from .sources import absolute, pick_device, tasks_of
 from .suite import Suite, check_member
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
 HELD = 2 * 2**30  # bytes of a split's frozen states that are kept; of a larger one they are computed again each time
-_FEW, _FEWER, _MANY = 16, 3, 20  # rows a class for a head; of more than 20 classes
 Ids = list[Tensor]
 
 
@@ -218,40 +216,11 @@ def split_texts(batch: Texts, parts: int) -> list[Micro]:
     return found
 
 
-def head_rows(rows: Labelled, classes: int, key: Tensor, per_class: int | None) -> list[int]:
-    """Places of the rows that a head is made of: of every class the first in a random order of the key."""
-    number = (_FEWER if classes > _MANY else _FEW) if per_class is None else per_class
-    order = permutation(key, len(rows.labels)).tolist()
-    return [place for label in range(classes) for place in [i for i in order if rows.labels[i] == label][:number]]
-
-
-def fit_head(features: Tensor, labels: Tensor, *, c: float) -> dict[str, Tensor]:
-    """Logistic regression ``argmin |W|^2 / (2 c) + sum_i CE(W f_i + b, y_i)``: weight (C, D), bias (C,), float32.
-
-    Of two classes the difference of the rows of W is penalised. Raises: ValueError where no minimum is found.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            fit = LogisticRegression(C=c, max_iter=10_000).fit(features.double().numpy(), labels.numpy())
-        except ConvergenceWarning as warning:
-            raise ValueError(
-                f"the head finds no minimum at head_c {c:g} ({warning}): choose a smaller one"
-            ) from warning
-    weight, bias = fit.coef_, fit.intercept_
-    if len(weight) == 1:  # of two classes the difference of their logits alone
-        weight, bias = (np.concatenate((-x / 2, x / 2)) for x in (weight, bias))
-    return {name: torch.tensor(x, dtype=torch.float32) for name, x in (("weight", weight), ("bias", bias))}
-
-
 def _head(
     recipe: ShortTextRecipe, task: Task, encoder: Encoder, model: Mapping[str, Any], key: Tensor
 ) -> dict[str, Tensor]:
     train = task.splits["train"]
-    few = take(train, head_rows(train, len(task.classes), key, recipe.per_class))
+    few = take(train, head_rows(train.labels, len(task.classes), key, recipe.per_class))
     ids, labels = encoder.ids(few.texts, recipe.max_length), torch.tensor(few.labels)
     config = {
         **model,

@@ -1,7 +1,9 @@
 """Where a suite's model and rows come from, and where it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,26 @@ def tasks_of(
     if not found:
         raise ValueError(f"{folder} holds no task: make folders <task> with {', '.join(splits)} in it")
     return (*(task for task in known if task in found), *sorted(found.difference(known)))
+
+
+def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
+    """{ours: the source's}, as `rows.load_rows` takes it, from such a mapping or "prompt=question,answer=reply".
+
+    Raises: ValueError for anything else.
+    """
+    if isinstance(given, str):
+        parts = [part.partition("=") for part in given.split(",") if part.strip()]
+        given = {ours.strip(): theirs.strip() for ours, _, theirs in parts}
+    found = dict(given or {}) if isinstance(given, Mapping) or not given else {"": ""}
+    if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
+        raise ValueError(f"columns are {given!r}, must name ours and the source's: prompt=question,answer=reply")
+    return found
+
+
+def recipe_of(recipe: Any) -> dict[str, Any]:
+    """The fields of a recipe as JSON values; columns only where some are renamed."""
+    facts = {**asdict(recipe), "tasks": list(recipe.tasks)}
+    return facts if recipe.columns else {name: value for name, value in facts.items() if name != "columns"}
 
 
 def absolute(source: str | Path) -> str:

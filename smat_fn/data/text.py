@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from ..models.causal_lm import IGNORED, NO_EOS, check_tokenizer
+from ..models.causal_lm import IGNORED
+from ..models.pretrained import NO_EOS, check_tokenizer
 from ..tree import raise_problems
 from ..types import Micro
 from .batching import batch_indices, split_rows
@@ -73,21 +74,14 @@ def encode(
         raise ValueError(f"max_length is {max_length}, must be at least 2: the first token has no prediction")
     check_tokenizer(tokenizer, vocabulary)
     texts, starts = _tokens(rows, tokenizer)
-    examples, outside, empty = [], [], []
+    examples, empty = [], []
     for index, (ids, start) in enumerate(zip(texts, starts, strict=True)):
         labels = [IGNORED] * start + ids[start:] if mask_prompt else ids
         kept = _kept(len(ids), start, max_length, truncate, bos=ids[0] == tokenizer.bos_token_id)
         examples.append(Example(tuple(ids[i] for i in kept), tuple(labels[i] for i in kept)))
-        if max(ids) >= vocabulary:
-            outside.append(f"{index} (token {max(ids)})")
         if all(label == IGNORED for label in examples[-1].labels[1:]):
             empty.append(f"{index} ({len(ids)} tokens)")
-    problems = []
-    if outside:
-        problems.append(
-            f"the embedding has {vocabulary} rows, too few for the tokens of rows {_some(outside)}: "
-            "take the model's own tokenizer, or remove these rows"
-        )
+    problems = fit_problems(texts, vocabulary)
     if empty:
         problems.append(
             f"within {max_length} tokens nothing is to be predicted in rows {_some(empty)}: "
@@ -159,6 +153,15 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
             max(lengths),
         )
     return report
+
+
+def fit_problems(texts: Sequence[Sequence[int]], vocabulary: int) -> list[str]:
+    """A sentence on the rows with tokens that have no row in the embedding, if there are any."""
+    outside = [f"{index} (token {max(ids)})" for index, ids in enumerate(texts) if ids and max(ids) >= vocabulary]
+    return [
+        f"the embedding has {vocabulary} rows, too few for the tokens of rows {_some(outside)}: "
+        "take the model's own tokenizer, or remove these rows"
+    ] if outside else []  # fmt: skip
 
 
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> tuple[list[list[int]], list[int]]:

@@ -1,13 +1,14 @@
-"""Suite ``trace``: language tasks on one causal language model, the paper's seven or those of a folder.
+"""Suite ``trace``: language tasks on one language model, the paper's seven or those of a folder.
 
 A task is rows of prompt and answer in the splits train, dev and eval (`rows`); eval is the test split. An expert
-minimises the mean negative log-likelihood of every token (`text.encode`); a score is the task's metric of decoded
-answers. Tasks that are not TRACE's are decoded greedily and scored by the option ``metric``.
+minimises the mean negative log-likelihood of every token (`text`), of an encoder-decoder that of the answer (`pairs`);
+a score is the task's metric of decoded answers. Tasks that are not TRACE's are decoded greedily and scored by the
+option ``metric``.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from itertools import product
@@ -21,18 +22,20 @@ from torch import Tensor
 from .. import tree
 from ..evaluate.decoding import generator, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
-from ..evaluate.metrics import TRACE_METRICS
+from ..evaluate.metrics import TRACE_METRICS, first_letter_accuracy, label_accuracy
 from ..evaluate.records import Answer, Journal, content_key
-from ..models import causal_lm
+from ..grad import ModuleLoss
+from ..models import language
 from ..types import Batch, Micro, Params
-from . import text
+from . import pairs, text
 from .batching import batch_indices
 from .rows import TextRows, load_rows
-from .sources import absolute, pick_device, tasks_of
+from .sources import absolute, columns_of, pick_device, recipe_of, tasks_of
 from .suite import Suite, check_member
 from .trace_recipe import METRICS, TraceRecipe, settings_of
 
 TASKS = tuple(TRACE_METRICS)
+LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 
 
@@ -70,9 +73,9 @@ def load(
     if lacking := [name for name in ("model", "data") if options.get(name) is None]:
         raise ValueError(f"trace needs {' and '.join(lacking)}: a folder, or a name on the hub")
     tasks = task_names(**options)
-    recipe = TraceRecipe(
-        **{**options, "tasks": tasks, "model": absolute(options["model"]), "data": absolute(options["data"])}
-    )
+    settled = {name: absolute(options[name]) for name in ("model", "data")}
+    columns = columns_of(options.get("columns"))
+    recipe = TraceRecipe(**{**options, **settled, "tasks": tasks, "columns": columns})
     place = pick_device(device)
     problems = [] if decode_batch >= 1 else [f"decode_batch is {decode_batch}, must be at least 1"]
     try:
@@ -89,8 +92,15 @@ def load(
             problems.append(str(error))
             if not Path(recipe.data).exists():  # a hub that cannot be reached takes a minute to say so
                 break
+    for (task, split), own in rows.items():
+        metric = TRACE_METRICS.get(task, METRICS[recipe.metric])
+        if split != "train" and metric in LABELS and not any(a.strip()[:1].upper() in LETTERS for a in own.answers):
+            problems.append(
+                f"no answer of {task} ({SPLITS[split]}) begins with a letter A to D, which its metric compares: every "
+                "score would be 0; write letters, or give the task another name and choose a metric"
+            )
     tree.raise_problems(problems)
-    lm = causal_lm.load(
+    lm = language.load(
         recipe.model, dtype=recipe.dtype, device=place, gradient_checkpointing=recipe.gradient_checkpointing
     )
     assert not isinstance(engine, str)
@@ -101,7 +111,7 @@ def _suite(
     recipe: TraceRecipe,
     tasks: tuple[str, ...],
     rows: Mapping[tuple[str, str], TextRows],
-    lm: causal_lm.CausalLM,
+    lm: language.LanguageModel,
     seed: int,
     device: torch.device,
     decode_batch: int,
@@ -111,38 +121,43 @@ def _suite(
     repeats = {task: s.repeats for task, s in settings.items() if s.repeats > 1}
     module: Any = lm.module
     limit = getattr(module.config, "max_position_embeddings", None) or math.inf
+    pair = bool(getattr(module.config, "is_encoder_decoder", False))
+    form: Any = pairs if pair else text  # how rows become batches
     options: dict[str, Any] = {name: getattr(recipe, name) for name in ("max_length", "truncate", "mask_prompt")}
     vocabulary, pad = module.get_input_embeddings().weight.shape[0], text.pad_id(lm.tokenizer)
 
     @cache  # tokenized when a task is first trained: merging and evaluation do not need it
     def examples(task: str, split: str = "train") -> list[text.Example]:
         try:
-            return text.encode(_pairs(rows[task, split]), lm.tokenizer, vocabulary=vocabulary, **options)
+            return form.encode(_pairs(rows[task, split]), lm.tokenizer, vocabulary=vocabulary, **options)
         except ValueError as error:
             raise ValueError(f"{split.replace('train', 'training')} rows of {task}: {error}") from error
 
     @cache
     def epoch_steps(task: str) -> int:
         check_member("trace task", task, tasks)
-        problems = []
-        if (longest := max(len(e.input_ids) for e in examples(task))) > limit:
+        problems, new = [], settings[task].max_new_tokens
+        beside = 0 if pair else new  # positions that answers take beside prompts
+        if new > limit:
+            problems.append(f"max_new_tokens of {task} is {new}, more than the model's {limit}")
+        if (longest := max(len(ids) for e in examples(task) for ids in e)) > limit:
             problems.append(f"training rows of {task} have up to {longest} tokens, more than the model's {limit}")
         for split in ("dev", "test"):
-            room = limit - settings[task].max_new_tokens
+            room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
             long = [prompt for prompt in rows[task, split].prompts if len(prompt.encode()) + 8 > room]
             longest = max(map(len, lm.tokenizer(long, verbose=False)["input_ids"])) if long else 0
             if longest > room:
+                more = f" with {beside} new ones" if beside else ""
                 problems.append(
-                    f"{split} prompts of {task} have up to {longest} tokens, with {settings[task].max_new_tokens} "
-                    f"new ones more than the model's {limit}"
+                    f"{split} prompts of {task} have up to {longest} tokens,{more} more than the model's {limit}"
                 )
         tree.raise_problems(problems)
         return -(-len(examples(task)) // recipe.batch_size)
 
     def batch(task: str, key: Tensor, step: int) -> Batch:
         check_member("trace task", task, tasks)
-        return text.batch(examples(task), key, step, batch_size=recipe.batch_size, pad=pad)
+        return form.collate([examples(task)[i] for i in batch_rows(task, key, step)], pad)
 
     def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
         return batch_indices(key, len(examples(task)), recipe.batch_size, step).tolist()
@@ -150,15 +165,15 @@ def _suite(
     def dev_batches(task: str) -> list[Micro]:
         check_member("trace task", task, tasks)
         found, size = examples(task, "dev"), recipe.batch_size
-        return [m for i in range(0, len(found), size) for m in text.split(text.collate(found[i : i + size], pad), 1)]
+        return [m for i in range(0, len(found), size) for m in form.split(form.collate(found[i : i + size], pad), 1)]
 
-    def loss_fn(task: str) -> causal_lm.ModuleLoss:
+    def loss_fn(task: str) -> ModuleLoss:
         check_member("trace task", task, tasks)
         return lm.loss_fn
 
     @cache
     def tokens(task: str, split: str) -> list[list[int]]:
-        return prompt_ids(rows[task, split].prompts, lm.tokenizer)
+        return prompt_ids(rows[task, split].prompts, lm.tokenizer, closed=pair)
 
     @cache
     def content(task: str, split: str) -> str:
@@ -203,9 +218,9 @@ def _suite(
 
     def cuts(task: str) -> text.Cut:
         check_member("trace task", task, tasks)
-        return text.cut_report({task: _pairs(rows[task, "train"])}, lm.tokenizer, max_length=recipe.max_length)[task]
+        return form.cut_report({task: _pairs(rows[task, "train"])}, lm.tokenizer, max_length=recipe.max_length)[task]
 
-    facts = {"name": "trace", "seed": seed, **asdict(recipe), "tasks": list(tasks)}
+    facts = {"name": "trace", "seed": seed, **recipe_of(recipe)}
     return Suite(
         "trace",
         tasks,
@@ -221,14 +236,14 @@ def _suite(
         score_once,
         cuts,
         content=content,
-        split=text.split,
+        split=form.split,
         batch_rows=batch_rows,
         dev_batches=dev_batches,
     )
 
 
 def _texts(recipe: TraceRecipe, task: str, split: str) -> TextRows:
-    rows = load_rows(recipe.data, task, split)
+    rows = load_rows(recipe.data, task, split, columns=recipe.columns)
     if not isinstance(rows, TextRows):
         raise ValueError(f"{recipe.data} ({task}, {split}) holds images: give rows of prompt and answer")
     return TextRows(rows.prompts[: recipe.rows], rows.answers[: recipe.rows])

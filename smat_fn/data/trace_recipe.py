@@ -1,7 +1,7 @@
 """The options of suite ``trace`` as a value, and what follows from them alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import get_args
 
@@ -32,6 +32,7 @@ class TraceRecipe:
     gradient_checkpointing: bool = False
     max_new_tokens: int | None = None  # fewer than the task's, for quick runs; of other tasks: 100 where None
     rows: int | None = None  # only the first rows of each split, for quick runs
+    columns: Mapping[str, str] = field(default_factory=dict)  # ours: the source's
 
     def __post_init__(self) -> None:
         counts = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}

@@ -76,6 +76,6 @@ def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -
 
     def moved(theta: Tensor, s: Tensor) -> Tensor:
         wide = theta.to(s.dtype)
-        return (wide + (wide.abs() * s if adaptive else s) * length.to(s.dtype)).to(theta.dtype)
+        return (wide + (wide.abs() * s if adaptive else s) * length.to(s.device, s.dtype)).to(theta.dtype)
 
     return tree.tree_map(moved, params, slope)

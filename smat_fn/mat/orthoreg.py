@@ -12,7 +12,7 @@ from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import _step
 from ._step import State
 
-__all__ = ["Info", "State", "build", "penalty"]
+__all__ = ["Info", "State", "build", "penalty", "penalty_and_grad"]
 
 
 class Info(NamedTuple):
@@ -54,13 +54,13 @@ def build(
         raise ValueError("orthoreg: " + "; ".join(problems))
     at = value_and_grad(loss_fn, engine=engine)
     picked = where if block_only else None
-    regularizer = value_and_grad(lambda params: (penalty(params, base, where=picked), {}), engine="autograd")
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = _step.accumulate(at, state.params, batch)
-        wide = tree.tree_map(lambda leaf: leaf.to(tree.compute_dtype(leaf)), state.params)
-        (value, _), pull = regularizer(wide)
-        grads = tree.tree_map(lambda g, r: (g.to(r.dtype) + lambda_reg * r).to(g.dtype), grads, pull)
+        value, pull = penalty_and_grad(state.params, base, where=picked)
+        flat = tree.flatten(grads)
+        pulled = {path: (flat[path].to(r.dtype) + lambda_reg * r).to(flat[path].dtype) for path, r in pull.items()}
+        grads = tree.unflatten(grads, {**flat, **pulled})
         state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, value)
 
@@ -72,17 +72,39 @@ def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tens
 
     Differentiable; where a Gram matrix is the identity, and the norm has no gradient, the gradient is zero.
     """
-    leaves, origins = tree.flatten(params), tree.flatten(base)
-    terms = [
-        _distance(leaf, origins[path])
-        for path, leaf in leaves.items()
-        if leaf.ndim == 2 and leaf.numel() and (where is None or where(path, leaf))
-    ]
-    return functools.reduce(torch.add, terms) if terms else torch.zeros(())
+    terms = [torch.linalg.matrix_norm(_excess(delta)) for delta in _updates(params, base, where).values()]
+    return _sum(terms)
 
 
-def _distance(leaf: Tensor, origin: Tensor) -> Tensor:
-    dtype = tree.compute_dtype(leaf, origin)
-    delta = leaf.to(dtype) - origin.to(dtype)
+@torch.no_grad()
+def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """`penalty` and its gradient ``2 dW (dW^T dW - I) / || . ||_F`` by path, of the leaves that have one.
+
+    One product a matrix for the gradient; autograd, which does not know that ``dW^T dW - I`` is symmetric, takes two.
+    """
+    terms, pull = [], {}
+    for path, delta in _updates(params, base, where).items():
+        excess = _excess(delta)
+        terms.append(torch.linalg.matrix_norm(excess))
+        product = excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess
+        pull[path] = product.mul_(torch.where(terms[-1] > 0, 2 / terms[-1], 0))
+    return _sum(terms), pull
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    # leaves may lie on several devices
+    return functools.reduce(lambda total, term: total + term.to(total.device), terms) if terms else torch.zeros(())
+
+
+def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
+    origins, found = tree.flatten(base), {}
+    for path, leaf in tree.flatten(params).items():
+        if leaf.ndim == 2 and leaf.numel() and (where is None or where(path, leaf)):
+            dtype = tree.compute_dtype(leaf, origins[path])
+            found[path] = leaf.to(dtype) - origins[path].to(dtype)
+    return found
+
+
+def _excess(delta: Tensor) -> Tensor:
     gram = delta @ delta.T if delta.shape[0] < delta.shape[1] else delta.T @ delta
-    return torch.linalg.matrix_norm(gram - torch.eye(len(gram), dtype=dtype, device=delta.device))
+    return gram - torch.eye(len(gram), dtype=delta.dtype, device=delta.device)

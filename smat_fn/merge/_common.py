@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
+from ..compiled import array, loops_for
 from ..ops.chunked import centered_fields
 from ..types import Params
 from ._inputs import Leaves, coef_problems, kind_problems, problems_of
@@ -130,7 +131,11 @@ def elected(tensors: Sequence[Tensor]) -> Tensor:
 def agreeing(tensors: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
     """Sum, or mean, of the non-zero entries whose sign is ``sign``; 0 where there are none."""
     total, count = torch.zeros_like(sign), torch.zeros_like(sign)
+    loops = loops_for(sign, *tensors) if sign.dtype == torch.float32 else None
     for tensor in tensors:
+        if loops is not None:
+            loops.agree(*map(array, (tensor, sign, total, count)))
+            continue
         agrees = tensor * sign > 0
         total += zeroed(tensor, agrees)
         if mean:

@@ -1,8 +1,11 @@
 """DARE: drop changes at random, rescale the others, then task arithmetic."""
 
+import numpy
+import torch
 from torch import Tensor
 
 from .. import random
+from ..compiled import array, loops_for
 from ..types import Params
 from ._common import Piece, add, apply_vector, merge_pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
@@ -34,4 +37,12 @@ def dropped(piece: Piece, drop_prob: float) -> list[Tensor]:
     """m ⊙ Δ / (1 − p̂) of every expert."""
     threshold = int(random.threshold(drop_prob))
     kept = 1 - threshold / 65536
-    return [zeroed(d / kept, f >= threshold) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+    return [_dropped(d, f, threshold, kept) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+
+
+def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tensor:
+    if (loops := loops_for(delta, fields)) is None or delta.dtype != torch.float32:
+        return zeroed(delta / kept, fields >= threshold)
+    out = torch.empty_like(delta)
+    loops.dropped(*map(array, (delta, fields)), numpy.int32(threshold), numpy.float32(kept), array(out))
+    return out

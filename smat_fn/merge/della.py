@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import random
+from ..compiled import array, loops_for
 from ..types import Params
 from ._common import Piece, agreeing, apply_vector, elected, merge_pieces, row_length, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
@@ -59,6 +60,10 @@ def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
 
 
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
+    if (loops := loops_for(delta, fields, by_rank)) is not None and delta.dtype == torch.float32:
+        out = torch.empty_like(delta)
+        loops.dropped_by_rank(*map(array, (delta, fields, by_rank, out)))
+        return out
     order = ascending(delta.view(-1, len(by_rank)).abs())
     drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)
     kept = 1 - drop.to(delta.dtype) / 65536

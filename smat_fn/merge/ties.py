@@ -1,12 +1,14 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
-from ._common import Piece, add, agreeing, apply_vector, merge_pieces, pieces, zeroed
+from ._common import Piece, add, apply_vector, merge_pieces, pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems
 
 
@@ -55,7 +57,7 @@ def ties_vector(
     if scope == "tensor":
         majority = 1
     else:
-        net = sum(int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64)) for piece in pieces(start, flat))
+        net = sum(votes(add(trimmed(piece, cuts))) for piece in pieces(start, flat))
         majority = (net > 0) - (net < 0)
     return merge_pieces(start, flat, lambda piece: fused(piece, cuts, majority, aggregate))
 
@@ -63,8 +65,28 @@ def ties_vector(
 def fused(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
     """The merged vector of a piece. Args: majority: the sign of a zero sum."""
     deltas = trimmed(piece, cuts)
-    sign = add(deltas).sign()
-    return agreeing(deltas, sign + (sign == 0) * majority, mean=aggregate == "mean")
+    sign = add(deltas).sign_()
+    if majority:
+        sign.mul_(2).add_(majority).sign_()
+    return _agreeing(deltas, sign, mean=aggregate == "mean")
+
+
+def votes(total: Tensor) -> int:
+    """Σ_k sgn(t_k)."""
+    # ±1 add up exactly in float32 as long as there are at most 2²⁴ of them
+    return sum(int(part.sign().sum()) for part in total.split(1 << 24))
+
+
+def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
+    """`agreeing` of finite numbers, without comparisons: s Σ max(s δ̂_i, 0)."""
+    total, count = torch.zeros_like(sign), torch.zeros_like(sign)
+    for delta in deltas:
+        agrees = (delta * sign).relu_()
+        total += agrees
+        if mean:
+            count += agrees.sign_()
+    total = total.div_(count.clamp_(min=1)) if mean else total
+    return total.mul_(sign).add_(0.0)  # no −0 where nothing agrees
 
 
 def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
@@ -127,18 +149,35 @@ def _exact(magnitudes: Tensor, count: int) -> Cut:
 
 
 def _kept(piece: Piece, cuts: Cuts) -> list[Tensor]:
-    masks = []
-    for delta, (value, last) in zip(piece.deltas, cuts[piece.path], strict=True):
-        # a 0-d float64 threshold would be rounded to the dtype of a float32 leaf
-        magnitude, value = delta.abs().to(value.dtype), value.to(delta.device)
-        if last is None:
-            masks.append(magnitude >= value)
-        else:
-            early = torch.arange(piece.start, piece.start + delta.numel(), device=delta.device) <= last
-            masks.append((magnitude > value) | ((magnitude == value) & early))
-    return masks
+    return [_keeps(delta, piece.start, cut) for delta, cut in zip(piece.deltas, cuts[piece.path], strict=True)]
+
+
+def _keeps(delta: Tensor, start: int, cut: Cut) -> Tensor:
+    # a 0-d float64 threshold would be rounded to the dtype of a float32 leaf
+    magnitude, value = delta.abs().to(cut.value.dtype), cut.value.to(delta.device)
+    if cut.last is None:
+        return magnitude >= value
+    early = torch.arange(start, start + delta.numel(), device=delta.device) <= cut.last
+    return (magnitude > value) | ((magnitude == value) & early)
 
 
 def trimmed(piece: Piece, cuts: Cuts) -> list[Tensor]:
     """The task vectors of a piece, with zeros for what the experts' cuts do not keep."""
-    return [zeroed(delta, mask) for delta, mask in zip(piece.deltas, _kept(piece, cuts), strict=True)]
+    stop, kept = piece.start + piece.deltas[0].numel(), []
+    for delta, cut in zip(piece.deltas, cuts[piece.path], strict=True):
+        if cut.last is None or not piece.start <= cut.last < stop - 1:
+            equal = cut.last is None or cut.last >= piece.start
+            kept.append(torch.hardshrink(delta, _limit(cut.value, delta.dtype, equal=equal)))
+        else:
+            kept.append(zeroed(delta, _keeps(delta, piece.start, cut)))
+    return kept
+
+
+def _limit(value: Tensor, dtype: torch.dtype, *, equal: bool) -> float:
+    """Number of ``dtype`` that just those magnitudes exceed that exceed ``value``, or, with ``equal``, reach it."""
+    exact, kind = float(value), numpy.float64 if dtype == torch.float64 else numpy.float32
+    with numpy.errstate(over="ignore"):
+        near = kind(exact)
+    if float(near) > exact or (equal and float(near) == exact):  # NumPy would round ``exact`` before it compares
+        near = numpy.nextafter(near, kind(-numpy.inf))
+    return float(near)

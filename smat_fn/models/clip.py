@@ -1,7 +1,6 @@
 """CLIP models of ``transformers`` as losses of the vision tower's parameters, with frozen zero-shot heads.
 
-Another family of image models (a ViT classifier, say) is another file that gives a bundle with the fields `module`,
-`params`, `where`, `processor` and `loss_fn`, and a head from something else than texts.
+`image_classifier` has the same fields for models without a text tower, whose heads come from something else than texts.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
-from .causal_lm import checkpoint_blocks
 from .modules import FullLoss
+from .pretrained import checkpoint_blocks
 
 _TOGETHER = 256  # texts encoded in one pass
 _PARTS = {

@@ -1,9 +1,7 @@
-"""Encoder-decoders of ``transformers`` (T5, BART) as a loss and answers of flat parameters.
-
-Suite ``trace`` loads causal models alone: what it would need beside this file is a loader and batches of these rows.
-"""
+"""Encoder-decoders of ``transformers`` (T5, BART) as a loss and answers of flat parameters."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +14,16 @@ from ..evaluate.engine import Decoding
 from ..grad import ModuleLoss
 from ..types import Batch, Params, Where
 from ..where import block_linear
-from .causal_lm import IGNORED, check_tokenizer
+from .causal_lm import IGNORED
 from .modules import FullLoss
+from .pretrained import check_tokenizer, checkpoint_blocks, read
 
 
 class Seq2Seq(NamedTuple):
     """An encoder-decoder, ready to train."""
 
+    module: nn.Module  # in eval mode: no dropout
+    tokenizer: Any
     params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
     loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, target tokens)
     predict_fn: Callable[..., list[str]]  # (params, sources, settings, seed, *, repeat=0, rows=None) -> texts
@@ -61,27 +62,61 @@ def seq2seq(module: nn.Module, tokenizer: Any, *, batch_size: int = 16) -> Seq2S
         generate = generator(loss_fn, tokenizer, params, batch_size=batch_size)
         return generate(sources, settings, seed, repeat=repeat, rows=rows)
 
-    return Seq2Seq(params, loss_fn, predict, block_linear(module))
+    return Seq2Seq(module, tokenizer, params, loss_fn, predict, block_linear(module))
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+    gradient_checkpointing: bool = False,
+) -> Seq2Seq:
+    """`seq2seq` of a folder or a hub repository; arguments and errors are those of `causal_lm.load`.
+
+    T5 with gradient_checkpointing is equal up to rounding alone: its position bias then takes another attention kernel.
+    """
+    module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, dtype=dtype, attention=attention)
+    bundle = seq2seq(module.to(device), tokenizer)
+    if gradient_checkpointing:
+        checkpoint_blocks(module)
+    return bundle
 
 
 def pairs(rows: Sequence[tuple[str, str]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Tensor]:
-    """Sources and targets as a batch, each filled up on the right to its own longest.
+    """Sources and targets as a batch: `tokens`, filled up by `fill`.
 
-    Args: rows: (source, target), at least one; max_length: tokens that stay of either, EOS being the last of them.
-    Returns: int64 (B, S) ``input_ids`` and ``attention_mask``, (B, T) ``labels``, -100 where there is no target.
+    Args: rows: (source, target), at least one; max_length: tokens that stay of either.
     Raises: ValueError for no rows, and for a max_length below 2.
     """
     if not rows or max_length < 2:
         raise ValueError(f"pairs: {len(rows)} rows and max_length {max_length}: give at least 1 and 2")
+    cut = [(shorten(a, max_length), shorten(b, max_length)) for a, b in tokens(rows, tokenizer)]
+    return fill(cut, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def tokens(rows: Sequence[tuple[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Sources as the tokenizer leaves them, as they are in decoding, and targets with EOS at their end."""
+    options = {"padding": False, "truncation": False, "verbose": False}
+    sources = tokenizer([source for source, _ in rows], **options)["input_ids"]
+    targets = tokenizer(text_target=[target for _, target in rows], **options)["input_ids"]
     eos = tokenizer.eos_token_id
+    closed = [list(row) if row and row[-1] == eos else [*row, eos] for row in targets]
+    return [(list(source), target) for source, target in zip(sources, closed, strict=True)]
 
-    def tokens(texts: list[str], **options: bool) -> list[list[int]]:
-        ids = tokenizer(**{"text_target" if options else "text": texts}, padding=False, truncation=False)["input_ids"]
-        whole = [list(row) if row and row[-1] == eos else [*row, eos] for row in ids]
-        return [row if len(row) <= max_length else [*row[: max_length - 1], eos] for row in whole]
 
-    sources, targets = tokens([source for source, _ in rows]), tokens([target for _, target in rows], target=True)
-    pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+def shorten(ids: Sequence[int], length: int) -> list[int]:
+    """The first tokens, but for the last one, which stays the last: EOS of most tokenizers."""
+    return list(ids) if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+
+
+def fill(examples: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int) -> dict[str, Tensor]:
+    """Sources and targets side by side, each filled up on the right to its own longest.
+
+    Returns: int64 (B, S) ``input_ids`` and ``attention_mask``, (B, T) ``labels``, -100 where there is no target.
+    """
+    sources, targets = [source for source, _ in examples], [target for _, target in examples]
     return {
         "input_ids": _filled(sources, pad),
         "attention_mask": _filled([[1] * len(row) for row in sources], 0),

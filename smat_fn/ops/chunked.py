@@ -1,4 +1,4 @@
-"""The operations in plain torch, a chunk of coordinates at a time: the CPU path, and float64 everywhere."""
+"""The operations on the CPU, and in float64 everywhere: compiled loops, else plain torch a chunk at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from . import fused
 from .plan import Numbers, kept_scale, noise_step
 
 BLOCKS = 1 << 15  # Philox blocks that are worked on at once: scratch of 1.5 MB
@@ -22,7 +23,8 @@ def simulate(
     starts: Sequence[int],
 ) -> None:
     """Eq. smat-state written into ``out``, which may be params or base; see `smat_fn.simulate`."""
-    for piece in _pieces(out, numbers, masked, starts, noise=True):
+    others = fused.simulate(params, base, out, numbers, masked, starts)
+    for piece in _pieces(out, others, numbers, masked, starts, noise=True):
         theta, theta_0 = _flat(params[piece.leaf])[piece.part], _flat(base[piece.leaf])[piece.part]
         dtype = tree.compute_dtype(params[piece.leaf], base[piece.leaf])
         center = theta_0.to(dtype)
@@ -41,7 +43,8 @@ def reweight(
     starts: Sequence[int],
 ) -> None:
     """Eq. smat-gradient written into ``out``, which may be grads; see `smat_fn.reweight`."""
-    for piece in _pieces(out, numbers, masked, starts, noise=False):
+    others = fused.reweight(grads, out, numbers, masked, starts)
+    for piece in _pieces(out, others, numbers, masked, starts, noise=False):
         gradient = _flat(grads[piece.leaf])[piece.part]
         coefficient = _coefficient(piece, numbers, tree.compute_dtype(gradient))
         _flat(out[piece.leaf])[piece.part].copy_(coefficient * gradient.to(coefficient.dtype))
@@ -55,9 +58,15 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    leaves: Sequence[Tensor], numbers: Numbers, masked: Sequence[bool], starts: Sequence[int], *, noise: bool
+    leaves: Sequence[Tensor],
+    chosen: Sequence[int],
+    numbers: Numbers,
+    masked: Sequence[bool],
+    starts: Sequence[int],
+    *,
+    noise: bool,
 ) -> Iterator[_Piece]:
-    for group in tree.spans([leaf.numel() for leaf in leaves], CHUNK):
+    for group in tree.spans([leaf.numel() if i in chosen else 0 for i, leaf in enumerate(leaves)], CHUNK):
         wanted = [(0, span) for span in group if masked[span[0]]] + [(1, span) for span in group if noise]
         fields = iter(
             centered_fields(
@@ -78,6 +87,8 @@ def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) 
     """
     if not keys:
         return []
+    if (drawn := fused.centered_fields(keys, windows)) is not None:
+        return drawn
     device = keys[0].device
     blocks = [(start // 8, (stop + 7) // 8) for start, stop in windows]
     counts = [stop - start for start, stop in blocks]
@@ -136,7 +147,10 @@ def _coefficient(piece: _Piece, numbers: Numbers, dtype: torch.dtype) -> Tensor:
 
 def _epsilon(field: Tensor, numbers: Numbers, dtype: torch.dtype) -> Tensor:
     uniform = not numbers.quantiles.numel()
-    unit = field.to(dtype).add_(0.5) if uniform else numbers.quantiles[field.to(torch.int64) + 32768].to(dtype)
+    if uniform:
+        unit = field.to(dtype).add_(0.5)
+    else:
+        unit = numbers.quantiles.index_select(0, field.to(torch.int32).add_(32768)).to(dtype)
     return unit.mul_(noise_step(numbers.sigma, uniform, dtype))
 
 

@@ -47,7 +47,7 @@ def finish(
     if max_norm is not None:
         factor = clip_factor(norm, max_norm)
         for source, target in zip(sources, targets, strict=True):
-            torch.mul(source, factor.to(tree.compute_dtype(source)), out=target)
+            torch.mul(source, factor.to(source.device, tree.compute_dtype(source)), out=target)
     return out, norm.float()
 
 

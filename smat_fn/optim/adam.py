@@ -93,7 +93,7 @@ def _build(
         flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
         # torch increments one counter a tensor, in place
         device = {p: leaf.device if fused else None for p, leaf in leaves.items()}
-        counts = [torch.tensor(float(state.step), device=device[p]) for p in leaves]
+        counts = [torch.full((), float(state.step), device=device[p]) for p in leaves]
         function(
             list(leaves.values()),
             [_laid_out(flat_grads[p], leaf) for p, leaf in leaves.items()],

@@ -48,6 +48,7 @@ class Merged(NamedTuple):
     finals: Curve = ()  # of those that were decoded again, where answers are sampled
     tried: Tried | None = None
     calibration: Calibration | None = None
+    kept: bool = False  # it was there before
 
 
 class Models:

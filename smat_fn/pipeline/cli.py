@@ -37,7 +37,7 @@ def parse(
     options: type[Options], *, description: str | None, args: list[str] | None = None, prog: str | None = None
 ) -> Options:
     """Options from the command line (``args``: from these words); exits with tyro's own message if they do not fit."""
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs)
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff)
     return tyro.cli(options, prog=prog, description=description, args=args, config=config, registry=REGISTRY)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NONE = arg(help_behavior_hint="(default: none)")
 SPLIT = Literal["test", "dev"]
 RUNS = arg(metavar="RUN...", help_behavior_hint="(at least one)")
-SUITE = arg(help_behavior_hint="(default: as they were trained)")
+SUITE = arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Shared:
     out: Annotated[Path | None, NONE] = None
     """Folder for the numbers (JSON, CSV) and the figure (PNG), named as the command."""
     suite_options: Annotated[dict[str, bool | int | float | str], SUITE] = field(default_factory=dict)
-    """Options of the suite to change, as NAME VALUE pairs: model FOLDER data FOLDER device cpu decode_batch 64."""
+    """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
     memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
     """MiB for models that are evaluated together by torch.func.vmap; 0: one by one."""
     threads: int = 1
@@ -185,7 +185,8 @@ def _command(compute: Any) -> Any:
         from rich.console import Console
         from rich.table import Table
 
-        from ..analyses.results import summary, write
+        from ..analyses.plots import write
+        from ..analyses.results import summary
 
         torch.set_num_threads(args.threads)
         result = compute(args)

@@ -15,7 +15,8 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
 
     Raises: ValueError for rows that the suite cannot use.
     """
-    shared = {n: value for n, value in vars(training).items() if n not in ("steps", "epochs") and value is not None}
+    shared = {n: value for n, value in vars(training).items() if n not in ("steps", "epochs")}
+    shared = {name: value for name, value in shared.items() if value is not None and value is not False}
     lines = [
         f"suite {suite.name}: {_listed(suite.recipe, 'name')}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import checkpoint, lora, tree
+from ..merge.stream import read_inputs
 from .training import BASE
 
 
@@ -33,13 +34,16 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
+    Folders of train.py are known by their manifests. All others are read as a merge on disk reads them: sharded ones,
+    hub names, LoRA adapters; such an expert is of the task that its folder is named after.
+
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
         that are not finite, and every task that comes twice.
     """
     problems = [] if experts else ["no experts: give at least one folder"]
     origin: dict[str, Tensor] | None = None
     try:
-        origin, _ = checkpoint.load_leaves(base)
+        origin = checkpoint.load_leaves(base)[0] if _is_ours(base) else _as_it_is(base)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
@@ -48,11 +52,14 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     manifests: dict[str, dict[str, Any]] = {}
     for path in experts:
         try:
-            like = checkpoint.load_leaves(path)[0] if origin is None else origin
-            params, manifest = lora.load_expert(path, like)
+            if _is_ours(path):
+                like = checkpoint.load_leaves(path)[0] if origin is None else origin
+                params, manifest = lora.load_expert(path, like)
+            else:
+                params, manifest = _as_it_is(base, path)[1], dict[str, Any]()
             tree.check_finite(params, str(path))
         except ValueError as error:
-            problems.append(str(error))
+            problems += str(error).split("; ")
             continue
         task = manifest.get("task", path.name)
         if task in loaded:
@@ -60,6 +67,19 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
         if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
             problems.append(f"{path} was trained from another base than {base}")
         loaded[task], manifests[task] = params, manifest
-    tree.raise_problems(problems)
+    tree.raise_problems(list(dict.fromkeys(problems)))
     assert origin is not None
     return Inputs(origin, loaded, manifests)
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / checkpoint.MANIFEST).is_file()
+
+
+def _as_it_is(base: Path, expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The leaves of base and of an expert, by the rules of a merge on disk."""
+    problems: list[str] = []
+    start, found = read_inputs(base, {} if expert is None else {expert.name: expert}, problems)
+    tree.raise_problems(problems)
+    assert start is not None
+    return start, {} if expert is None else found[expert.name]

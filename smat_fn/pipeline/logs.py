@@ -21,7 +21,8 @@ class Log:
     """Lines of one expert, ``with Log(...) as log``: `step` after every step, `finish` after the last one.
 
     A line: step, loss, grad_norm, learning rates, simulated, scale, seconds of training so far, examples or tokens per
-    second since the line before. The last one also has what `finish` was given, seconds by kind of step, peak memory.
+    second since the line before, peak memory, and ``simulation_share`` (`Stopwatch.simulation_share` so far). The last
+    one also has what `finish` was given, and seconds by kind of step.
 
     Args: path: of the JSON lines; total: steps; every: steps between lines, the last is always one; device: of
         training; rates: step -> learning rates by name; rows: step -> rows of the training split in its batch, if they
@@ -93,7 +94,10 @@ class Log:
             "scale": float(getattr(info, "scale", 1.0)),
             "seconds": round(seconds, 4),
             f"{unit}_per_second": round(self._amount / max(seconds - self._before, 1e-9), 2),
+            **{name: value for name, value in self._memory().items() if name == "peak_memory_bytes"},
         }
+        if (share := self.watch.simulation_share()) is not None:
+            self._last["simulation_share"] = round(share, 4)
         self._amount, self._before = 0, seconds
         kind, loss, norm = KINDS[simulated], self._last["loss"], self._last["grad_norm"]
         self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
@@ -133,7 +137,8 @@ class Log:
         for step, value in zip(steps, values, strict=True):
             if not math.isfinite(value):
                 rows = "" if self._rows is None else f", on training rows {', '.join(map(str, self._rows(step)))}"
-                raise ValueError(f"loss of {self._task} is {value} at step {step}{rows}: lower the learning rate")
+                way = "lower the learning rate" if step else "nothing was trained yet, look at the base and at the rows"
+                raise ValueError(f"loss of {self._task} is {value} at step {step}{rows}: {way}")
 
     def _write(self) -> None:
         row, self._last = self._last, None

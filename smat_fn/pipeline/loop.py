@@ -117,7 +117,7 @@ def train_expert(
         log.watch.skip()
     for step in range(state.step, training.steps):
         if stop is not None and (number := world.largest(stop.signal or 0)):
-            raise _interrupted(number, state, task, log, saver)
+            raise _interrupted(number, state, task, log, saver, world)
         batch = given = suite.batch(task, key, step)
         if world.size > 1:
             given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
@@ -136,9 +136,10 @@ def train_expert(
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
 
 
-def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Saver | None) -> Interrupted:
+def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Saver | None, world: World) -> Interrupted:
     text = f"stopped by signal {number} after {state.step} steps of {task}"
     if saver is not None and log is not None:
         saver.save(state, log.progress())
         text += f"; {saver.where()}: go on with --resume"
-    return Interrupted(number, text)
+    # torchrun ends the others when one is gone: nobody leaves before the first process has written
+    return Interrupted(number, world.agree(text))

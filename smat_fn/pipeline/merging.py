@@ -12,6 +12,7 @@ from ..data import Suite, load_suite
 from ..evaluate import Records, Scorer, score_bar
 from .card import card
 from .choosing import Merged, about, calibrate, is_open, merge_one, total
+from .finished import differences, is_merged, verify
 from .inputs import Inputs, find_inputs, load_inputs
 from .training import mean, refusals
 
@@ -35,7 +36,8 @@ def merge_run(
     """Merge by each merger into ``out/<merger>``.
 
     Scores of a search are kept in ``out/scores.jsonl`` as they come: a search that was ended goes on from there, and
-    the next one on the same inputs finds them (`Scorer`).
+    the next one on the same inputs finds them (`Scorer`). A folder that holds this very merge, by its manifest and its
+    bytes, stays as it is. Not so with ``overwrite``.
 
     Args: search: choose open coefficients on dev, and score every merged model there; calibration: first choose the
         sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks; options: of the suite,
@@ -48,25 +50,48 @@ def merge_run(
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
         problems += refusals(_check_options, config, len(experts))
-        problems += refusals(checkpoint.refuse_existing, out / config.name, overwrite=overwrite)
     try:
         inputs = load_inputs(base, experts)
         suite = common_suite(inputs, options or {}) if search or calibration else None
+        sources = _sources(inputs, seed)
     except ValueError as error:
         problems.append(str(error))
+        sources = {}
+    asked = {
+        config.name: {
+            "settings": settings(config),
+            "search": search,
+            "calibration": (calibration or {}).get(config.name),
+            "suite": dict(options or {}),
+        }
+        for config in configs
+    }
+    kept = {}
+    for name in asked if not overwrite else ():
+        folder = out / name
+        others = differences(folder, {"merger": name, "asked": asked[name], **sources}) if is_merged(folder) else []
+        if sources and is_merged(folder) and not (others := others or verify(folder)[1]):
+            kept[folder] = _read(folder)
+        else:
+            problems += [f"{folder} holds another merge: {other}" for other in others[:1] if sources]
+            problems += refusals(checkpoint.refuse_existing, folder, overwrite=False)
     tree.raise_problems(problems)
-    done = {}
+    done = dict[Path, Merged]()
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
+            if (folder := out / config.name) in kept:
+                done[folder] = kept[folder]
+                continue
             found = None
             if calibration and config.name in calibration:
                 assert scorer is not None
                 found = calibrate(config, inputs, scorer, coef=calibration[config.name], seed=seed)
                 config = found.config
             merged = merge_one(config, inputs, seed=seed, scorer=scorer)._replace(calibration=found)
-            write_merged(out / config.name, config, inputs, merged, seed=seed, overwrite=overwrite)
-            done[out / config.name] = merged
+            facts = {"asked": asked[config.name]}
+            write_merged(folder, config, inputs, merged, seed=seed, overwrite=overwrite, facts=facts)
+            done[folder] = merged
     return done
 
 
@@ -82,15 +107,25 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
 
     Raises: ValueError that lists experts of no suite and of another than the first; for a suite of another base.
     """
-    recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items()}
-    first = next(iter(recipes.values()))
+    # experts that are not of train.py follow the others, or the options
+    recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items() if manifest}
+    first = next(iter(recipes.values()), {"seed": 0} if "name" in options else None)
     problems = [f"expert {task!r} names no suite, so nothing to search on" for task, r in recipes.items() if not r]
     problems += [
         f"expert {task!r} is of another suite than the first" for task, r in recipes.items() if r and r != first
     ]
+    if first is None and not recipes:
+        problems.append("no expert names a suite: say --suite-options name NAME, of one whose tasks the experts are")
     tree.raise_problems(problems)
     assert first is not None
     suite = known or load_suite(**{**first, **options})
+    tree.raise_problems(
+        [
+            f"expert {task!r} is of no task of suite {suite.name!r}: rename its folder to one of {', '.join(suite.tasks)}"
+            for task in inputs.experts
+            if task not in suite.tasks
+        ]
+    )
     if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(inputs.base):
         raise ValueError(
             f"suite {suite.name!r} gives another base here than the experts': train again, with these versions"
@@ -99,20 +134,25 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
 
 
 def write_merged(
-    path: Path, config: MergerConfig, inputs: Inputs, merged: Merged, *, seed: int, overwrite: bool = False
+    path: Path,
+    config: MergerConfig,
+    inputs: Inputs,
+    merged: Merged,
+    *,
+    seed: int,
+    overwrite: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a merged model with its manifest and a card for people."""
-    first = next(iter(inputs.manifests.values()))
+    """Save a merged model with its manifest, more ``facts`` in it, and a card for people."""
+    manifests = inputs.manifests.values()
     facts = {
+        **(facts or {}),
         "kind": "merged",
         "merger": config.name,
         "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},
-        "label": "+".join(dict.fromkeys(m.get("label", "?") for m in inputs.manifests.values())),
-        "seed": first.get("seed", seed),
-        "merge_seed": seed,
-        "suite": first.get("suite"),
-        "base_fingerprint": checkpoint.fingerprint(inputs.base),
-        "experts": {task: manifest.get("fingerprint") for task, manifest in inputs.manifests.items()},
+        "label": "+".join(dict.fromkeys(manifest.get("label", "?") for manifest in manifests)),
+        "seed": next((manifest["seed"] for manifest in manifests if "seed" in manifest), seed),
+        **_sources(inputs, seed),
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
@@ -125,3 +165,23 @@ def write_merged(
         facts["tried"] = {name: round(value, 3) for name, value in tried._asdict().items()}
     manifest = checkpoint.describe(merged.params, **facts)
     checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})
+
+
+def _read(folder: Path) -> Merged:
+    """A merged model that was written before."""
+    params, manifest = checkpoint.load_leaves(folder)
+    curves = [tuple((point[0], point[1]) for point in manifest.get(name, ())) for name in ("dev_curve", "dev_finals")]
+    return Merged(params, manifest["hyperparameters"].get("coef"), manifest["dev"], *curves, kept=True)
+
+
+def _sources(inputs: Inputs, seed: int) -> dict[str, Any]:
+    """What a merge is made of, beside its settings."""
+    return {
+        "merge_seed": seed,
+        "suite": next((manifest["suite"] for manifest in inputs.manifests.values() if manifest.get("suite")), None),
+        "base_fingerprint": checkpoint.fingerprint(inputs.base),
+        "experts": {
+            task: manifest.get("fingerprint") or checkpoint.fingerprint(inputs.experts[task])
+            for task, manifest in inputs.manifests.items()
+        },
+    }

@@ -42,13 +42,17 @@ class Stop:
 
 
 @contextmanager
-def on_signals() -> Iterator[Stop]:
-    """The first SIGTERM or SIGINT asks training to save and end, a second one ends it at once. Main thread only."""
+def on_signals(*, second_ends: bool = True) -> Iterator[Stop]:
+    """The first SIGTERM or SIGINT asks training to save and end, a second one ends it at once. Main thread only.
+
+    Args: second_ends: False under torchrun, which passes on what its processes may have had from elsewhere already.
+    """
     stop = Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.signal = number
-        signal.signal(number, previous[number])
+        if second_ends:
+            signal.signal(number, previous[number])
 
     previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in previous:

@@ -45,6 +45,16 @@ class Stopwatch:
         """Of all laps."""
         return sum(self.totals()[f"{kind}_seconds"] for kind in KINDS)
 
+    def simulation_share(self) -> float | None:
+        """The share of all seconds that the simulated steps took beyond as many clean ones; None without clean ones.
+
+        ``(S - n c) / (S + C)``: S seconds of n simulated steps, C of the clean ones, which take c each on average.
+        """
+        steps, seconds = ([self.totals()[f"{kind}_{what}"] for kind in KINDS] for what in ("steps", "seconds"))
+        if not steps[0] or not sum(seconds):
+            return None
+        return (seconds[1] - steps[1] * seconds[0] / steps[0]) / sum(seconds)
+
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()

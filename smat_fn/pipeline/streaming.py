@@ -1,10 +1,10 @@
 """Merge folders of any size without holding a model in memory, and check later what was merged."""
 
-import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from .. import checkpoint, random, tree
 from ..config import MergerConfig, Semantics, settings
-from ..merge.stream import Options, Plan, Report, merge_folders, open_folder, plan, prepare
+from ..merge.stream import SHARD_SIZE, Options, Plan, Report, merge_folders, open_folder, plan, prepare
+from ..merge.stream.writing import copied, exclusive
+from .finished import differences, digests, is_merged, verify
 from .streaming_card import streaming_card
 from .training import refusals
+
+__all__ = ["Order", "bytes_of", "mask_key", "order", "plan_run", "stream_run", "verify"]
 
 CARD = "README.md"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -62,13 +66,20 @@ def order(
     return Order(base, named, manifests, out, seed, coefs or {}, semantics, options)
 
 
-def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report]]:
+def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report | None]]:
     """Merge by each merger into ``out/<merger>``, with a manifest and a card: `merge_folders`. Yields what is done.
+
+    A folder that holds this very merge stays as it is, once all of its files and of its inputs are hashed again: it is
+    yielded with None. Not so with ``overwrite``.
 
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
-    _check(configs, order)
+    kept = _check(configs, order)
     for config in configs:
+        if config in kept:
+            with exclusive(order.out / config.name):  # the lock of a merge that was killed at its end goes
+                yield order.out / config.name, None
+            continue
 
         def describe(files: Sequence[Path], report: Report, config: MergerConfig = config) -> dict[str, str]:
             return _texts(config, order, files, report)
@@ -78,35 +89,15 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
         yield folder, merge_folders(config, order.base, order.experts, folder, describe=describe, **options)
 
 
-def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan]:
-    """What `stream_run` would need; nothing is written. Raises: as `stream_run` does before any merging."""
-    _check(configs, order)
-    folders = {order.out / config.name: config for config in configs}
+def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
+    """What `stream_run` would need, None for a merge that is done; nothing is written. Raises: as `stream_run` does."""
+    kept = _check(configs, order)
     return {
-        folder: plan(config, order.base, order.experts, folder, **_options(config, order))
-        for folder, config in folders.items()
+        order.out / config.name: None
+        if config in kept
+        else plan(config, order.base, order.experts, order.out / config.name, **_options(config, order))
+        for config in configs
     }
-
-
-def verify(path: Path) -> tuple[int, list[str]]:
-    """Hash again what the manifest of a merged model names. Returns: the number of files, and all that differs.
-
-    Args: path: its folder, or its card. Raises: ValueError for a folder without a manifest.
-    """
-    folder = path if path.is_dir() else path.parent
-    manifest = checkpoint.load_manifest(folder)
-    if "files" not in manifest:  # merged in memory
-        same = checkpoint.fingerprint(checkpoint.load_leaves(folder)[0]) == manifest.get("fingerprint")
-        return 1, [] if same else [f"{folder / checkpoint.WEIGHTS} has not the weights that were written"]
-    named = {folder / file: print_ for file, print_ in manifest["files"].items()}
-    for source in manifest["inputs"].values():
-        named |= {Path(file): print_ for file, print_ in source.items()}
-    found = {file: _sha256(file) if file.is_file() else None for file in named}
-    return len(named), [
-        f"{file} is missing" if found[file] is None else f"{file} has changed: SHA-256 {found[file]}, it was {print_}"
-        for file, print_ in named.items()
-        if found[file] != print_
-    ]
 
 
 def bytes_of(size: str) -> int:
@@ -117,9 +108,16 @@ def bytes_of(size: str) -> int:
     return int(float(found[1]) * _UNITS.get(found[2] or "", 1))
 
 
-def _check(configs: Sequence[MergerConfig], order: Order) -> None:
-    problems: list[str] = []
+def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
+    """The mergers whose merge is done already. Raises: as `stream_run` before any merging."""
+    problems, kept = list[str](), list[MergerConfig]()
     for config in configs:
+        folder = order.out / config.name
+        if folder.exists() and not order.options.get("overwrite"):
+            if not (others := _other_merge(config, order, folder)):
+                kept.append(config)
+                continue
+            problems += [f"{folder} holds another merge: {others[0]}"] if is_merged(folder) else []
         options = _options(config, order)
         if hasattr(config, "coef") and config.coef is None and not order.coefs:
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
@@ -127,6 +125,45 @@ def _check(configs: Sequence[MergerConfig], order: Order) -> None:
         for text in refusals(prepare, config, order.base, order.experts, order.out / config.name, **options):
             problems += text.split("; ")
     tree.raise_problems(list(dict.fromkeys(problems)))  # all mergers have the same inputs
+    return kept
+
+
+def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
+    """Why ``folder`` does not hold this very merge, in words."""
+    if found := differences(folder, _settings(config, order)):
+        return found
+    try:
+        job, _ = prepare(config, order.base, order.experts, folder, **_options(config, order) | {"overwrite": True})
+    except ValueError as error:
+        return [str(error)]
+    manifest = checkpoint.load_manifest(folder)
+    folders = job.base, *job.experts.values()
+    read = {opened.label: sorted(str(file.absolute()) for file in opened.stores) for opened in folders}
+    if read != {name: sorted(files) for name, files in manifest["inputs"].items()}:
+        return ["it was made of other files"]
+    names = [str(file.relative_to(job.base.root)) for file in copied(job.base.root)]
+    changed = [
+        f"its {name} is not base's"
+        for name in names
+        if not (folder / name).is_file() or (folder / name).read_bytes() != (job.base.root / name).read_bytes()
+        if (name, job.dtype is None) != ("config.json", False)
+    ]
+    return changed or verify(folder, workers=order.options.get("workers", 1))[1]
+
+
+def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
+    """What decides the bytes of a merge beside its inputs."""
+    coefs = {"coefs": dict(order.coefs)} if "coef" in _options(config, order) else {}
+    return {
+        "merger": config.name,
+        "hyperparameters": {**settings(config), **coefs},
+        "semantics": order.semantics,
+        "out_dtype": order.options.get("out_dtype", "same"),
+        "merge_seed": order.seed,
+        "shard_size": order.options.get("shard_size", SHARD_SIZE),
+        "vocabulary": order.options.get("vocabulary", "error"),
+        "device": order.options.get("device", "cpu"),
+    }
 
 
 def _options(config: MergerConfig, order: Order) -> Options:
@@ -147,27 +184,27 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
     work = files[0].parent
     first = next(iter(order.manifests.values()))
     labels = dict.fromkeys(manifest.get("label", name) for name, manifest in order.manifests.items())
-    coefs = {"coefs": dict(order.coefs)} if "coef" in _options(config, order) else {}
+    workers = order.options.get("workers", 1)
+    base = report.inputs["base"][0].parent
+    with ThreadPoolExecutor(1) as pool:  # hashing lets go of the interpreter
+        fingerprint = pool.submit(lambda: checkpoint.fingerprint(_mapped(base)))
+        read = digests([*files, *(file for named in report.inputs.values() for file in named)], workers)
     manifest = checkpoint.describe(
         _mapped(work),
         kind="merged",
-        merger=config.name,
-        hyperparameters={**settings(config), **coefs},
-        semantics=order.semantics,
-        out_dtype=order.options.get("out_dtype", "same"),
+        **_settings(config, order),
         label="+".join(labels),
         seed=first.get("seed", order.seed),
-        merge_seed=order.seed,
         suite=first.get("suite"),
-        base_fingerprint=checkpoint.fingerprint(_mapped(report.inputs["base"][0].parent)),
+        base_fingerprint=fingerprint.result(),
         experts={name: manifest.get("fingerprint") for name, manifest in order.manifests.items()},
         dev={},
         dev_curve=[],
         density=report.density,
         rounding_ratio=report.rounding_ratio if math.isfinite(report.rounding_ratio) else None,
         notes=list(report.notes),
-        files={str(file.relative_to(work)): _sha256(file) for file in files},
-        inputs={name: {str(file.absolute()): _sha256(file) for file in files} for name, files in report.inputs.items()},
+        files={str(file.relative_to(work)): read[file] for file in files},
+        inputs={name: {str(file.absolute()): read[file] for file in files} for name, files in report.inputs.items()},
     )
     return {checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n", CARD: streaming_card(manifest)}
 
@@ -182,8 +219,3 @@ def _manifest(path: Path) -> dict[str, Any]:
     """The manifest of train.py or merge.py; nothing for other folders, whatever their file of this name is."""
     found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).exists() else {}
     return found if isinstance(found, dict) and "kind" in found else {}
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..merge import RANDOM
 from ..merge.stream import Plan
+from .finished import seconds_to_hash
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -54,12 +55,14 @@ def rounding(ratio: float | None) -> str:
 def plan_text(folder: Path, found: Plan) -> str:
     """What a merge into ``folder`` would need."""
     files = f"{len(found.shards)} file" + ("s" if len(found.shards) > 1 else "")
+    hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
     return "\n".join(
         [
             f"{folder}: all checks passed, {found.leaves:,} leaves, {found.parameters:,} parameters",
             f"  memory: at most {found.memory / 2**20:,.0f} MiB beside mapped files",
             f"  disk: {_size(found.disk)} in {files}",
-            f"  time: about {found.seconds:,.1f} s of computation, then hashing",
+            f"  time: about {found.seconds:,.1f} s of computation, then {hashing:,.1f} s of hashing in one thread; "
+            f"{_size(found.read)} to read, a disk slower than that adds to it",
             *(f"  note: {note}" for note in found.notes),
         ]
     )

@@ -36,8 +36,10 @@ class Sweep:
     """Runs at a time where no devices are given."""
     launcher: Literal["local", "submitit"] = "local"
     """local: processes here; submitit: jobs of a cluster (the package submitit)."""
-    cluster_options: Annotated[dict[str, int | str], NONE] = field(default_factory=dict)
-    """Of submitit's executor, as NAME VALUE pairs: slurm_partition gpu timeout_min 600."""
+    cluster_options: Annotated[
+        dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
+    ] = field(default_factory=dict)
+    """Of submitit's executor: slurm_partition gpu timeout_min 600."""
 
 
 @dataclass(frozen=True)

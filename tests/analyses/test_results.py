@@ -7,8 +7,8 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from smat_fn.analyses.plots import draw
-from smat_fn.analyses.results import as_csv, summary, write
+from smat_fn.analyses.plots import draw, write
+from smat_fn.analyses.results import as_csv, summary
 
 
 def result(analysis, rows, **settings):

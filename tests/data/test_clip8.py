@@ -295,7 +295,7 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
     asked = []
 
-    def fails(source, task, split):
+    def fails(source, task, split, columns):
         asked.append((source, task, split))
         raise ValueError("cannot be had")
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from smat_fn import checkpoint, grad, random, tree
 from smat_fn.config import PRESETS
-from smat_fn.data import batch_indices, labelled, load_suite, short_text, task_names
+from smat_fn.data import batch_indices, heads, labelled, load_suite, short_text, task_names
 from smat_fn.data.suite import check_member
 from smat_fn.mat import finetune, smat
 from smat_fn.models import encoder, packing
@@ -131,9 +131,9 @@ def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(loa
     texts = [row["text"] for row in rows("topic", "train")]
     with torch.no_grad():
         train = labelled.Labelled(tuple(texts), tuple(i % 3 for i in range(30)))
-        order = short_text.head_rows(train, 3, random.fold_in(random.key(3), "topic"), None)
+        order = heads.head_rows(train.labels, 3, random.fold_in(random.key(3), "topic"), None)
         features = features_one_by_one(model, tokenizer, [texts[i] for i in order])
-        head = short_text.fit_head(features, torch.tensor([i % 3 for i in order]), c=10.0)
+        head = heads.fit_head(features, torch.tensor([i % 3 for i in order]), c=10.0)
         model.load_state_dict(params, strict=False)
         logits = features_one_by_one(model, tokenizer, [row["text"] for row in own]) @ head["weight"].T + head["bias"]
     loss, got = suite.loss_fn("topic")(params, suite.batch("topic", key, 2))
@@ -172,7 +172,7 @@ def test_a_head_is_where_its_penalised_loss_has_no_slope():
     for classes, count in ((2, 12), (4, 20)):
         features = F.normalize(torch.randn(count, 5, generator=generator, dtype=torch.float64), dim=1)
         labels = torch.arange(count) % classes
-        head = {name: leaf.double() for name, leaf in short_text.fit_head(features, labels, c=3.0).items()}
+        head = {name: leaf.double() for name, leaf in heads.fit_head(features, labels, c=3.0).items()}
         error = (features @ head["weight"].T + head["bias"]).softmax(1) - F.one_hot(labels, classes)
         weight = head["weight"]
         if classes == 2:  # one vector w is penalised, the difference of the two
@@ -188,10 +188,10 @@ def test_a_head_takes_the_first_rows_of_every_class_in_a_random_order():
     few = labelled.Labelled(("x",) * 90, tuple(i % 3 for i in range(90)))
     key = random.key(0)
     for own, classes, given, number in ((few, 3, None, 16), (many, 30, None, 3), (few, 3, 5, 5), (many, 30, 9, 3)):
-        places = short_text.head_rows(own, classes, key, given)
+        places = heads.head_rows(own.labels, classes, key, given)
         assert [own.labels[i] for i in places] == [label for label in range(classes) for _ in range(number)]
         assert len(set(places)) == len(places)
-    assert short_text.head_rows(few, 3, random.key(1), 5) != short_text.head_rows(few, 3, key, 5)
+    assert heads.head_rows(few.labels, 3, random.key(1), 5) != heads.head_rows(few.labels, 3, key, 5)
 
 
 def test_gradients_reach_every_leaf_and_both_engines_agree(suite):
@@ -408,5 +408,5 @@ def test_the_five_tasks_have_their_rows_and_classes():
         assert len(found.classes) == classes
         sets = [set(own.texts) for own in found.splits.values()]
         assert len(set.union(*sets)) == 2700
-        places = short_text.head_rows(found.splits["train"], classes, random.key(0), None)
+        places = heads.head_rows(found.splits["train"].labels, classes, random.key(0), None)
         assert len(places) == classes * (3 if classes > 20 else 16)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS, Training
+from smat_fn.config import PRESETS, Finetune, Training
 from smat_fn.data import load_suite, task_names, text, trace
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
 from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
 from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
-from smat_fn.pipeline.training import budget
+from smat_fn.pipeline.training import budget, train_run
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
 WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]
@@ -193,7 +193,7 @@ def test_steps_come_from_rows_and_epochs(suite):
 
 
 def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(load, tmp_path):
-    write_rows(tmp_path, "mine", answers=("1", "2"))
+    write_rows(tmp_path, "mine", answers=("A", "B"))
     assert trace.settings_of("mine", trace.TraceRecipe("m", "d")) == Decoding(100)
     for name, metric in {"label": label_accuracy, "number": numeric_accuracy, "rouge-l": rouge_l}.items():
         suite = load(data=str(tmp_path), metric=name)
@@ -206,8 +206,33 @@ def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trace, "METRICS", {name: spy})
             suite.score(suite.base, "mine", "dev")
-        assert seen == [(3, ("1", "2", "1"))]
+        assert seen == [(3, ("A", "B", "A"))]
         assert suite.repeats == {}
+
+
+def test_columns_of_other_names_are_named_and_stay_in_the_recipe(load, tmp_path):
+    write_rows(tmp_path, "mine")
+    for file in (tmp_path / "mine").iterdir():
+        file.write_text(file.read_text().replace('"prompt"', '"question"'))
+    with pytest.raises(ValueError, match=r"column 'prompt' is missing.*--suite-options columns prompt=NAME"):
+        load(data=str(tmp_path))
+    suite = load(data=str(tmp_path), columns="prompt=question")
+    assert suite.recipe["columns"] == {"prompt": "question"}
+    assert load(data=str(tmp_path), columns={"prompt": "question"}).recipe == suite.recipe
+    twin = load_suite(**json.loads(json.dumps(suite.recipe)), device="cpu")
+    assert torch.equal(*(s.batch("mine", random.key(0), 0)["input_ids"] for s in (suite, twin)))
+    for bad in ("question", "prompt=", 3):
+        with pytest.raises(ValueError, match="must name ours and the source's: prompt=question,answer=reply"):
+            load(data=str(tmp_path), columns=bad)
+
+
+def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_path):
+    write_rows(tmp_path, "mine", answers=("good", "poor"))
+    load(data=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no answer of mine \(dev\) begins with a letter A to D.*mine \(eval\)"):
+        load(data=str(tmp_path), metric="label")
+    write_rows(tmp_path / "some", "mine", answers=("good", "poor", "B"))
+    load(data=str(tmp_path / "some"), metric="label")
 
 
 def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):
@@ -232,7 +257,7 @@ def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_pa
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
     asked = []
 
-    def fails(source, task, split):
+    def fails(source, task, split, columns):
         asked.append((source, task, split))
         raise ValueError("cannot be had")
 
@@ -263,6 +288,12 @@ def test_unknown_tasks_and_splits_are_refused(suite):
             call("C-STANCE")
     with pytest.raises(ValueError, match=r"split 'train' is unknown"):
         suite.score(suite.base, "FOMC", "train")
+
+
+def test_a_base_that_gives_no_finite_loss_is_not_blamed_on_the_learning_rate(suite, tmp_path):
+    broken = suite._replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
+    with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained yet"):
+        train_run(broken, Finetune(), Training(2, 1e-3), seed=0, tasks=["FOMC"], out=tmp_path)
 
 
 def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path):

@@ -248,7 +248,7 @@ def test_weights_and_modes_are_back_after_an_exception(module, tokenizer):
 
 
 def test_a_checkpointing_model_decodes_with_its_cache(tokenizer, make):
-    from smat_fn.models.causal_lm import checkpoint_blocks
+    from smat_fn.models.pretrained import checkpoint_blocks
 
     module = make_model()
     checkpoint_blocks(module)

@@ -1,12 +1,21 @@
 """transformers.Trainer with SMAT attached does what the library's own loop does, and never keeps theta~."""
 
+import contextlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 from smat_fn import random
+from smat_fn.data import load_suite
 from smat_fn.grad import ModuleLoss
 from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
@@ -19,6 +28,7 @@ pytest.importorskip("accelerate")
 STRENGTHS = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 0.02, "period": 2}
 STEPS, LR = 5, 1e-2
 KEY = random.key(3)
+ROOT = Path(__file__).parents[2]
 CHECKPOINTING = next(  # the newer name first: the older one warns where both are known
     name
     for name in ("activation_checkpointing", "gradient_checkpointing")
@@ -50,7 +60,7 @@ class Stream(IterableDataset):
         return iter(self.rows)
 
 
-def trainer_of(module, tmp_path, *, batch=4, accumulate=1, callbacks=(), **options):
+def trainer_of(module, tmp_path, *, batch=4, accumulate=1, callbacks=(), kind=None, more=None, **options):
     given = {
         "output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulate, "learning_rate": LR, "lr_scheduler_type": "constant",
@@ -59,7 +69,8 @@ def trainer_of(module, tmp_path, *, batch=4, accumulate=1, callbacks=(), **optio
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**given)
     data = Stream(rows(4 * STEPS))
-    return transformers.Trainer(module, arguments, train_dataset=data, callbacks=list(callbacks))
+    given = {"train_dataset": data, "callbacks": list(callbacks), **(more or {})}
+    return (kind or transformers.Trainer)(module, arguments, **given)
 
 
 class Weights(transformers.TrainerCallback):
@@ -112,6 +123,110 @@ def test_every_step_is_that_of_the_librarys_own_loop(batch, accumulate, options,
     # the optimizer updates theta, not theta~: before step s the weights are those after step s - 1
     for before, after in zip(weights.before, [start, *weights.seen[:-1]], strict=True):
         assert all(torch.equal(before[name], leaf) for name, leaf in after.items())
+
+
+def saved(folder):
+    leaves = load_file(folder / "model.safetensors")
+    return {name: leaf for name, leaf in leaves.items() if name != "lm_head.weight"}
+
+
+def test_evaluation_and_checkpoints_see_the_expert_and_a_run_goes_on_from_one(tmp_path):
+    module, weights, evaluated = tiny_llama(), Weights(), []
+
+    def look(layer, inputs):
+        if not module.training:
+            evaluated.append(layer.weight.detach().clone())
+
+    module.model.norm.register_forward_pre_hook(look)
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    more, strengths = {"eval_dataset": rows(4)}, STRENGTHS | {"period": 1}
+    trainer = trainer_of(module, tmp_path, callbacks=[weights], more=more, per_device_eval_batch_size=4, **often)
+    attach(trainer, key=KEY, **strengths)
+    trainer.train()
+    assert len(evaluated) == STEPS
+    for step, (seen, gain) in enumerate(zip(weights.seen, evaluated, strict=True)):
+        assert torch.equal(gain, seen["model.norm.weight"])
+        kept = saved(tmp_path / f"checkpoint-{step + 1}")
+        assert set(kept) == set(seen)
+        assert all(torch.equal(leaf, seen[name]) for name, leaf in kept.items())
+    again = trainer_of(tiny_llama(), tmp_path)
+    attach(again, key=KEY, **strengths)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(p, weights.seen[-1][name]) for name, p in again.model.named_parameters())
+
+
+def test_a_trainer_with_its_own_training_step_and_loss_like_trls(tmp_path):
+    calls = []
+
+    class Own(transformers.Trainer):
+        def training_step(self, *args, **options):
+            with contextlib.nullcontext():
+                calls.append("step")
+                return super().training_step(*args, **options)
+
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            calls.append("loss")
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+            return (loss, outputs) if return_outputs else loss
+
+    weights = Weights()
+    trainer = trainer_of(tiny_llama(), tmp_path, batch=2, accumulate=2, callbacks=[weights], kind=Own)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    assert calls == ["step", "loss"] * 2 * STEPS
+    for seen, want in zip(weights.seen, by_our_loop(tiny_llama(), 2), strict=True):
+        for name, leaf in want.items():
+            torch.testing.assert_close(seen[name], leaf, rtol=0, atol=2e-5)
+
+
+def test_every_step_is_that_of_train_py(tmp_path, monkeypatch):
+    words = ["the", "council", "voted", "to", "keep", "plan", "as", "it", "is", "and", "nothing", "more", "was", "said"]
+    (tmp_path / "rows" / "task").mkdir(parents=True)
+    for split in ("train", "dev", "eval"):
+        lines = [{"prompt": f"{split} {i}: {' '.join(words[i:])}", "answer": words[i]} for i in range(12)]
+        (tmp_path / "rows" / "task" / f"{split}.json").write_text(json.dumps(lines))
+    example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
+    texts = example["row_texts"](tmp_path / "rows", ["task"])
+    example["write_model"](tmp_path / "model", texts, vocabulary=300, width=16, layers=1)
+    model, data, steps, lr = tmp_path / "model", tmp_path / "rows", 8, 1e-3
+    command = f"train.py smat --preset llama-3.2-1b --model {model} --data {data} --out {tmp_path / 'run'} --seed 5"
+    command += f" --precision fp32 --steps {steps} --lr {lr} --suite-options device cpu"
+    monkeypatch.setattr(sys, "argv", command.split())
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    ours = [json.loads(line) for line in (tmp_path / "run" / "task.log.jsonl").read_text().splitlines()]
+    suite = load_suite("trace", seed=5, model=str(model), data=str(data), dtype="float32", device="cpu")
+    key = random.fold_in(random.key(5), "task")
+    data = Stream([suite.batch("task", key, step) for step in range(steps)])
+    trainer = trainer_of(
+        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), tmp_path / "hf", batch=1,
+        max_steps=steps, learning_rate=lr, weight_decay=1e-3, max_grad_norm=1.0,
+        more={"train_dataset": data, "data_collator": lambda batches: batches[0]},
+    )  # fmt: skip
+    trainer.model.eval()
+    attach(trainer, key=key, alpha_min=0.2, drop_prob=0.5, sigma=2e-3, period=4)
+    trainer.train()
+    theirs = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["simulated"] for line in ours] == [(step + 1) % 4 == 0 for step in range(steps)]
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4), step
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3), step
+    expert = saved(tmp_path / "run" / "task")
+    for name, p in trainer.model.named_parameters():
+        torch.testing.assert_close(p.detach(), expert[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_do_what_one_does(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integrations.worker", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
+    want = by_our_loop(tiny_llama())[-1]
+    for name, leaf in want.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], leaf, rtol=0, atol=2e-5)
 
 
 def test_plain_training_differs_and_detach_gives_it_back(tmp_path):

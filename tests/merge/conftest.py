@@ -1,5 +1,11 @@
 """Small families of trees that hold every shape a merger must accept."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,6 +40,24 @@ def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
     cast = {name: {path: leaf.to(dtype) for path, leaf in tree.items()} for name, tree in {"": base, **trees}.items()}
     full = {name: {**tree, **{path: leaf.clone() for path, leaf in buffers.items()}} for name, tree in cast.items()}
     return full.pop(""), full
+
+
+STORED = Path(__file__).parent / "golden" / "mergekit.safetensors"
+VERSION = "from importlib.metadata import version; print(version('mergekit'))"
+
+
+@pytest.fixture(scope="session")
+def golden_file(tmp_path_factory):
+    """What mergekit 0.1.5 gives: made anew where it is installed, here or for $MERGEKIT_PYTHON, else as it is stored."""
+    python = os.environ.get("MERGEKIT_PYTHON") or (sys.executable if find_spec("mergekit") else None)
+    if python is None:
+        return STORED
+    found = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, check=True).stdout.strip()
+    if found != "0.1.5":
+        return STORED
+    made = tmp_path_factory.mktemp("mergekit") / STORED.name
+    subprocess.run([python, str(STORED.parent.parent / "make_golden.py"), str(made)], capture_output=True, check=True)
+    return made
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Writes golden/mergekit.safetensors: one tiny Llama-like family merged by mergekit 0.1.5, offline and in memory.
 
-    pip install torch==2.13.0 && pip install mergekit==0.1.5 && python make_golden.py
+    pip install torch==2.13.0 && pip install mergekit==0.1.5 && python make_golden.py [FILE]
 
 Inputs: ``<dtype>/base/<leaf>`` and ``<dtype>/e<i>/<leaf>``. Outputs, always computed in float32 and rounded once:
 ``<dtype>/<run>/<leaf>`` for the runs linear (weights 1), task_arithmetic (lambda 0.3), ties_mean and ties_sum (density
@@ -15,6 +15,7 @@ of base times 1.25, a parallel leaf), model_stock (of e0 and of the means of e0 
 whose masks are those of dare_linear.
 """
 
+import sys
 from pathlib import Path
 
 import torch
@@ -130,7 +131,7 @@ def main():
     put("float32/dare_ties", merged)
     _, draws = recorded(models, "della", epsilon=0.07, **options)
     put("della/keep", {f"{e}/{path}": keep.reshape(SHAPES[path]) for (e, path), (keep, _) in draws.items()})
-    save_file(out, Path(__file__).parent / "golden" / "mergekit.safetensors")
+    save_file(out, sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "golden" / "mergekit.safetensors")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from smat_fn import merge, random
+from smat_fn.merge._common import Piece, zeroed
+from smat_fn.merge.ties import Cut, _limit, ties_vector, trimmed, votes
 
 KEY = random.key(0)
 
@@ -105,6 +107,39 @@ def test_ties_majority_counts_beyond_the_integers_of_float32():
     one[0], two[0] = 5.0, -5.0  # the majority is now + by one coordinate
     merged = merge.ties({"w": torch.zeros(size)}, [{"w": one}, {"w": two}], coef=1.0, keep=1.0)
     assert merged["w"][0] == 5.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_limits_are_the_comparisons(dtype):
+    tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    numbers = torch.tensor([0.0, -0.0, 5e-324, 1e-45, tiny, 0.1, 1.0, 1 + 2**-23, 1 + 2**-52, largest, -1.0], dtype=dtype)
+    numbers = torch.cat([numbers, -numbers])
+    for value in torch.cat([numbers.double().abs(), torch.tensor([1 + 2**-40, 1e300, 1e-60], dtype=torch.float64)]):
+        for equal in (False, True):
+            kept = torch.nn.functional.hardshrink(numbers, _limit(value, dtype, equal=equal))
+            magnitude = numbers.double().abs()
+            expected = zeroed(numbers, magnitude >= value if equal else magnitude > value)
+            assert torch.equal(kept, expected), (value, equal)
+            assert torch.equal(kept.signbit() & (kept != 0), expected.signbit() & (expected != 0))
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 5, 9])
+def test_ties_equal_magnitudes_up_to_a_position(at):
+    delta = torch.tensor([1.0, -1.0, 2.0, 0.5])
+    piece = Piece("w", 4, [delta], [])
+    (kept,) = trimmed(piece, {"w": [Cut(torch.tensor(1.0), at)]})
+    assert kept.tolist() == [1.0 if at >= 4 else 0.0, -1.0 if at >= 5 else 0.0, 2.0, 0.0]
+
+
+def test_ties_zeros_are_positive_where_nothing_agrees():
+    base, expert = {"w": torch.full((2,), -0.0)}, {"w": torch.tensor([-1.0, 0.0])}
+    merged = ties_vector(base, [expert], keep=0.5)["w"]
+    assert merged.tolist() == [-1.0, 0.0]
+    assert merged.signbit().tolist() == [True, False]
+
+
+def test_ties_votes_beyond_the_integers_of_float32():
+    assert votes(torch.ones(2**24 + 3)) == 2**24 + 3
 
 
 def test_ties_float64_threshold_is_not_rounded_for_float32_leaves():

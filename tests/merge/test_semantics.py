@@ -1,7 +1,5 @@
 """Whose definition of a merger: what `with_semantics` says, against what mergekit 0.1.5 computed (test_golden.py)."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +21,6 @@ from smat_fn.config import (
     with_semantics,
 )
 
-GOLDEN = load_file(Path(__file__).parent / "golden" / "mergekit.safetensors")
 EMBED = "model.embed_tokens.weight"
 # a merger, its experts, mergekit's run; coefficients are its lambda, weights are 1
 RUNS = {
@@ -36,13 +33,19 @@ RUNS = {
 }
 
 
-def leaves(name):
-    prefix = f"float32/{name}/"
-    return {path.removeprefix(prefix): leaf for path, leaf in GOLDEN.items() if path.startswith(prefix)}
+@pytest.fixture(scope="module")
+def leaves(golden_file):
+    stored = load_file(golden_file)
+
+    def of(name):
+        prefix = f"float32/{name}/"
+        return {path.removeprefix(prefix): leaf for path, leaf in stored.items() if path.startswith(prefix)}
+
+    return of
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_mergekits(name):
+def test_mergekits(name, leaves):
     config, experts, run = RUNS[name]
     merged = merge.merge_by(
         with_semantics(config, "mergekit"), leaves("base"), {expert: leaves(expert) for expert in experts.split()}
@@ -56,7 +59,7 @@ def test_mergekits(name):
         ) * leaf.abs().max()
 
 
-def test_wise_ft_is_task_arithmetic_of_one():
+def test_wise_ft_is_task_arithmetic_of_one(leaves):
     base, experts = leaves("base"), {"e0": leaves("e0")}
     left, right = (merge.merge_by(config, base, experts) for config in (WiseFt(coef=0.3), TaskArithmetic(coef=0.3)))
     assert all(torch.equal(leaf, right[path]) for path, leaf in left.items())

@@ -35,7 +35,7 @@ def _poison(_compiler_knows_torch, monkeypatch):
         def inner(*args, **kwargs):
             memory = allocate(*args, **kwargs)
             if sys._getframe(1).f_globals.get("__name__", "").startswith("smat_fn."):
-                memory.fill_(float("nan") if memory.is_floating_point() else 0x5A5A5A5A)
+                memory.fill_(float("nan") if memory.is_floating_point() else 0x5A5A5A5A & torch.iinfo(memory.dtype).max)
             return memory
 
         return inner

@@ -41,6 +41,32 @@ def test_two_replicas_train_as_one_process(name, found):
     assert all(torch.equal(found[0][name][0][path], found[1][name][0][path]) for path in params)
 
 
+def test_replicas_meet_the_state_of_one_process_bit_for_bit(found):
+    (wanted,) = worker.drawn()
+    for one in found:
+        (seen,) = one["drawn"]
+        assert all(torch.equal(seen[path], leaf) for path, leaf in wanted.items())
+
+
+def test_torchs_own_data_parallel_around_ones_own_loop(found):
+    states, weights = worker.wrapped()
+    first, second = (one["wrapped"] for one in found)
+    assert all(torch.equal(first[0][0][path], leaf) for path, leaf in states[0].items())
+    for one, other, wanted in zip((*first[0], first[1]), (*second[0], second[1]), (*states, weights), strict=True):
+        assert all(torch.equal(one[path], leaf) for path, leaf in other.items())
+        for path, leaf in wanted.items():
+            torch.testing.assert_close(one[path], leaf, rtol=1e-4, atol=1e-6)
+
+
+def test_a_signal_to_one_process_ends_all_at_one_step_after_the_state_is_written(found):
+    first, second = (one["interrupted"] for one in found)
+    assert first == second
+    text, status, step = first["ended"]
+    assert text.startswith("stopped by signal 15 after 4 steps of task; the last good state, after 4 steps, is ")
+    assert (status, step) == (143, 4)
+    assert first["resumed"] == first["whole"]
+
+
 def setting():
     module = worker.model()
     base = {path: p.detach().clone() for path, p in module.named_parameters()}

@@ -1,16 +1,25 @@
 """One of two processes: everything that needs a group, its findings saved for the test."""
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from smat_fn import draw, optim, parallel, random
+from smat_fn import checkpoint, draw, optim, parallel, random, reweight, simulate
+from smat_fn.config import Smat, Training
+from smat_fn.data import Suite
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import asam, finetune, smat
+from smat_fn.parallel import World
+from smat_fn.pipeline import snapshots
+from smat_fn.pipeline.training import train_run
 from smat_fn.types import Micro, Optimizer
 
 KEY, STEPS = random.key(8), 4
@@ -94,11 +103,97 @@ def sharded():
     return {"states": states, "params": {path: p.full_tensor().detach() for path, p in module.named_parameters()}}
 
 
+def drawn(*, rank=None, size=1):
+    """The weights that the loss meets in a simulated step that starts from given ones."""
+    module = model(torch.float32)
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    seen = []
+
+    def loss(module, one):
+        seen.append({path: p.detach().clone() for path, p in module.named_parameters()})
+        return squares(module, one)
+
+    loss_fn, whole = ModuleLoss(module, loss), tuple(part.float() for part in batch(0))
+    loss_fn = loss_fn if rank is None else parallel.replicated(loss_fn)
+    own = smat.build(loss_fn, optim.adam(1e-2), base, where=masked, period=1, **STRENGTHS)
+    given = whole if rank is None else parallel.share(split_rows(whole, size), rank=rank, size=size)
+    own.update(KEY, own.init({path: leaf + 0.1 for path, leaf in base.items()}), given)
+    return seen
+
+
+def wrapped(*, rank=None):
+    """One's own loop around torch's DistributedDataParallel, or around the module alone: (states, weights)."""
+    module = model(torch.float32)
+    engine = module if rank is None else DistributedDataParallel(module)
+    weights = dict(module.named_parameters())
+    base = {path: p.detach().clone() for path, p in weights.items()}
+    optimizer, states = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        whole = tuple(part.float() for part in batch(step))
+        one = draw(random.fold_in(KEY, step), **STRENGTHS)
+        expert = {path: p.data for path, p in weights.items()}
+        states.append(simulate(expert, base, one, where=masked))
+        for path, p in weights.items():
+            p.data = states[-1][path]
+        squares(engine, whole if rank is None else tuple(part[rank::2] for part in whole))[0].backward()
+        for path, p in weights.items():
+            p.data = expert[path]
+        grads = {path: p.grad for path, p in weights.items()}
+        reweight(grads, one, where=masked, out=grads)
+        optimizer.step()
+        optimizer.zero_grad()
+    return states, {path: p.detach() for path, p in weights.items()}
+
+
+def interrupted(rank, folder):
+    """What becomes of a run of train.py's loop whose second process gets a signal: errors, snapshots, hashes."""
+    module = model(torch.float32)
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    world, found, signalled = World(rank, 2), {}, []
+
+    def data(task, key, step):
+        if rank == 1 and step == 3 and not signalled and found:
+            signalled.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
+        return tuple(part.float() for part in batch(step))
+
+    suite = Suite(
+        "tiny", ("task",), base, masked, lambda task: ModuleLoss(module, squares), data, lambda *_: 0.0, {}, seed=0
+    )
+    method, training = Smat(noise="uniform", period=2, **STRENGTHS), Training(steps=7, lr=1e-2)
+
+    def run(out, **options):
+        folders = train_run(suite, method, training, seed=1, tasks=["task"], out=out, world=world, **options)
+        dist.barrier()
+        return checkpoint.load_manifest(folders[0])["fingerprint"]
+
+    found["whole"] = run(folder / "whole")
+    write = snapshots.save_file
+
+    def slowly(*args, **options):
+        time.sleep(0.3)
+        write(*args, **options)
+
+    snapshots.save_file = slowly
+    try:
+        with snapshots.on_signals(second_ends=False) as stop:
+            run(folder / "cut", stop=stop)
+    except snapshots.Interrupted as ended:
+        # at once: another process that ended sooner would take the writing one with it
+        last = snapshots.read(snapshots.path_of(folder / "cut", "task"))
+        found["ended"] = (str(ended), ended.status, None if last is None else last.step)
+    snapshots.save_file = write
+    found["resumed"] = run(folder / "cut", resume=True)
+    return found
+
+
 def main(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     found = {name: trained(name, rank=rank, size=2) for name in ("ft", "smat", "asam")}
     found["independent"] = independent(rank)
     found["sharded"] = sharded()
+    found["drawn"] = drawn(rank=rank, size=2)
+    found["wrapped"] = wrapped(rank=rank)
+    found["interrupted"] = interrupted(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,32 @@ def test_laps_are_added_up_by_kind_and_what_is_skipped_is_not(monkeypatch):
         "clean_steps": 4.0, "clean_seconds": 11.0, "simulated_steps": 1.0, "simulated_seconds": 4.0,
     }  # fmt: skip
     assert watch.seconds() == 15.0
+
+
+def test_a_line_says_tokens_a_second_memory_and_the_share_of_simulating(tmp_path, monkeypatch):
+    now, peak = [10.0], [100]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(logs, "peak_memory", lambda device: {"peak_memory_bytes": peak[0], "peak_memory_of": "x"})
+    masks = [torch.ones(2, n, dtype=torch.int64) for n in (3, 4, 5, 6)]
+    with Log(tmp_path / "log.jsonl", task="t", total=4, every=2, device=CPU, rates=lambda step: {}) as log:
+        for step, (seconds, mask) in enumerate(zip((1.0, 1.0, 3.0, 2.5), masks, strict=True)):
+            now[0], peak[0] = now[0] + seconds, peak[0] + step
+            info = Info(torch.tensor(1.0), None, torch.tensor(2.0))
+            log.step(step, SimpleNamespace(**info._asdict(), simulated=step == 3), {"attention_mask": mask})
+        log.finish()
+    first, last = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    # 2 x (3 + 4) tokens in 2 s, then 2 x (5 + 6) in 5.5 s
+    assert (first["tokens_per_second"], last["tokens_per_second"]) == (7.0, 4.0)
+    assert (first["peak_memory_bytes"], last["peak_memory_bytes"]) == (101, 106)
+    # three clean steps of 5 s together, and one of 2.5 s
+    assert (first["simulation_share"], last["simulation_share"]) == (0.0, round((2.5 - 5 / 3) / 7.5, 4))
+    assert (first["seconds"], last["seconds"]) == (2.0, 7.5)
+
+
+def test_there_is_no_share_of_simulating_where_no_step_is_clean():
+    watch = Stopwatch(CPU)
+    watch.lap("simulated")
+    assert watch.simulation_share() is None
 
 
 def test_lines_of_later_steps_and_cut_ones_are_dropped(tmp_path):

@@ -1,6 +1,7 @@
 """Merged models on disk: checked inputs, coefficients and sparsity from dev alone, the merger's own bits."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from smat_fn import checkpoint, merge, random
 from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.config.mergers import MagMax, Slerp, WeightedAverage, WiseFt
 from smat_fn.evaluate import Scorer
-from smat_fn.pipeline import merging
+from smat_fn.pipeline import merging, streaming
 from smat_fn.pipeline.choosing import calibrate, merge_one
 from smat_fn.pipeline.merging import Inputs, find_inputs, load_inputs, merge_run
 
@@ -189,7 +190,7 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         load_inputs(runs["ft"] / "base", experts)
     text = str(error.value)
     for part in (
-        f"{tmp_path / 'missing'} is no checkpoint",
+        f"expert 'missing': {tmp_path / 'missing'} is no folder",
         f"{tmp_path / 'foreign'} was trained from another base than",
         "leaf 'layernorm.weight' has shape (3,)",
         "was it made from another base?",
@@ -197,7 +198,7 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
     ):
         assert part in text
-    with pytest.raises(ValueError, match=r"nobase is no checkpoint.*noexpert is no checkpoint.*named 'mirror'"):
+    with pytest.raises(ValueError, match=r"base: .*nobase is no folder.*noexpert is no folder.*named 'mirror'"):
         load_inputs(tmp_path / "nobase", [tmp_path / "noexpert", runs["ft"] / "mirror", runs["smat"] / "mirror"])
     with pytest.raises(ValueError, match="no experts: give at least one"):
         load_inputs(runs["ft"] / "base", [])
@@ -219,7 +220,7 @@ def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_pat
     text = str(error.value)
     for part in ("ta exists", "keep is 2.0", "dare needs a coefficient: give --coef, or --search", "drop_prob is 1.0"):
         assert part in text
-    for part in ("window", "bass is no checkpoint"):
+    for part in ("window", "bass is no folder"):
         assert part in text
     assert [p.name for p in tmp_path.iterdir()] == ["ta"]
 
@@ -275,3 +276,78 @@ def test_a_run_folder_gives_its_base_and_experts_and_nothing_below(runs, tmp_pat
         find_inputs(tmp_path)
     with pytest.raises(ValueError, match="holds no experts"):
         find_inputs(Path(tmp_path / "missing"))
+
+
+def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, tmp_path, monkeypatch):
+    inputs = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
+    options = {"out": tmp_path, "search": True, "seed": 0}
+    configs = [TaskArithmetic(), Slerp()]
+    (first,) = merge_run(configs[:1], *inputs, **options).values()
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()}
+    second, other = merge_run(configs, *inputs, **options).values()
+    assert (first.kept, second.kept, other.kept) == (False, True, False)
+    assert same(first.params, second.params)
+    assert (first.coef, first.dev, first.curve) == (second.coef, second.dev, second.curve)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()} == files
+    refused = {
+        "its merge_seed is 0, here it would be 1": {"seed": 1},
+        "its asked is ": {"search": False},
+    }
+    for told, changed in refused.items():
+        config = TA if "search" in changed else TaskArithmetic()
+        with pytest.raises(ValueError, match="ta exists: choose another folder") as error:
+            merge_run([config], *inputs, **options | changed)
+        assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
+    with pytest.raises(ValueError, match="holds another merge: its experts is"):
+        merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
+    assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
+    weights = bytearray((tmp_path / "ta" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "ta" / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="model.safetensors has not the weights that were written"):
+        merge_run(configs[:1], *inputs, **options)
+
+
+def bare(run, task, folder):
+    """An expert as others publish it."""
+    folder.mkdir(parents=True)
+    shutil.copy(run / task / "model.safetensors", folder)
+    return folder
+
+
+def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, tmp_path):
+    base, (one, two) = runs["ft"] / "base", TWO
+    ours = merge_run([TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", search=True, seed=0)
+    (expected,) = ours.values()
+    mixed = [runs["ft"] / one, bare(runs["ft"], two, tmp_path / two)]
+    (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", search=True, seed=0).values()
+    assert same(found.params, expected.params)
+    assert (found.coef, found.dev) == (expected.coef, expected.dev)
+    names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
+    assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
+    foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
+    with pytest.raises(ValueError, match="no expert names a suite: say --suite-options name NAME"):
+        merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
+    recipe = dict(suite.recipe)
+    (found,) = merge_run(
+        [TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe
+    ).values()
+    assert (found.coef, found.dev) == (expected.coef, expected.dev)
+    wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
+    with pytest.raises(ValueError, match="expert 'nothing' is of no task of suite 'digits': rename its folder to one of"):
+        merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", search=True, seed=0)
+
+
+def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
+    base, (one, two) = runs["ft"] / "base", TWO
+    merge.extract_lora(base, runs["ft"] / two, tmp_path / two, rank=3)
+    experts = [runs["ft"] / one, tmp_path / two]
+    merge_run([TA], base, experts, out=tmp_path / "memory", search=False, seed=0)
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+    left, right = (checkpoint.load_leaves(tmp_path / place / "ta")[0] for place in ("memory", "disk"))
+    assert same(left, right)
+    whole = merge.task_arithmetic(*load_inputs(base, [runs["ft"] / task for task in TWO])[:2], coef=0.3)
+    assert not same(left, whole)
+    (tmp_path / two / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"expert '{two}': .* is no adapter that can be read"):
+        load_inputs(base, experts)

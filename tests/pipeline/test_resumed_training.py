@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,17 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, optim, testing
-from smat_fn.config import DIGITS, Training
+from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.mat.finetune import State
 from smat_fn.pipeline import snapshots
 from smat_fn.pipeline.logs import Log
 from smat_fn.pipeline.snapshots import Interrupted, Saver, Stop
 
 ROOT = Path(__file__).parents[2]
-TIMED = {"seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes"}
+TIMED = {
+    "seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes",
+    "simulation_share",
+}  # fmt: skip
 OPTIONS = ("--suite-options", "pretrain_steps", "10", "images_per_task", "120")
 METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg")
 
@@ -63,8 +67,9 @@ def kill():
         {},
         {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
         {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
+        {"precision": "bf16", "lora": Adapters(3, 6.0)},
     ],
-    ids=["adam", "adamw accumulated", "muon mixed"],
+    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16"],
 )
 def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp_path, monkeypatch, change):
     training = replace(Training(steps=9, lr=5e-4), **change)
@@ -208,6 +213,40 @@ def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
     saver.discard()
     assert list(tmp_path.iterdir()) == []
     assert saver.where() is None
+
+
+def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
+    begun, go, write = threading.Event(), threading.Event(), snapshots.save_file
+    saver = Saver(tmp_path / "a.safetensors", {})
+    saver.save(State({"w": torch.ones(2)}, (), 1), {})
+    saver.wait()
+
+    def held(tensors, path, **options):
+        write(tensors, path, **options)
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(snapshots, "save_file", held)
+    saver.save(State({"w": torch.ones(2)}, (), 2), {})  # comes back while the file is being written
+    assert begun.wait(60)
+    assert snapshots.read(saver.path).step == 1
+    go.set()
+    saver.wait()
+    assert snapshots.read(saver.path).step == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_snapshot_is_due_by_steps_or_by_minutes_since_the_last_one(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(snapshots.time, "monotonic", lambda: now[0])
+    saver = Saver(tmp_path / "a.safetensors", {}, every_steps=10, every_minutes=2.0)
+    assert [saver.due(step) for step in (9, 10)] == [False, True]
+    now[0] = 120.0
+    assert saver.due(3)
+    saver.save(State({"w": torch.ones(2)}, (), 3), {})
+    saver.wait()
+    now[0] = 239.0
+    assert not saver.due(4)
 
 
 def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch):

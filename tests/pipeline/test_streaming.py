@@ -125,6 +125,74 @@ def test_a_merge_on_disk_is_evaluated_like_one_in_memory(inputs, suite, tmp_path
     assert {(row.method, row.model, row.seed, row.coef) for row in rows} == {("SMAT", "ta", 21, 0.4)}
 
 
+def when(folder):
+    return {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+
+
+def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    list(streaming.stream_run([TA], order))
+    folder = tmp_path / "out" / "ta"
+    before = when(folder)
+    (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
+    with pytest.raises(ValueError, match="another merge into .* is running"):
+        list(streaming.stream_run([TA], order))
+    (tmp_path / "out" / ".ta.lock").unlink()
+    assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]
+    done = dict(streaming.stream_run([TA, TIES], order))
+    assert done.pop(folder) is None
+    assert [report.bytes > 0 for report in done.values()] == [True]
+    assert when(folder) == before
+    again = order._replace(options=order.options | {"overwrite": True})
+    assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f, base, expert: {"seed": 1}, "its merge_seed is 0, here it would be 1"),
+        (lambda f, base, expert: {"coefs": {"*norm*": 0.1}}, "its hyperparameters is {'coef': 0.4}, here it would be"),
+        (lambda f, base, expert: {"out_dtype": "float16"}, "its out_dtype is 'same', here it would be 'float16'"),
+        (lambda f, base, expert: {"shard_size": 10**5}, "its shard_size is 5000000000, here it would be 100000"),
+        (lambda f, base, expert: {"experts": [expert]}, "it was made of other files"),
+        (lambda f, base, expert: (base / "config.json").write_text("[]"), "its config.json is not base's"),
+        (lambda f, base, expert: (base / "vocab.txt").write_text("a"), "its vocab.txt is not base's"),
+        (lambda f, base, expert: flip(f / "model.safetensors"), "model.safetensors has changed: SHA-256"),
+        (lambda f, base, expert: flip(expert / "model.safetensors"), "model.safetensors has changed: SHA-256"),
+        (lambda f, base, expert: (f / "config.json").unlink(), "its config.json is not base's"),
+        (lambda f, base, expert: older(f / "manifest.json"), "smat_fn 0.0.1 made it"),
+    ],
+)
+def test_a_merge_of_other_inputs_or_settings_is_refused(change, told, copied, tmp_path):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    options = {"base": base, "experts": experts, "out": tmp_path / "out", "seed": 0}
+    list(streaming.stream_run([TA], streaming.order(**options)))
+    folder = tmp_path / "out" / "ta"
+    changed = change(folder, base, experts[0])
+    order = streaming.order(**options | (changed if isinstance(changed, dict) else {}))
+    before = when(folder)
+    with pytest.raises(ValueError, match="ta exists: choose another folder, or say --overwrite") as caught:
+        list(streaming.stream_run([TA], order))
+    assert f"{folder} holds another merge: " in str(caught.value)
+    assert told in str(caught.value)
+    assert when(folder) == before
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def older(file):
+    manifest = json.loads(file.read_text())
+    manifest["versions"]["smat_fn"] = "0.0.1"
+    file.write_text(json.dumps(manifest))
+
+
 def test_verify_lists_every_file_that_has_changed(copied, tmp_path):
     base, experts = copied
     (base / "config.json").write_text("{}")

@@ -210,10 +210,12 @@ def test_trials_in_two_processes_agree(tmp_path):
     assert len(lines) == 4
 
 
-@pytest.mark.parametrize("protocol", [DIGITS_METHODS, minilm_methods.PROTOCOL], ids=["digits", "minilm"])
-def test_every_method_has_six_candidates_and_smat_its_default(protocol):
+@pytest.mark.parametrize(
+    ("protocol", "number"), [(DIGITS_METHODS, 6), (minilm_methods.PROTOCOL, 4)], ids=["digits", "minilm"]
+)
+def test_every_method_has_equally_many_candidates_and_smat_its_default(protocol, number):
     preset = config.PRESETS[protocol.preset]
-    assert {label: len(grid) for label, grid in protocol.grids.items()} == dict.fromkeys(protocol.grids, 6)
+    assert {label: len(grid) for label, grid in protocol.grids.items()} == dict.fromkeys(protocol.grids, number)
     default = methods.Candidate(preset.methods["smat"], replace(preset.training, lr=preset.lr["smat"]))
     assert default in protocol.grids["SMAT"]
     assert not set(protocol.tuning) & set(protocol.evaluation)
@@ -276,6 +278,15 @@ def test_a_trial_run_leaves_the_results_of_the_protocol_alone(tmp_path):
     seeds = {*protocol.tuning, *protocol.evaluation, *protocol.kept}
     assert not seeds & {*minilm_methods.PROTOCOL.tuning, *minilm_methods.PROTOCOL.evaluation}
     assert minilm_methods.PROTOCOL.file(".json") == methods.ROOT / "benchmarks/results/minilm_methods.json"
+
+
+def test_tuning_takes_some_tasks_and_evaluation_all():
+    protocol = minilm_methods.PROTOCOL._replace(options=(("model", "m"), ("data", "d")))
+    candidate = protocol.grids["SMAT"][0]
+    assert all(c.training.steps == 600 for grid in protocol.grids.values() for c in grid)
+    tuned, scored = (protocol.trial("SMAT", candidate, 61, tuning=tuning).facts()["suite"] for tuning in (True, False))
+    assert tuned == {**scored, "tasks": ("trec", "banking77", "clinc150")}
+    assert "tasks" not in scored
 
 
 def test_the_learning_rate_is_that_of_the_largest_mean_and_the_smaller_of_equal_ones():

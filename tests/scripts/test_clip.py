@@ -1,21 +1,13 @@
 """The vision experiment as a user runs it, on a tiny model and images that the tests write themselves."""
 
-import json
-import os
-import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from smat_fn import checkpoint
-from smat_fn.evaluate import read_results
-
 ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared/data/vision"
 TASKS = ("MNIST", "shapes")
 NAMES = ("dark", "light")
 
@@ -51,37 +43,6 @@ def call(monkeypatch):
     return run
 
 
-def run_example(command, **variables):
-    environment = os.environ | {
-        **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
-        **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **variables},
-    }
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-@pytest.mark.slow
-def test_the_experiment_trains_merges_and_tabulates(inputs):
-    out = inputs / "out"
-    process = run_example(
-        ["bash", str(ROOT / "examples/clip_main.sh")],
-        **{"MODEL": str(inputs / "model"), "DATA": str(inputs / "rows"), "OUT": str(out), "STEPS": "4", "ROWS": "6"},
-        **{"METHODS": "smat", "TASKS": "shapes", "MORE": "--suite-options device cpu templates {}!"},
-    )
-    assert process.returncode == 0, process.stderr
-    assert "Warning" not in process.stderr
-    run = out / "seed0" / "smat"
-    lines = process.stdout.splitlines()
-    assert lines[0] == "smat on clip8: learning rate 1e-05 (preset clip-vit-b32), 4 steps, seed 0"
-    assert lines[1] == f"expert: {run / 'shapes'}"
-    recipe = checkpoint.load_manifest(run / "shapes")["suite"]
-    assert (recipe["model"], recipe["data"]) == (str(inputs / "model"), str(inputs / "rows"))
-    assert (recipe["batch_size"], recipe["rows"], recipe["templates"]["shapes"]) == (128, 6, ["{}!"])
-    log = [json.loads(line) for line in (run / "shapes.log.jsonl").read_text().splitlines()]
-    assert [row["simulated"] for row in log] == [False, False, False, True]
-    assert len(read_results(out / "results.jsonl")) == 1 + 5
-    assert lines[-1].startswith("mean over five mergers: SMAT ")
-
-
 def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call, tmp_path, capsys):
     words = ("--preset", "clip-vit-l14", "--model", inputs / "model", "--data", inputs / "rows")
     assert call("train.py", "smat", *words, "--out", tmp_path / "out", "--dry-run") is None
@@ -113,17 +74,3 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp
     for part in ("lacks ['class_names']", "no dev.json, .jsonl, .parquet or .npz", "no test.json"):
         assert part in text
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared")
-def test_the_tiny_example_runs_on_real_images(tmp_path):
-    command = [sys.executable, "-W", "error", ROOT / "examples/clip_tiny.py", "--data", DATA, "--out", tmp_path]
-    short = ("--tasks", "MNIST", "EuroSAT", "--pretrain-steps", "40", "--steps", "24", "--rows", "64")
-    process = run_example([*command, *short])
-    assert process.returncode == 0, process.stderr
-    losses = re.findall(r"loss on its rows (\d\.\d+) -> (\d\.\d+) in", process.stdout)
-    assert len(losses) == 4
-    assert all(float(after) < float(before) for before, after in losses)
-    assert "| SMAT |" in process.stdout
-    assert "mean over five mergers: FT " in process.stdout

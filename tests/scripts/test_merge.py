@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -120,7 +121,7 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
     assert memory == "  memory: at most 40 MiB beside mapped files"
     assert disk.endswith("KB in 1 file")
-    assert time.startswith("  time: about ")
+    assert re.fullmatch(r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 KB to read, .*", time)
     _, code = call(*words, "--dry-run", "--window", "3")
     assert "take a smaller window" in code
     assert list(tmp_path.iterdir()) == []
@@ -155,6 +156,30 @@ def test_a_killed_merge_goes_on_and_ends_with_the_same_bytes(hub, call, tmp_path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["dare"]
 
 
+def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):
+    words = [*inputs(hub), "--out", tmp_path, "--shard-size", "4KB", "--coef", "*=0.3"]
+    done = "done before, its files and its inputs are as its card says\n"
+    assert [call(merger, *words)[1] for merger in ("wa", "ta")] == [None, None]
+    printed, code = call("all", *words)
+    assert code is None
+    kept, others = printed.split(done)[:2], printed.split(done)[2]
+    assert kept == [f"kept: {tmp_path / merger}: " for merger in ("wa", "ta")]
+    mergers = "ties", "dare", "della"
+    assert [line.split(",")[0] for line in others.splitlines()] == [f"merged: {tmp_path / merger}" for merger in mergers]
+    assert call("all", *words, "--dry-run")[0].count(done) == 5
+
+
+def test_a_coefficient_of_a_glob_is_given_as_one_word(hub, call, tmp_path):
+    glob, common = "model.layers.*.mlp.*", (*inputs(hub), "--coef", "0.3")
+    call("ta", *common, "--coefs", glob, "0.4", "*norm*", "0", "--out", tmp_path / "a")
+    call("ta", *common, "--coef", f"{glob}=0.4", "--coef=*norm*=0", "--out", tmp_path / "b")
+    call("ta", *common, f"--coef={glob}=0.4", "--coefs", "*norm*", "0", "--out", tmp_path / "c")
+    call("ta", *common, "--out", tmp_path / "d")
+    a, b, c, d = (hashlib.sha256((tmp_path / x / "ta/model.safetensors").read_bytes()).digest() for x in "abcd")
+    assert a == b == c != d
+    assert call("ta", *common, "--coef", "model.layer=0.4", "--out", tmp_path / "e")[1].endswith("it matches no leaf")
+
+
 def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch):
     words = ("ta", *inputs(hub), "--out", tmp_path, "--coef", "0.5")
     with writing.exclusive(tmp_path / "ta"):
@@ -170,7 +195,9 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         assert call(*words)[1] == "merge.py: [Errno 28] No space left on device"
     assert not (tmp_path / "ta").exists()
     assert call(*words)[1] is None
-    assert call(*words)[1].startswith(f"merge.py: {tmp_path / 'ta'} exists: choose another folder, or say --overwrite")
+    told = "holds another merge: its hyperparameters is {'coef': 0.5}, here it would be {'coef': 0.6}; "
+    code = call(*words[:-1], "0.6")[1]
+    assert code.startswith(f"merge.py: {tmp_path / 'ta'} {told}{tmp_path / 'ta'} exists: choose another folder, or say")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The language experiment as a user runs it, on a tiny model and rows that the tests write themselves."""
 
 import json
-import os
-import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +9,8 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
-from smat_fn.evaluate import read_results
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared/data/trace"
 TASKS = ("C-STANCE", "MeetingBank")
 WORDS = ["the", "council", "voted", "to", "keep", "the", "plan", "as", "it", "is", "and", "nothing", "else"]
 
@@ -50,51 +45,6 @@ def call(monkeypatch):
     return run
 
 
-@pytest.fixture(scope="module")
-def experiment(inputs):
-    """The example's shell script: one method, four steps, four rows."""
-    environment = os.environ | {
-        **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
-        **{"MODEL": str(inputs / "model"), "DATA": str(inputs / "rows"), "OUT": str(inputs / "out")},
-        **{"STEPS": "4", "ROWS": "4", "METHODS": "smat", "SEEDS": "0"},
-        **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        "MORE": "--suite-options max_new_tokens 3 dtype float32 device cpu",
-    }
-    command = ["bash", str(ROOT / "examples/llama_main.sh")]
-    return inputs / "out", subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-def test_the_experiment_trains_merges_and_tabulates(experiment, inputs):
-    out, process = experiment
-    assert process.returncode == 0, process.stderr
-    assert "Warning" not in process.stderr
-    run = out / "seed0" / "smat"
-    lines = process.stdout.splitlines()
-    assert lines[0] == "smat on trace: learning rate 2e-05 (preset llama-3.2-1b), 4 steps, seed 0"
-    assert lines[1:3] == [f"expert: {run / task}" for task in TASKS]
-    manifest = checkpoint.load_manifest(run / "MeetingBank")
-    assert manifest["hyperparameters"] == {
-        "alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "period": 4, "noise": "uniform",
-    }  # fmt: skip
-    recipe = manifest["suite"]
-    assert (recipe["model"], recipe["data"]) == (str(inputs / "model"), str(inputs / "rows"))
-    assert (recipe["tasks"], recipe["rows"], recipe["max_length"]) == (list(TASKS), 4, 512)
-    assert "device" not in recipe
-    log = [json.loads(line) for line in (run / "C-STANCE.log.jsonl").read_text().splitlines()]
-    assert [row["simulated"] for row in log] == [False, False, False, True]
-    for name in ("wa", "ta", "ties", "dare", "della"):
-        merged = checkpoint.load_manifest(run / "merged" / name)
-        assert list(merged["dev"]) == list(TASKS)
-        assert len(merged.get("dev_finals", ())) == (0 if name == "wa" else 2)
-    rows = read_results(out / "results.jsonl")
-    assert len(rows) == 2 + 5 * 2
-    assert lines[-2].startswith("mean over five mergers: SMAT ")
-    assert lines[-1] == f"report: {out / './report/report.html'}"
-    assert "**SMAT** has no reference here" in (out / "report" / "report.md").read_text(encoding="utf-8")
-    assert (out / "merging.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "table.md").exists()
-
-
 def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp_path, capsys):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "4")
     more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
@@ -114,14 +64,6 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     text = call("train.py", "smat", *words, *again, *cpu)
     assert "training.precision was mixed, is fp32" in text
     assert "suite.dtype was bfloat16, is float32" in text
-
-
-def test_scores_do_not_depend_on_how_many_rows_are_decoded_together(experiment, call, tmp_path, capsys):
-    out, _ = experiment
-    options = ("--suite-options", "decode_batch", "1", "device", "cpu")
-    assert call("eval.py", out / "seed0/smat/MeetingBank", "--out", tmp_path, *options) is None
-    (again,) = read_results(tmp_path / "results.jsonl")
-    assert again in read_results(out / "results.jsonl")
 
 
 def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call, tmp_path, capsys):
@@ -167,16 +109,3 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp
     assert "no eval.json" in text
     assert "epochs of mine is 0" in refused("--epochs", "0", data=tmp_path / "rows")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared")
-def test_the_tiny_example_runs_on_real_rows(tmp_path):
-    command = [sys.executable, "-W", "error", ROOT / "examples/trace_tiny.py", "--data", DATA, "--out", tmp_path]
-    short = ("--tasks", "C-STANCE", "ScienceQA", "--steps", "10", "--rows", "8", "--new-tokens", "8")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run([*command, *short], capture_output=True, text=True, env=environment, check=False)
-    assert process.returncode == 0, process.stderr
-    assert len(re.findall(r"loss on its rows 7\.\d+ -> [0-6]\.\d+ in 10 steps", process.stdout)) == 4
-    assert "| SMAT |" in process.stdout
-    assert "mean over five mergers: FT " in process.stdout

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from smat_fn import checkpoint, lora
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, resolve
 from smat_fn.data import load_suite
 from smat_fn.parallel import World
+from smat_fn.pipeline import snapshots
 from smat_fn.pipeline.evaluation import evaluate
 from smat_fn.pipeline.inputs import find_inputs, load_inputs
 from smat_fn.pipeline.training import train_run
@@ -82,13 +85,22 @@ def test_what_does_not_go_together_is_listed():
     assert problems(resident, training(), several) == ["residence device is not known for several processes"]
 
 
-def torchrun(*words):
+def started(*words):
     """train.py in two processes; they find each other on a port of their own."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, *words], capture_output=True, text=True, env=environment, check=False)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*map(str, command), *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+def torchrun(*words):
+    process = started(*words)
+    out, error = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
 
 
 @pytest.mark.slow
@@ -120,3 +132,24 @@ def test_two_processes_train_the_expert_of_one(suite, tmp_path):
     again = torchrun(*words, "--out", tmp_path / "two", "--resume")
     assert again.returncode == 0, again.stderr
     assert "mirror: finished before" in again.stdout
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_saves_once_and_the_run_goes_on_to_the_same_bits(suite, tmp_path):
+    length = ("--steps", "40", *SHORT[2:], "--save-every-minutes", "inf")
+    words = ("smat", "--tasks", "rot90", "--seed", "21", *length)
+    whole = torchrun(*words, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    process, log = started(*words, "--out", tmp_path / "cut"), tmp_path / "cut" / "rot90.log.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > 5):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate()
+    assert error.count("train.py: stopped by signal 15 after ") == 1, error
+    snapshot = snapshots.read(snapshots.path_of(tmp_path / "cut", "rot90"))
+    assert 5 < snapshot.step < 40
+    again = torchrun(*words, "--out", tmp_path / "cut", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert f"rot90: goes on after step {snapshot.step} of 40" in again.stdout
+    prints = {checkpoint.load_manifest(tmp_path / name / "rot90")["fingerprint"] for name in ("whole", "cut")}
+    assert len(prints) == 1

@@ -79,7 +79,7 @@ def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]
                 cost.seconds and cost.seconds.text(1),
                 ratio and ("1" if cost is base else ratio.text(3)),
                 cost.peak and size(cost.peak),
-                None if more is None or cost is base else f"{more:+.1f} %",
+                None if more is None or cost is base else f"{round(more, 1) + 0.0:+.1f} %",
             ]
         )
         records.append(

@@ -12,11 +12,15 @@ FEW = 4  # pairs that are shown in every column
 
 
 def paired_differences(found: Found) -> Section | None:
-    """Differences seed by seed; of many pairs the experts and the mean alone are shown, the CSV has every column."""
+    """Differences seed by seed; of many pairs the experts and the mean alone are shown, the CSV has every column.
+
+    Perturb alone is shown where there is nothing else: it has a section of its own.
+    """
     from ..plots import paired_plot
 
     pairs = [(label, other) for label in found.table.cells for other in found.comparisons(label)]
-    few = len(pairs) <= FEW
+    shown = [pair for pair in pairs if found.kind(pair[0]) != "noise"] or pairs
+    few = len(shown) <= FEW
     rows: list[list[object]] = []
     records: list[dict[str, object]] = []
     drawn: dict[str, dict[str, Estimate]] = {}
@@ -32,7 +36,7 @@ def paired_differences(found: Found) -> Section | None:
                 "differences": " ".join(map(repr, got.values)),
             }
         )  # fmt: skip
-        if few or column in ("Expert", "Avg"):
+        if (label, other) in shown and (few or column in ("Expert", "Avg")):
             block, line = (pair, column) if few else (column, pair)
             drawn.setdefault(block, {})[line] = got
             rows.append([pair, column, *_texts(got)])
@@ -40,7 +44,8 @@ def paired_differences(found: Found) -> Section | None:
         return None
     columns = ["Difference", "Scores", "Mean", "sd", "95 % interval", "Contains 0", "n", "Signs", "By seed"]
     text = f"Dots are seeds, bars 95 % intervals of the mean. {NOTE}"
-    text += "" if few else " `paired-differences.csv` has every merger."
+    left_out = [*([] if few else ["every merger"]), *([] if shown == pairs else ["Perturb alone"])]
+    text += f" `paired-differences.csv` has {' and '.join(left_out)} too." if left_out else ""
     return Section("Paired differences", text, Table(columns, rows, records), paired_plot(drawn))
 
 

@@ -1,6 +1,6 @@
 """SMAT's parts: ablations, and Perturb alone with noise of several kinds and strengths."""
 
-from ..tables import COLUMNS, Cell
+from ..tables import COLUMNS, Cell, cell_of
 from .found import Found
 from .section import Section, Table, spread
 from .settings import PARTS
@@ -54,10 +54,14 @@ def noise(found: Found) -> Section | None:
             {"noise": family, "sigma": sigma, "method": label, **spread(line), "avg_change": got and got.mean}
         )
     base = found.base(muon=found.muon(order[0]))
-    flat = found.table.cells[base].get("Avg") if base else None
+    seeds = {seed for points in curves.values() for cell in points.values() for seed in cell.by_seed}
+    whole = found.table.cells[base].get("Avg") if base else None
+    level = {seed: score for seed, score in whole.by_seed.items() if seed in seeds} if whole else {}
     columns = ["Noise", "RMS", "Expert", "Avg", f"Avg - {base or found.reference}", "Over seeds"]
     text = "Perturb alone, without Scale and Mask. A highest point was found on these very scores: it flatters itself."
-    drawn = noise_plot(curves, reference=(base, flat) if base and flat else None)
+    if whole and len(level) < len(whole.by_seed):
+        text += f" In the figure {base} is the mean over the seeds that were trained with noise."
+    drawn = noise_plot(curves, reference=(base, cell_of(level)) if base and level else None)
     return Section("Noise", text, Table(columns, rows, records), drawn)
 
 

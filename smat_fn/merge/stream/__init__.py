@@ -2,6 +2,7 @@
 
 from .estimate import chunk_of
 from .extraction import Extracted, extract_lora
+from .inputs import read_inputs
 from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
 from .reading import open_folder
 from .run import Plan, Report, merge_folders, plan
@@ -23,4 +24,5 @@ __all__ = [
     "open_folder",
     "plan",
     "prepare",
+    "read_inputs",
 ]

@@ -89,6 +89,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         if held is None
     ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
+    unknown: dict[str, list[str]] = {}
     leaves, made = dict(base.leaves), {path: _same(base, path) for path in base.leaves}
     for name in shapes:
         ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
@@ -97,12 +98,18 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
-        if leaf is None or re.search(r"\.(lora|token_adapter|modules_to_save)", name):
-            problems.append(f"{label}: {WEIGHTS} holds {name!r}, which is no plain LoRA of a leaf of base")
+        kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
+        if leaf is None or kind:
+            unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
         held = headers[name]
         assert held is not None
         leaves[leaf], made[leaf] = held, _stored(store, name)
+    problems += [
+        f"{label}: {WEIGHTS} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
+        f"which is no plain LoRA of a leaf of base{_tied(name)}"
+        for name, *more in unknown.values()
+    ]
     for (module, embedding), names in halves.items():
         try:
             leaf, pair = _pair(label, module, embedding, names, shapes, config, base)
@@ -154,8 +161,9 @@ def _pair(
     if len(names) < 2:
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other half in {WEIGHTS}: save it again")
     if leaf is None:
-        hint = ", whose head is its embeddings: adapt those" if module.endswith("lm_head") else ""
-        raise ValueError(f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{hint}")
+        raise ValueError(
+            f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{_tied(module + '.weight')}"
+        )
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit: convolutions are not read here")
@@ -173,6 +181,10 @@ def _pair(
         raise ValueError(f"{label}: {module!r} has rank {a[0]}, its {CONFIG} says {rank}: they are of two adapters")
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return leaf, _Pair(names["A"], names["B"], asked if asked in fits else fits[0], scale)
+
+
+def _tied(name: str) -> str:
+    return ", whose head is its embeddings: adapt those" if name.endswith("lm_head.weight") else ""
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -3,10 +3,28 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from .._inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .hub import local_folder
 from .reading import Folder, open_folder
 from .vocabulary import fit_rows, one_head
+
+
+def read_inputs(
+    base: Path, experts: Mapping[str, Path], problems: list[str]
+) -> tuple[Leaves | None, dict[str, Leaves]]:
+    """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed."""
+    start, found = open_inputs(base, experts, "error", problems)
+    if start is None:
+        return None, {}
+    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    if problems:
+        return None, {}
+    return _values(start), {name: _values(folder) for name, folder in found.items()}
+
+
+def _values(folder: Folder) -> Leaves:
+    return {path: folder.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in folder.leaves.items()}
 
 
 def open_inputs(

@@ -29,12 +29,12 @@ from ..della import thresholds
 from ..magmax import fused as magmax
 from ..model_stock import ratio_of
 from ..slerp import arc
-from ..ties import Cuts, trimmed
+from ..ties import Cuts, trimmed, votes
 from ..ties import fused as ties
 from ..tsv_merge import fused as tsv_merge
 from ..weighted_average import mean_of
 from . import trimming
-from .pieces import Job, Rule, compute_dtype, spans, vectors_of, weights_of
+from .pieces import SPAN, Job, Rule, compute_dtype, spans, vectors_of, weights_of
 from .workers import in_order
 
 
@@ -42,18 +42,13 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
     """The arithmetic of the pure merger, on pieces. Args: cuts, majority: what TIES has found out before."""
     match job.config:
         case WeightAverage():
-            return Rule(lambda _: lambda piece: add(piece.deltas).div_(len(piece.deltas)), based=False)
+            return Rule(total=lambda parts: add(parts).div_(len(job.experts)), based=False)
         case WeightedAverage(weights, normalize):
-            return Rule(
-                lambda _: lambda piece: mean_of(piece.deltas, weights, normalize=normalize),
-                based=False,
-            )
+            return Rule(total=lambda parts: mean_of(parts, weights, normalize=normalize), based=False)
         case Slerp():
             return Rule(lambda path: _slerp(job, path), based=False)
-        case TaskArithmetic():
-            return Rule(lambda _: lambda piece: add(piece.deltas))
-        case WiseFt():
-            return Rule(lambda _: lambda piece: piece.deltas[0])
+        case TaskArithmetic() | WiseFt():
+            return Rule(total=add)
         case MagMax():
             return Rule(lambda _: magmax)
         case ModelStock():
@@ -77,13 +72,13 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
 def net_sign(job: Job, cuts: Cuts) -> int:
     """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""
 
-    def votes(path: str, start: int, stop: int) -> int:
+    def count(path: str, start: int, stop: int) -> int:
         piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
-        return int(add(trimmed(piece, cuts)).sign().sum(dtype=torch.int64))
+        return votes(add(trimmed(piece, cuts)))
 
     floating = {path: leaf for path, leaf in job.base.leaves.items() if leaf.is_floating_point()}
-    limit = job.chunk // len(job.experts)
-    tasks = (partial(votes, path, *span) for path, leaf in floating.items() for span in spans(leaf, limit))
+    limit = min(job.chunk // len(job.experts), SPAN)
+    tasks = (partial(count, path, *span) for path, leaf in floating.items() for span in spans(leaf, limit))
     net = sum(in_order(tasks, job.workers))
     return (net > 0) - (net < 0)
 

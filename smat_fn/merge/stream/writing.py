@@ -6,8 +6,9 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ...checkpoint import write_text
 from .reading import DTYPES, INDEX, WEIGHTS
 
 PROGRESS = "progress.json"
+FLUSH = 0.05  # seconds between two flushes of a shard that is being written
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _COPIED = (
     "config.json",
@@ -93,11 +95,31 @@ def shard_file(folder: Path, shard: Shard) -> Iterator[int]:
     try:
         os.ftruncate(descriptor, shard.size)
         os.pwrite(descriptor, shard.header, 0)
-        yield descriptor
+        with _flushing(descriptor):
+            yield descriptor
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     part.rename(folder / shard.file)
+
+
+@contextmanager
+def _flushing(descriptor: int) -> Iterator[None]:
+    """What is written goes to the disk while the next pieces are merged."""
+    ended = Event()
+
+    def flush() -> None:
+        with suppress(OSError):  # the last one, by the caller, tells
+            while not ended.wait(FLUSH):
+                os.fdatasync(descriptor)
+
+    thread = Thread(target=flush)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -184,7 +206,7 @@ def fill(folder: Path, base: Path, shards: list[Shard], dtype: torch.dtype | Non
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
         made.append(folder / INDEX)
-    for file in sorted({file for pattern in _COPIED for file in base.glob(pattern) if file.is_file()}):
+    for file in copied(base):
         made.append(folder / file.relative_to(base))
         made[-1].parent.mkdir(exist_ok=True)
         shutil.copyfile(file, made[-1])
@@ -193,6 +215,11 @@ def fill(folder: Path, base: Path, shards: list[Shard], dtype: torch.dtype | Non
         config |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return made
+
+
+def copied(base: Path) -> list[Path]:
+    """The files of a checkpoint that come along: configuration, tokenizer, chat template, code."""
+    return sorted({file for pattern in _COPIED for file in base.glob(pattern) if file.is_file()})
 
 
 def take_place(folder: Path, out: Path) -> None:

@@ -22,7 +22,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.merge import BASELESS, _leaves
-from smat_fn.merge.stream import merge_folders, thresholds
+from smat_fn.merge.stream import merge_folders, pieces, rules, thresholds, trimming
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -198,6 +198,16 @@ def test_keys_are_the_callers(family, folders, tmp_path):
         merge_folders(CONFIGS["dare"], *paths, tmp_path / f"{seed}", key=random.key(seed))
     left, right = folders.load(tmp_path / "0"), folders.load(tmp_path / "1")
     assert not torch.equal(left["matrix"], right["matrix"])
+
+
+def test_leaves_beyond_one_span(family, folders, tmp_path, monkeypatch):
+    for module in (pieces, rules, trimming):
+        monkeypatch.setattr(module, "SPAN", 4)
+    base, experts = family(torch.bfloat16, grid=2**-6)
+    paths = folders.save_family(tmp_path, base, experts)
+    for name in ("wa", "ta", "ties", "ties tensor"):
+        merge_folders(CONFIGS[name], *paths, tmp_path / name, key=folders.key)
+        folders.assert_same_bits(folders.load(tmp_path / name), folders.in_memory(CONFIGS[name], base, experts))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

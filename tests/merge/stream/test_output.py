@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Dare, TaskArithmetic, Ties
+from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.merge.stream import merge_folders, plan, run, trimming, writing
 
 TA = TaskArithmetic(coef=0.5)
@@ -156,6 +158,38 @@ def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, famil
     ]
     assert before == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "in-cstance", "in-sum"]
+
+
+@pytest.mark.parametrize("config", [WeightAverage(), TA], ids=lambda config: config.name)
+@pytest.mark.parametrize("where", ["base", "sum"])
+def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    (base if where == "base" else experts["sum"])["matrix"][1, 1] = float("nan")
+    label = "base" if where == "base" else "expert 'sum'"
+    with pytest.raises(ValueError, match=f"^leaf 'matrix' of {label} holds 1 values that are NaN or infinite$"):
+        merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+
+
+def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, monkeypatch):
+    flushed, threads, write = [], threading.active_count(), writing.write_piece
+    monkeypatch.setattr(writing, "FLUSH", 0.001)
+    monkeypatch.setattr(os, "fdatasync", flushed.append)
+    monkeypatch.setattr(run, "write_piece", lambda *args: (write(*args), time.sleep(0.01)))
+    merge_folders(TA, *inputs, tmp_path / "out")
+    assert flushed
+    assert threading.active_count() == threads
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)  # the caller's own fsync is what tells
+    merge_folders(TA, *inputs, tmp_path / "again")
+    assert digests(tmp_path / "out") == digests(tmp_path / "again")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_folders(TA, *inputs, tmp_path / "full")
+    assert not (tmp_path / "full").exists()
+    assert threading.active_count() == threads
 
 
 def test_files_of_base_come_along_and_the_index_names_every_leaf(family, folders, tmp_path):

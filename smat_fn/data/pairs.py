@@ -1,0 +1,77 @@
+"""Prompts with answers as batches for an encoder-decoder: the prompt is the source, the answer and EOS the target."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..models import seq2seq
+from ..models.causal_lm import IGNORED
+from ..models.pretrained import check_tokenizer
+from ..tree import raise_problems
+from ..types import Micro
+from .batching import split_rows
+from .text import Cut, Example, Row, fit_problems
+
+
+def encode(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    vocabulary: int,
+    max_length: int = 512,
+    truncate: str = "right",
+    mask_prompt: bool = False,
+) -> list[Example]:
+    """Training examples: source and target tokens of every row, at most ``max_length`` each, the last one kept.
+
+    Args: as `text.encode`; ``mask_prompt`` changes nothing, for no prompt is predicted here; ``labels`` of an example
+        are its target.
+    Raises: ValueError for a tokenizer that does not fit, another ``truncate`` than "right", a max_length below 2, rows
+        without a token, and tokens without a row in the embedding.
+    """
+    problems = [] if truncate == "right" else [f"truncate {truncate!r} is of causal models, here it is 'right'"]
+    problems += [] if max_length >= 2 else [f"max_length is {max_length}, must be at least 2: a token and EOS"]
+    raise_problems(problems)
+    check_tokenizer(tokenizer, vocabulary)
+    found = [Example(tuple(source), tuple(target)) for source, target in _tokens(rows, tokenizer)]
+    bare = [f"{i}" for i, own in enumerate(found) if not own.input_ids]
+    raise_problems(fit_problems([(*own.input_ids, *own.labels) for own in found], vocabulary))
+    raise_problems([f"rows {', '.join(bare)} have prompts without a token: remove them"] if bare else [])
+    return [Example(*(tuple(seq2seq.shorten(ids, max_length)) for ids in own)) for own in found]
+
+
+def collate(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
+    """Examples side by side (`seq2seq.fill`). Raises: ValueError for no examples."""
+    if not examples:
+        raise ValueError("collate: no examples, give at least one")
+    return seq2seq.fill(examples, pad)
+
+
+def split(batch: Mapping[str, Tensor], parts: int) -> list[Micro]:
+    """A batch of `collate` as at most ``parts`` micro-batches of rows, each filled up to its own longest alone.
+
+    The weight of a micro-batch is its number of target tokens, so that the weighted mean of the losses is the mean over
+    all of the batch.
+    """
+    found = []
+    for micro, _ in split_rows(dict(batch), parts):
+        real = micro["labels"] != IGNORED
+        widths = {name: int(micro["attention_mask"].sum(1).max()) for name in ("input_ids", "attention_mask")}
+        widths["labels"] = int(real.sum(1).max())
+        found.append(Micro({name: rows[:, : widths[name]] for name, rows in micro.items()}, int(real.sum())))
+    return found
+
+
+def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Cut]:
+    """As `text.cut_report`: EOS is always kept, and so is a part of every answer; ``longest`` is of both sides."""
+    report = {}
+    for task, pairs in rows.items():
+        found = _tokens(pairs, tokenizer)
+        long = sum(len(target) > max_length for _, target in found)
+        report[task] = Cut(len(pairs), 0.0, long / len(pairs), 0.0, max(len(ids) for own in found for ids in own))
+    return report
+
+
+def _tokens(rows: Sequence[Row], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    return seq2seq.tokens(rows, tokenizer) if rows else []

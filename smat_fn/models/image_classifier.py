@@ -1,0 +1,115 @@
+"""Image models of ``transformers`` that are no CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
+
+The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are told
+apart by a frozen head of its own on the features that the checkpoint's own head gets.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..types import Batch, Where
+from ..where import block_linear
+from .modules import FullLoss
+from .pretrained import checkpoint_blocks
+
+_HEAD = "classifier"
+
+
+class ImageClassifier(NamedTuple):
+    """A pretrained model without its head, ready to train."""
+
+    module: nn.Module  # in eval mode: no dropout; its ``logits`` are the features
+    params: dict[str, Tensor]  # theta_0; the module's own storage: not to be written to
+    where: Where  # the masked set S
+    processor: Any  # of images
+    features: Callable[[Tensor], Tensor]  # of pixel values (B, 3, H, W) by theta_0: (B, D), see `unit_features`
+    loss_fn: Callable[[Tensor, Callable[[Tensor], Tensor]], FullLoss]  # (head, values), see `classify`
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+) -> ImageClassifier:
+    """A model of ``AutoModelForImageClassification`` with its image processor; its own head need not be there.
+
+    Args: as `clip.load`.
+    Raises: ValueError where a part cannot be had or weights are missing; for a model whose head is no ``classifier``.
+    """
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
+    try:
+        module, info = AutoModelForImageClassification.from_pretrained(source, dtype=kind, output_loading_info=True)
+        if not isinstance(getattr(module, _HEAD, None), nn.Module):
+            raise ValueError(f"the head of {type(module).__name__} is no {_HEAD}")
+        processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"{str(source)!r} cannot be loaded as a CLIP or an image classifier with its image processor: give a "
+            f"folder of one, or a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
+        ) from error
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(f"{_HEAD}.")):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(missing)} weights of {type(module).__name__}, {missing[0]} the first: "
+            "give a checkpoint of the whole model"
+        )
+    setattr(module, _HEAD, nn.Identity())
+    module = module.to(device).eval()
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    if gradient_checkpointing:
+        checkpoint_blocks(module)
+
+    def features(values: Tensor) -> Tensor:
+        with torch.no_grad():
+            return unit_features(module, values)
+
+    def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor]) -> FullLoss:
+        return FullLoss(module, classify(head, values))
+
+    return ImageClassifier(module, params, block_linear(module), processor, features, loss_fn)
+
+
+def is_clip(source: str | Path) -> bool:
+    """Whether the config of a model is of images and texts; True where there is none to be had."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError):
+        return True
+    return hasattr(config, "text_config") and hasattr(config, "vision_config")
+
+
+def unit_features(module: nn.Module, values: Tensor) -> Tensor:
+    """``v(x) / |v(x)|``, v(x) what the head of the checkpoint gets: (B, 3, H, W) to (B, D), float32 or float64."""
+    weight = next(module.parameters())
+    found = module(pixel_values=values.to(weight.device, weight.dtype)).logits.flatten(1)
+    return F.normalize(found.to(torch.promote_types(weight.dtype, torch.float32)), dim=-1)
+
+
+def classify(head: Tensor, values: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
+    """Cross entropy of ``W v(x) / |v(x)| + b``; its aux are the logits (B, C).
+
+    Args: head: (C, D + 1), W and in the last column b; values: makes the pixel values of a batch, on the module's
+        device.
+    Returns: ``loss(module, (pixels, labels))``, both moved to the module's device.
+    """
+
+    def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        pixels, labels = batch
+        unit = unit_features(module, values(pixels.to(next(module.parameters()).device)))
+        logits = F.linear(unit, head[:, :-1].to(unit), head[:, -1].to(unit))
+        return F.cross_entropy(logits, labels.to(logits.device)), logits.detach()
+
+    return loss

@@ -1,0 +1,14 @@
+"""A language model of either kind by its folder or its name: what its config says decides."""
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from . import causal_lm, seq2seq
+from .pretrained import is_encoder_decoder
+
+LanguageModel: TypeAlias = causal_lm.CausalLM | seq2seq.Seq2Seq
+
+
+def load(source: str | Path, **options: Any) -> LanguageModel:
+    """`seq2seq.load` of an encoder-decoder (T5, BART), `causal_lm.load` of any other model; options are the same."""
+    return (seq2seq if is_encoder_decoder(source) else causal_lm).load(source, **options)

@@ -1,0 +1,72 @@
+"""Every command of the documents, and of the scripts' own descriptions, is one that the scripts take."""
+
+import ast
+import importlib
+import re
+import runpy
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from smat_fn.config import PRESETS
+from smat_fn.pipeline import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = [
+    *sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]),
+    *(ROOT / f"{s}.py" for s in ("train", "merge", "eval")),
+]
+COMMAND = re.compile(
+    r"^ *(?:python|torchrun(?: --nproc-per-node \d)?) (?P<script>train|merge|eval)\.py (?P<words>.+)$", re.M
+)
+BENCHMARK = re.compile(r"`python -m benchmarks (?P<name>[\w-]+)")
+
+
+def text_of(place):
+    """A document, or the docstring of a script."""
+    text = place.read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(text)) or "" if place.suffix == ".py" else text
+
+
+COMMANDS = sorted({(m["script"], m["words"].strip()) for place in PLACES for m in COMMAND.finditer(text_of(place))})
+
+
+@cache
+def script(name):
+    """(options of the main job, options by command), as the script gives them to `cli.run`."""
+    given = {}
+
+    def take(script, main, options, *, description, commands):
+        given.update(main=options, commands=commands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "run", take)
+        patch.setattr("sys.argv", [name])
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    return given["main"], {word: options for word, (_, options) in given["commands"].items()}
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[f"{name}.py {line}" for name, line in COMMANDS])
+def test_a_command_parses(name, line):
+    main, commands = script(name)
+    words = shlex.split(line, comments=True)
+    options = commands.get(words[0], main)
+    parsed = cli.parse(options, description=None, args=words[words[0] in commands :], prog=name)
+    preset = getattr(parsed, "preset", "PRESET")
+    assert preset == "PRESET" or preset in PRESETS
+
+
+def test_there_are_commands_of_every_kind():
+    found = {(name, line.split()[0]) for name, line in COMMANDS}
+    wanted = {(name, word) for name in ("train", "merge", "eval") for word in script(name)[1]}
+    assert wanted <= found, "a command that no document shows"
+    assert {("train", "ft"), ("train", "smat"), ("merge", "all"), ("merge", "ties")} <= found
+
+
+def test_every_benchmark_that_is_named_exists():
+    named = {m["name"] for place in PLACES for m in BENCHMARK.finditer(text_of(place))}
+    known = importlib.import_module("benchmarks.__main__").BENCHMARKS
+    assert named
+    assert named <= set(known)

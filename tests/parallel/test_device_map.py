@@ -1,0 +1,216 @@
+"""A model whose blocks lie on two devices trains as on one, bit for bit: one draw, one norm, one state."""
+
+import importlib
+
+import pytest
+import torch
+
+from smat_fn import draw, lora, optim, random, reweight, simulate, testing, tree
+from smat_fn.grad import ModuleLoss
+from smat_fn.masters import with_masters
+from smat_fn.models.causal_lm import next_token_loss
+from smat_fn.pipeline import snapshots
+from smat_fn.pipeline.snapshots import Saver
+from smat_fn.where import block_linear
+
+from .devices import FIRST, SECOND, Placed, Places
+
+KEY = random.key(4)
+STRENGTHS = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 0.02}
+METHODS = {
+    "ft": ("finetune", {}),
+    "smat": ("smat", {"period": 2, **STRENGTHS}),
+    "smat mixed": ("smat", {"lam": 0.3, **STRENGTHS}),
+    "asam": ("asam", {"rho": 0.05}),
+    "mergopt": ("mergopt", {"b": 0.01, "k_max": 4}),
+    "orthoreg": ("orthoreg", {"lambda_reg": 0.01}),
+}
+
+
+class Halves(torch.nn.Module):
+    """Two blocks and a head; every layer takes its input to where its weight lies, as accelerate's hooks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"up": torch.nn.Linear(6, 9), "down": torch.nn.Linear(9, 6)}) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x.to(layer["up"].weight)
+            x = x + layer["down"](layer["up"](x).tanh())
+        return self.head(x.to(self.head.weight))
+
+
+def squares(module, x):
+    return module(x).float().square().mean(), None
+
+
+def place(path):
+    """The device map: the first block, and all that comes after it."""
+    return FIRST if path.startswith("layers.0") else SECOND
+
+
+def setting():
+    torch.manual_seed(0)
+    module = Halves()
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    start = {path: leaf + 0.05 * torch.randn_like(leaf) for path, leaf in base.items()}
+    batches = [torch.randn(4, 6) for _ in range(4)]
+    return module, base, start, batches
+
+
+def spread(leaves):
+    return {path: Placed(leaf.clone(), place(path)) for path, leaf in leaves.items()}
+
+
+def gathered(leaves):
+    assert all(leaf.device == place(path) for path, leaf in leaves.items())
+    return {path: leaf.inner for path, leaf in leaves.items()}
+
+
+def trained(build, base, start, batches, **options):
+    method = build(base, max_grad_norm=0.05, donate=True, **options)
+    state, norms = method.init(start), []
+    for x in batches:
+        state, info = method.update(KEY, state, [x[:2], x[2:]])
+        norms.append(float(info.grad_norm))
+    return state, norms
+
+
+def check(build, base, start, batches, **options):
+    """Both states, after the two have been compared."""
+    one, norms = trained(build, base, start, batches, **options)
+    with Places():
+        two, other = trained(build, spread(base), spread(start), batches, **options)
+    assert norms == other
+    assert max(norms) > 0.05  # the clip has worked
+    testing.assert_trees_equal(gathered(two.params), one.params)
+    return one, two
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_to_the_bits_of_one_device(name, masters):
+    module, base, start, batches = setting()
+    loss_fn = ModuleLoss(module, squares)
+    loss_fn = with_masters(loss_fn) if masters else loss_fn
+    kind, hyper = METHODS[name]
+
+    def build(base, **options):
+        optimizer = optim.adamw(1e-2, weight_decay=0.1, fused=True)
+        where = block_linear(module)
+        return importlib.import_module(f"smat_fn.mat.{kind}").build(
+            loss_fn, optimizer, base, where=where, **hyper, **options
+        )
+
+    one, two = check(build, base, start, batches)
+    testing.assert_trees_equal(gathered(two.opt_state.nu), one.opt_state.nu)
+
+
+def test_muon_and_adapters_too():
+    module, base, start, batches = setting()
+    loss_fn, where = ModuleLoss(module, squares), block_linear(module)
+
+    def muon(base, **options):
+        optimizer = optim.muon(1e-2, rest=optim.adamw(1e-2, weight_decay=0.0), where=where)
+        return importlib.import_module("smat_fn.mat.smat").build(
+            loss_fn, optimizer, base, where=where, period=2, **STRENGTHS, **options
+        )
+
+    check(muon, base, start, batches)
+    adapter = lora.Lora(lora.linear_paths(module)[0], rank=2, alpha=8.0)
+
+    def adapted(base, **options):
+        return lora.build(loss_fn, optim.adam(1e-2), base, adapter, where=where, period=2, **STRENGTHS, **options)
+
+    one, norms = trained(adapted, base, lora.init(KEY, base, adapter), batches)
+    with Places():
+        spread_base = spread(base)
+        two, other = trained(adapted, spread_base, lora.init(KEY, spread_base, adapter), batches)
+    assert norms == other
+    testing.assert_trees_equal(gathered(two.params), one.params)
+
+
+def test_a_snapshot_of_two_devices_goes_on_on_them(tmp_path):
+    module, base, start, batches = setting()
+    smat = importlib.import_module("smat_fn.mat.smat")
+
+    def begun(base):
+        return smat.build(ModuleLoss(module, squares), optim.adam(1e-2), base, period=2, donate=True, **STRENGTHS)
+
+    with Places():
+        method = begun(spread(base))
+        state = method.init(spread(start))
+        for x in batches[:3]:
+            state, _ = method.update(KEY, state, x)
+        saver = Saver(tmp_path / "a.safetensors", {})
+        saver.save(state, {})
+        saver.wait()
+        back = snapshots.restore(saver.path, method.init(spread(base)))
+        assert back.step == 3
+        testing.assert_trees_equal(gathered(back.params), gathered(state.params))
+        state, back = (method.update(KEY, one, batches[3])[0] for one in (state, back))
+    testing.assert_trees_equal(gathered(back.params), gathered(state.params))
+
+
+def test_the_states_and_gradients_lie_where_their_leaves_lie():
+    _, base, start, _ = setting()
+    drawn = draw(KEY, **STRENGTHS, noise="laplace")
+    with Places():
+        found = simulate(spread(start), spread(base), drawn), reweight(spread(start), drawn)
+        norm = tree.global_norm(spread(start))
+        clipped, before = optim.clip(spread(start), 0.1)
+    testing.assert_trees_equal(gathered(found[0]), simulate(start, base, drawn))
+    testing.assert_trees_equal(gathered(found[1]), reweight(start, drawn))
+    testing.assert_trees_equal(gathered(clipped), optim.clip(start, 0.1)[0])
+    assert float(norm) == float(tree.global_norm(start))
+    assert float(before) == float(optim.clip(start, None)[1])
+
+
+@pytest.mark.parametrize("residence", ["host", "device", "stream"])
+def test_a_residence_needs_one_device_and_says_so(residence):
+    module, base, start, batches = setting()
+    smat = importlib.import_module("smat_fn.mat.smat")
+    with Places():
+        own = {"residence": residence, "period": 1, **STRENGTHS}
+        method = smat.build(ModuleLoss(module, squares), optim.adam(1e-2), spread(base), **own)
+        with pytest.raises(ValueError, match=r"leaves lie on lazy:0, lazy:1: .* use residence=None"):
+            method.update(KEY, method.init(spread(start)), batches[0])
+
+
+def test_the_hooks_of_a_device_map_change_no_bit():
+    accelerate, transformers = pytest.importorskip("accelerate"), pytest.importorskip("transformers")
+    smat, found = importlib.import_module("smat_fn.mat.smat"), []
+    for mapped in (False, True):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        )
+        module = transformers.LlamaForCausalLM(config).eval()
+        if mapped:
+            names = [
+                "model.embed_tokens",
+                "model.layers.0",
+                "model.layers.1",
+                "model.norm",
+                "model.rotary_emb",
+                "lm_head",
+            ]
+            accelerate.dispatch_model(module, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+            assert module.model.layers[1]._hf_hook is not None
+        base = {path: p.detach().clone() for path, p in module.named_parameters()}
+        ids = torch.arange(24).view(2, 12) % 32
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        loss_fn, options = (
+            ModuleLoss(module, next_token_loss),
+            {"where": block_linear(module), "period": 2, **STRENGTHS},
+        )
+        method = smat.build(loss_fn, optim.adam(1e-2), base, **options)
+        state = method.init(base)
+        for _ in range(4):
+            state, _ = method.update(KEY, state, batch)
+        found.append(state.params)
+    testing.assert_trees_equal(*found)
