@@ -87,9 +87,9 @@ class Merge:
     """Choose coefficients that are left out by dev scores. Ended and called again, it goes on."""
     calibrate: bool = False
     """First choose the sparsity of TIES, DARE and DELLA by dev scores, at the paper's reference coefficients."""
-    coefs: Annotated[
-        dict[str, float], arg(metavar="[GLOB NUMBER ...]", help_behavior_hint="(default: none)")
-    ] = field(default_factory=dict)
+    coefs: Annotated[dict[str, float], arg(metavar="[GLOB NUMBER ...]", help_behavior_hint="(default: none)")] = field(
+        default_factory=dict
+    )
     """Coefficients by glob of leaf names, the first that matches, or each as --coef GLOB=NUMBER; --coef for others."""
     semantics: Semantics = "paper"
     """Whose definition, where they differ: the paper's, mergekit's, or that of the merger's own source."""

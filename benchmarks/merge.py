@@ -1,7 +1,7 @@
 """Merging of folders on disk against mergekit on random Llama-shaped checkpoints: time and anonymous memory.
 
-Every merge is a process of its own, the inputs are in the page cache, the clock starts after the imports. The floor
-reads all inputs and writes one output of base's size, as plain bytes.
+Every merge is a process of its own, the inputs are in the page cache, the clock starts after the imports. The floor, in
+turns with ours, reads all inputs and writes one output of base's size, as plain bytes in one thread. Nobody hashes.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,12 +111,10 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="merge-") as name:
         base, experts = checkpoints(Path(name), SMALL if options.small else LARGE, options.experts)
         size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-        floor = run([sys.executable, "-c", FLOOR], base, experts, Path(name) / "floor", options)
-        rows: list[dict[str, Any]] = [{"merger": "read and write", "s": floor.seconds, "cpu s": floor.cpu}]
+        rows: list[dict[str, Any]] = []
         theirs: dict[str, Cost] = {}
         for merger in options.mergers:
             rows.append(compare(merger, base, experts, Path(name), options, theirs))
-            rows[-1]["times the floor"] = round(rows[-1]["s"] / max(floor.seconds, 0.01), 2)
             print(json.dumps(rows[-1]), flush=True)
     print(timing.markdown(rows))
     if not options.small:
@@ -173,8 +171,14 @@ def compare(
     config, method, top, each = MERGERS[merger]
     out, other = folder / "ours", folder / "theirs"
     known = {} if known is None else known
-    ours = run([sys.executable, "-c", OURS.format(threads=options.threads), config], base, experts, out, options)
+    copied = folder / "floor"
+    scripts = {copied: [FLOOR], out: [OURS.format(threads=options.threads), config]}
+    floor, ours = best(
+        {to: [sys.executable, "-c", *words, *map(str, (base, to, *experts))] for to, words in scripts.items()}, options
+    )
     row: dict[str, Any] = {"merger": merger, "s": ours.seconds, "cpu s": ours.cpu, "MB": ours.megabytes}
+    row |= {"floor s": floor.seconds, "floor cpu s": floor.cpu}
+    row["times the floor"] = round(ours.seconds / max(floor.seconds, 0.01), 2)
     if options.mergekit:
         models = [{"model": str(expert), "parameters": each} for expert in experts]
         recipe = {
@@ -188,7 +192,7 @@ def compare(
         text = json.dumps(recipe)
         if text not in known:
             command = [options.mergekit, "-c", THEIRS.format(threads=options.threads), text, str(other)]
-            known[text] = best(command, other, options)
+            (known[text],) = best({other: command}, options)
         theirs = known[text]
         row |= {"mergekit s": theirs.seconds, "mergekit cpu s": theirs.cpu, "mergekit MB": theirs.megabytes}
         row |= {
@@ -198,23 +202,19 @@ def compare(
         }
         if merger in SAME_BITS:
             row["differing coordinates"] = differing(out, other)
-    for used in (out, other):
+    for used in (copied, out, other):
         shutil.rmtree(used, ignore_errors=True)
     return row
 
 
-def run(command: Sequence[str], base: Path, experts: Sequence[Path], out: Path, options: argparse.Namespace) -> Cost:
-    """The cost of one of our scripts."""
-    return best([*command, *map(str, (base, out, *experts))], out, options)
-
-
-def best(command: Sequence[str], out: Path, options: argparse.Namespace) -> Cost:
-    """The least of every cost of several runs; the last one's output stays."""
-    costs = []
+def best(commands: Mapping[Path, Sequence[str]], options: argparse.Namespace) -> list[Cost]:
+    """The least of every cost of several runs of commands by their output, in turns; the last outputs stay."""
+    costs: list[list[Cost]] = [[] for _ in commands]
     for _ in range(options.repeats):
-        shutil.rmtree(out, ignore_errors=True)
-        costs.append(measure(command, options.threads))
-    return Cost(*map(min, zip(*costs, strict=True)))
+        for found, (out, command) in zip(costs, commands.items(), strict=True):
+            shutil.rmtree(out, ignore_errors=True)
+            found.append(measure(command, options.threads))
+    return [Cost(*map(min, zip(*found, strict=True))) for found in costs]
 
 
 def measure(command: Sequence[str], threads: int) -> Cost:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smat_fn import draw, parallel, random, where
+from smat_fn import draw, optim, parallel, random, where
 from smat_fn.config import Adapters, Finetune, MethodConfig, Smat, Training
 from smat_fn.data import Suite, text
 from smat_fn.grad import ModuleLoss
+from smat_fn.mat import smat
 from smat_fn.mat.smat import is_simulated
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.pipeline.logs import Log
@@ -237,11 +238,15 @@ def main(name: str) -> None:
     torch.set_num_threads(1)
     if name.startswith("Trainer"):
         importlib.import_module("accelerate")
-    small = llama(hidden_size=12, intermediate_size=16, vocab_size=8)
-    ids = torch.zeros(1, 4, dtype=torch.int64)
-    next_token_loss(small, {"input_ids": ids, "attention_mask": ids + 1, "labels": ids})[0].backward()
-    torch.optim.AdamW(small.parameters(), fused=True).step()
-    del small
+    small, ids = llama(hidden_size=12, intermediate_size=16, vocab_size=8), torch.zeros(1, 4, dtype=torch.int64)
+    base = {path: p.detach() for path, p in small.named_parameters()}
+    loss_fn = ModuleLoss(small, next_token_loss)
+    optimizer = optim.adamw(LR, weight_decay=DECAY, fused=True)
+    method = smat.build(loss_fn, optimizer, base, where=where.block_linear(small), max_grad_norm=CLIP, period=1)
+    method.update(random.key(0), method.init(base), {"input_ids": ids, "attention_mask": ids + 1, "labels": ids})
+    importlib.import_module("torch.optim").AdamW(small.parameters(), fused=True)
+    importlib.import_module("tqdm")
+    del small, base, loss_fn, method
     gc.collect()
     print("ready", flush=True)
     VARIANTS[name].run(Gate())

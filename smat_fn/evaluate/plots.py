@@ -147,15 +147,20 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
     figure = _figure(6.4, 3.6)
     axes = figure.add_subplot()
     sigmas = sorted({sigma for points in curves.values() for sigma in points})
-    axes.set(xscale="log", xlim=(sigmas[0] / 1.3, sigmas[-1] * 1.3))  # limits are not found of what stands aside
+    cells = [cell for points in curves.values() for cell in points.values()]
+    ends = [cell.mean + sign * (cell.sd or 0.0) for cell in cells for sign in (-1, 1)]
+    ends += [reference[1].mean] if reference else []
+    room = 0.08 * (max(ends) - min(ends)) or 1.0
+    # matplotlib finds no limits of what stands aside
+    axes.set(xscale="log", xlim=(sigmas[0] / 1.3, sigmas[-1] * 1.3), ylim=(min(ends) - room, max(ends) + room))
     styles = {"uniform": ("#0072B2", "o"), "gaussian": ("#D55E00", "s"), "laplace": ("#009E73", "^")}
     for index, (family, points) in enumerate(curves.items()):
         aside = ScaledTranslation((index - (len(curves) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
         colour, marker = styles.get(family, ("#CC79A7", "D"))
         means, errors = [cell.mean for cell in points.values()], [cell.sd or 0.0 for cell in points.values()]
         axes.errorbar(
-            list(points), means, errors if any(errors) else None, color=colour, marker=marker, markersize=5, capsize=2.5,
-            label=family, transform=axes.transData + aside,
+            list(points), means, errors if any(errors) else None, color=colour, marker=marker, markersize=5,
+            capsize=2.5, label=family, transform=axes.transData + aside,
         )  # fmt: skip
     if reference:
         name, cell = reference

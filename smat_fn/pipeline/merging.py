@@ -121,7 +121,8 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
     suite = known or load_suite(**{**first, **options})
     tree.raise_problems(
         [
-            f"expert {task!r} is of no task of suite {suite.name!r}: rename its folder to one of {', '.join(suite.tasks)}"
+            f"expert {task!r} is of no task of suite {suite.name!r}: rename its folder to one of "
+            f"{', '.join(suite.tasks)}"
             for task in inputs.experts
             if task not in suite.tasks
         ]
@@ -170,8 +171,10 @@ def write_merged(
 def _read(folder: Path) -> Merged:
     """A merged model that was written before."""
     params, manifest = checkpoint.load_leaves(folder)
-    curves = [tuple((point[0], point[1]) for point in manifest.get(name, ())) for name in ("dev_curve", "dev_finals")]
-    return Merged(params, manifest["hyperparameters"].get("coef"), manifest["dev"], *curves, kept=True)
+    curve, finals = (
+        tuple((point[0], point[1]) for point in manifest.get(name, ())) for name in ("dev_curve", "dev_finals")
+    )
+    return Merged(params, manifest["hyperparameters"].get("coef"), manifest["dev"], curve, finals, kept=True)
 
 
 def _sources(inputs: Inputs, seed: int) -> dict[str, Any]:

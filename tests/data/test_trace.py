@@ -292,7 +292,7 @@ def test_unknown_tasks_and_splits_are_refused(suite):
 
 def test_a_base_that_gives_no_finite_loss_is_not_blamed_on_the_learning_rate(suite, tmp_path):
     broken = suite._replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
-    with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained yet"):
+    with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained"):
         train_run(broken, Finetune(), Training(2, 1e-3), seed=0, tasks=["FOMC"], out=tmp_path)
 
 

@@ -6,7 +6,7 @@ import matplotlib.figure
 import pytest
 
 from smat_fn.evaluate import main_table
-from smat_fn.evaluate.plots import drawable, main_plot, noise_plot, paired_plot
+from smat_fn.evaluate.plots import COLOURS, colours, drawable, main_plot, noise_plot, paired_plot
 from smat_fn.evaluate.statistics import estimate
 from smat_fn.evaluate.tables import COLUMNS, Cell, MainTable
 
@@ -81,10 +81,18 @@ def test_the_noise_curve_has_a_line_a_family_and_the_reference_as_a_level(figure
     assert [list(c.lines[0].get_xydata().ravel()) for c in axes.containers] == [[0.01, 51.0, 0.02, 53.0], [0.02, 49.0]]
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"uniform", "laplace", "FT"}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.01", "0.02"]
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    assert left < 0.01 < 0.02 < right
+    assert low < 48.0
+    assert high > 53.0
 
 
 def test_muons_methods_have_the_colours_of_their_namesakes(rows):
     line = main_table(rows).cells["FT"]
+    assert colours(["FT-Muon", "smat (muon)"]) == {"FT-Muon": COLOURS["ft"], "smat (muon)": COLOURS["smat"]}
+    beside = colours(["FT-Muon", "FT", "Muon"])
+    assert beside["FT"] == COLOURS["ft"]
+    assert len(set(beside.values())) == 3
     many = {f"{name} (Muon)": line for name in ("FT", "SMAT", "ASAM", "MergOPT", "OrthoReg")}
     assert drawable(MainTable("test", many))
     assert not drawable(MainTable("test", {}))

@@ -48,7 +48,7 @@ VERSION = "from importlib.metadata import version; print(version('mergekit'))"
 
 @pytest.fixture(scope="session")
 def golden_file(tmp_path_factory):
-    """What mergekit 0.1.5 gives: made anew where it is installed, here or for $MERGEKIT_PYTHON, else as it is stored."""
+    """What mergekit 0.1.5 gives: made anew where it is installed, here or for $MERGEKIT_PYTHON, else as stored."""
     python = os.environ.get("MERGEKIT_PYTHON") or (sys.executable if find_spec("mergekit") else None)
     if python is None:
         return STORED

@@ -112,7 +112,9 @@ def test_ties_majority_counts_beyond_the_integers_of_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ties_limits_are_the_comparisons(dtype):
     tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
-    numbers = torch.tensor([0.0, -0.0, 5e-324, 1e-45, tiny, 0.1, 1.0, 1 + 2**-23, 1 + 2**-52, largest, -1.0], dtype=dtype)
+    numbers = torch.tensor(
+        [0.0, -0.0, 5e-324, 1e-45, tiny, 0.1, 1.0, 1 + 2**-23, 1 + 2**-52, largest, -1.0], dtype=dtype
+    )
     numbers = torch.cat([numbers, -numbers])
     for value in torch.cat([numbers.double().abs(), torch.tensor([1 + 2**-40, 1e300, 1e-60], dtype=torch.float64)]):
         for equal in (False, True):

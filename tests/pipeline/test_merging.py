@@ -304,7 +304,7 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
     weights = bytearray((tmp_path / "ta" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tmp_path / "ta" / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match="model.safetensors has not the weights that were written"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has not the weights that were written"):
         merge_run(configs[:1], *inputs, **options)
 
 
@@ -317,7 +317,9 @@ def bare(run, task, folder):
 
 def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, tmp_path):
     base, (one, two) = runs["ft"] / "base", TWO
-    ours = merge_run([TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", search=True, seed=0)
+    ours = merge_run(
+        [TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", search=True, seed=0
+    )
     (expected,) = ours.values()
     mixed = [runs["ft"] / one, bare(runs["ft"], two, tmp_path / two)]
     (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", search=True, seed=0).values()
@@ -329,12 +331,12 @@ def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, t
     with pytest.raises(ValueError, match="no expert names a suite: say --suite-options name NAME"):
         merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
     recipe = dict(suite.recipe)
-    (found,) = merge_run(
-        [TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe
-    ).values()
+    (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe).values()
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
-    with pytest.raises(ValueError, match="expert 'nothing' is of no task of suite 'digits': rename its folder to one of"):
+    with pytest.raises(
+        ValueError, match="expert 'nothing' is of no task of suite 'digits': rename its folder to one of"
+    ):
         merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", search=True, seed=0)
 
 

@@ -137,7 +137,7 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     folder = tmp_path / "out" / "ta"
     before = when(folder)
     (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
-    with pytest.raises(ValueError, match="another merge into .* is running"):
+    with pytest.raises(ValueError, match=r"another merge into .* is running"):
         list(streaming.stream_run([TA], order))
     (tmp_path / "out" / ".ta.lock").unlink()
     assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]

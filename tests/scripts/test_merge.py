@@ -121,7 +121,9 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
     assert memory == "  memory: at most 40 MiB beside mapped files"
     assert disk.endswith("KB in 1 file")
-    assert re.fullmatch(r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 KB to read, .*", time)
+    assert re.fullmatch(
+        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 KB to read, .*", time
+    )
     _, code = call(*words, "--dry-run", "--window", "3")
     assert "take a smaller window" in code
     assert list(tmp_path.iterdir()) == []
@@ -165,7 +167,9 @@ def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):
     kept, others = printed.split(done)[:2], printed.split(done)[2]
     assert kept == [f"kept: {tmp_path / merger}: " for merger in ("wa", "ta")]
     mergers = "ties", "dare", "della"
-    assert [line.split(",")[0] for line in others.splitlines()] == [f"merged: {tmp_path / merger}" for merger in mergers]
+    assert [line.split(",")[0] for line in others.splitlines()] == [
+        f"merged: {tmp_path / merger}" for merger in mergers
+    ]
     assert call("all", *words, "--dry-run")[0].count(done) == 5
 
 

@@ -14,7 +14,6 @@ from .._common import Fuse, Piece, fields_of, groups, mask_keys
 from .._configured import BASELESS
 from .reading import Folder
 
-
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from smat_fn.evaluate import Result
+from smat_fn.evaluate import Result, plots
 from smat_fn.evaluate.report import build_report
+from smat_fn.evaluate.tables import Cell
 
 ORDER = ["Summary", "Main results", "Paired differences", "Scores by task", "Coefficients", "Settings", "Provenance"]
 
@@ -194,6 +195,19 @@ def test_perturb_alone_is_a_curve_by_family_and_rms(make, sections, full):
     ]
     assert column(found["Main results"], "Method") == ["FT"]
     assert not {"Noise", "Ablation", "Muon"} & set(sections(studies[0]))
+
+
+def test_noise_is_compared_on_its_own_seeds_and_in_its_own_section(make, sections, full, monkeypatch):
+    levels = []
+    monkeypatch.setattr(plots, "noise_plot", lambda curves, *, reference: levels.append(reference) or b"")
+    alone = make("noise", [52.0], "smat", full | {"alpha_min": 1.0, "drop_prob": 0.0})
+    found = sections(make("FT", [50.0, 60.0]), make("SMAT", [51.0, 61.0], "smat", full), alone)
+    assert levels == [("FT", Cell({0: 50.0}))]
+    assert "FT is the mean over the seeds that were trained with noise" in found["Noise"].text
+    paired = found["Paired differences"]
+    assert set(column(paired, "Difference")) == {"SMAT - FT"}
+    assert {record["method"] for record in paired.table.records} == {"SMAT", "noise"}
+    assert "`paired-differences.csv` has Perturb alone too" in paired.text
 
 
 def test_scores_by_task_coefficients_and_settings(make, sections, full):
