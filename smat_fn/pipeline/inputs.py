@@ -73,7 +73,8 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
 
 
 def _is_ours(path: Path) -> bool:
-    return (path / checkpoint.MANIFEST).is_file()
+    found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).is_file() else None
+    return isinstance(found, dict) and "kind" in found
 
 
 def _as_it_is(base: Path, expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
