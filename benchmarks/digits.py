@@ -14,11 +14,11 @@ from smat_fn.evaluate import main_table, markdown, read_results, write_results
 from smat_fn.pipeline.study import as_json, paired, run_study
 
 from . import machine
+from .readme import between, fill
 
 ROOT = Path(__file__).parent.parent
 SEEDS = (21, 22, 23)
 METHODS = ("ft", "smat")
-MARKS = "<!-- digits: begin -->", "<!-- digits: end -->"
 COMMAND = "python -m benchmarks digits"
 
 
@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> None:
         publish()
         return
     work = Path(arguments[0]) if arguments else Path(tempfile.mkdtemp(prefix="digits-study-"))
-    between((ROOT / "README.md").read_text(encoding="utf-8"), "")  # tells of lost marks before the runs, not after
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    between(page, "digits", "")  # tells of lost marks before the runs, not after
     facts = machine.describe(COMMAND)
     print(f"{len(SEEDS) * len(METHODS) * len(DIGITS.lr_grid)} trials of {len(TASKS)} experts, kept in {work}")
     study = run_study("digits", METHODS, SEEDS, work=work, jobs=2, report=print)
@@ -57,18 +58,10 @@ def publish() -> None:
         main_table(read_results(ROOT / "benchmarks/results/digits.jsonl")),
     )
     text = report(result, markdown(table))
-    write_text(ROOT / "README.md", between((ROOT / "README.md").read_text(encoding="utf-8"), text))
+    fill(ROOT / "README.md", "digits", text)
     (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)
     main_plot(table, ROOT / "docs/results/digits.png", title=f"digits, {len(result['seeds'])} seeds")
     print(text)
-
-
-def between(page: str, text: str) -> str:
-    """The page with ``text`` between its two `MARKS`. Raises: ValueError unless each is there once, in order."""
-    begin, end = MARKS
-    if (page.count(begin), page.count(end)) != (1, 1) or page.index(begin) > page.index(end):
-        raise ValueError(f"README.md must have the lines {begin} and {end} once, in this order: the table goes between")
-    return page[: page.index(begin)] + begin + "\n" + text + page[page.index(end) :]
 
 
 def report(result: dict, table: str) -> str:

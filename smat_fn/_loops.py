@@ -2,6 +2,7 @@
 
 No fused multiply-add and no reordering: every operation is rounded as in torch. Keys and blocks are uint64, the
 coordinate ``8 * block + skip`` is the first of a window. A pass works on a tile of 8 * LANES coordinates.
+One file on purpose: numba's cache does not see changes in other modules.
 """
 
 from collections.abc import Callable
@@ -192,6 +193,76 @@ def dropped(delta, fields, cutoff, kept, out):  # type: ignore[no-untyped-def]
     """``delta / kept``, 0 where the field is below the cutoff. Args: fields, cutoff: int32."""
     for i in range(len(out)):
         out[i] = delta[i] / kept if fields[i] >= cutoff else float32(0)
+
+
+@jit
+def add_dropped(mask, block, skip, leaf, origin, cutoff, kept, first, total):  # type: ignore[no-untyped-def]
+    """Adds `dropped` of ``leaf - origin`` to a window, or writes the first; mask and leaf as `simulate`'s.
+
+    Returns: the largest magnitude of a difference, as bits.
+    """
+    state, words = np.empty((4, LANES), np.uint64), np.empty((LANES, 4), np.uint32)
+    halves = words.view(np.uint16).reshape(-1)
+    value, largest = np.empty(TILE, np.float32), uint32(0)
+    counter, position = block, 0
+    while position < len(total):
+        count = min(TILE - skip, len(total) - position)
+        part = slice(position, position + count)
+        _draw(mask[0], mask[1] + counter, skip + count, state, words)
+        _widen(leaf[part], value)
+        largest = max(largest, _subtract(value, origin[part]))
+        _add_kept(value, halves[skip:], cutoff, kept, first, total[part])
+        position += count
+        counter += uint64(LANES)
+        skip = 0
+    return largest
+
+
+@jit
+def _subtract(value, origin):  # type: ignore[no-untyped-def]
+    bits, largest = value.view(np.uint32), uint32(0)
+    for i in range(len(origin)):
+        value[i] -= origin[i]
+        largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
+    return largest
+
+
+@jit
+def _add_kept(value, halves, cutoff, kept, first, total):  # type: ignore[no-untyped-def]
+    if first:
+        for i in range(len(total)):
+            total[i] = value[i] / kept if int32(halves[i]) >= cutoff else float32(0)
+    else:
+        for i in range(len(total)):
+            total[i] += value[i] / kept if int32(halves[i]) >= cutoff else float32(0)
+
+
+@jit
+def add_difference(leaf, origin, first, total):  # type: ignore[no-untyped-def]
+    """Adds ``leaf - origin`` (``leaf`` where origin is empty), or writes the first; leaf as `simulate`'s."""
+    value, whole = np.empty(TILE, np.float32), len(origin) == 0
+    for start in range(0, len(total), TILE):
+        part = slice(start, min(start + TILE, len(total)))
+        _widen(leaf[part], value)
+        if not whole:
+            _subtract_from(value, origin[part])
+        _add(value, first, total[part])
+
+
+@jit
+def _subtract_from(value, origin):  # type: ignore[no-untyped-def]
+    for i in range(len(origin)):
+        value[i] -= origin[i]
+
+
+@jit
+def _add(value, first, total):  # type: ignore[no-untyped-def]
+    if first:
+        for i in range(len(total)):
+            total[i] = value[i]
+    else:
+        for i in range(len(total)):
+            total[i] += value[i]
 
 
 @jit

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import array, loops_for
+from ..ops import fused
 from ..types import Params
-from ._common import Piece, add, apply_vector, merge_pieces, zeroed
+from ._common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
@@ -38,6 +39,27 @@ def dropped(piece: Piece, drop_prob: float) -> list[Tensor]:
     threshold = int(random.threshold(drop_prob))
     kept = 1 - threshold / 65536
     return [_dropped(d, f, threshold, kept) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+
+
+def add_dropped(
+    total: Tensor | None, leaf: Tensor, origin: Tensor, key: Tensor, start: int, drop_prob: float
+) -> tuple[Tensor, bool]:
+    """``total + m ⊙ (θ − θ₀) / (1 − p̂)`` at flat coordinates from ``start`` on; in one pass where loops are compiled.
+
+    Args: total: in compute dtype, written to; None at first; leaf: θ; origin: θ₀ in compute dtype; key: mask stream.
+    Returns: the total, and whether all differences are finite.
+    """
+    threshold = int(random.threshold(drop_prob))
+    kept, out = 1 - threshold / 65536, torch.empty_like(origin) if total is None else total
+    loops = loops_for(leaf, origin, key, out)
+    if loops is None or leaf.dtype not in fused.DTYPES or origin.dtype != torch.float32:
+        delta = leaf.to(origin.dtype) - origin
+        ((fields,),) = fields_of(key[None, None], [(0, start, start + len(leaf))], leaf.device)
+        value = _dropped(delta, fields, threshold, kept)
+        return value if total is None else total.add_(value), bool(delta.isfinite().all())
+    window, numbers = fused.place(start), (numpy.int32(threshold), numpy.float32(kept))
+    largest = loops.add_dropped(array(key), *window, array(leaf), array(origin), *numbers, total is None, array(out))
+    return out, largest < 0x7F800000
 
 
 def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tensor:

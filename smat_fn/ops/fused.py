@@ -21,7 +21,7 @@ def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) 
     if (loops := loops_for(*keys)) is None:
         return None
     sizes = numpy.array([stop - start for start, stop in windows])
-    blocks, skips = (numpy.array(column) for column in zip(*(_place(start) for start, _ in windows), strict=True))
+    blocks, skips = (numpy.array(column) for column in zip(*(place(start) for start, _ in windows), strict=True))
     pairs = array(torch.stack(list(keys))).reshape(-1, 2)
     out = torch.empty(int(sizes.sum()), dtype=torch.int16, device=keys[0].device)
     loops.fields(pairs, blocks, skips, sizes, out.numpy())
@@ -45,10 +45,10 @@ def simulate(
         step = numpy.float32(float(noise_step(numbers.sigma, not len(quantiles), torch.float32)))
 
         def run(leaf: int, start: int, stop: int) -> None:
-            place = _place(starts[leaf] + start)
+            window = place(starts[leaf] + start)
             parts = [array(leaves[leaf])[start:stop] for leaves in (params, base, out)]
             loops.simulate(
-                masks[leaf], noises[leaf], *place, *parts, masked[leaf], scale, kept, cutoff, step, quantiles
+                masks[leaf], noises[leaf], *window, *parts, masked[leaf], scale, kept, cutoff, step, quantiles
             )
 
         _spread(run, taken, out)
@@ -69,7 +69,7 @@ def reweight(
 
         def run(leaf: int, start: int, stop: int) -> None:
             parts = [array(leaves[leaf])[start:stop] for leaves in (grads, out)]
-            loops.reweight(masks[leaf], *_place(starts[leaf] + start), *parts, masked[leaf], *factors)
+            loops.reweight(masks[leaf], *place(starts[leaf] + start), *parts, masked[leaf], *factors)
 
         _spread(run, taken, out)
     return others
@@ -87,7 +87,7 @@ def _factors(numbers: Numbers) -> tuple[numpy.float32, numpy.float32, numpy.int3
     return numpy.float32(float(numbers.scale)), numpy.float32(float(kept)), numpy.int32(int(numbers.cutoff))
 
 
-def _place(start: int) -> tuple[numpy.uint64, int]:
+def place(start: int) -> tuple[numpy.uint64, int]:
     """The block, modulo 2**64, and the field in it of a coordinate."""
     return numpy.uint64(start // 8 % 2**64), start % 8
 

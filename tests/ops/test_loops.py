@@ -11,6 +11,7 @@ import torch
 from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
+from smat_fn.merge.dare import add_dropped
 from smat_fn.ops import fused
 from smat_fn.ops.chunked import centered_fields
 from smat_fn.testing import assert_trees_equal
@@ -39,7 +40,7 @@ def calls(monkeypatch):
         names.append(name)
         return loop(*args)
 
-    for name in ("words", "fields", "simulate", "reweight", "dropped", "dropped_by_rank", "agree"):
+    for name in ("words", "fields", "simulate", "reweight", "dropped", "add_dropped", "dropped_by_rank", "agree"):
         monkeypatch.setattr(loops, name, partial(spy, name, getattr(loops, name)))
     return names
 
@@ -167,6 +168,30 @@ def test_special_numbers_in_merges():
         return [dare.nan_to_num(7), merge.della_vector(random.key(0), base, experts, drop_prob=0.5, window=0.4)["w"]]
 
     same_bits(*both(merged))
+
+
+@pytest.mark.parametrize("start", [0, 5, 8, 2**33 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropped_changes_are_added_in_one_pass(dtype, start, calls):
+    leaves, origin = torch.randn(2, 4099).to(dtype), torch.randn(4099)
+    key = random.key(3)
+
+    def run():
+        total = None
+        for leaf in leaves:
+            total, finite = add_dropped(total, leaf, origin, key, start, 0.9)
+            assert finite
+        return [total]
+
+    actual, without = both(run)
+    same_bits(actual, without)
+    assert calls.count("add_dropped") == 2
+    fields, threshold = random.bits(key, 4099, start=start), int(random.threshold(0.9))
+    kept = [(leaf.float() - origin) / (1 - threshold / 65536) * (fields >= threshold) for leaf in leaves]
+    assert torch.equal(actual[0], kept[0] + kept[1])
+    for value in (float("inf"), float("nan")):  # also where it is dropped
+        broken = leaves[0].index_fill(0, (fields < threshold).nonzero()[0], value)
+        assert not add_dropped(None, broken, origin, key, start, 0.9)[1]
 
 
 def test_traced_batched_and_foreign_tensors_are_left_to_torch():

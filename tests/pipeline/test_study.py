@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from benchmarks import digits as benchmark
-from benchmarks import digits_methods, methods, minilm_methods
+from benchmarks import digits_methods, methods, minilm_methods, readme
 from smat_fn import checkpoint, config, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
 from smat_fn.data import digits, load_suite
@@ -328,13 +328,16 @@ def test_the_benchmarks_paragraph_says_what_was_found():
     )
 
 
+MARKS = "<!-- digits: begin -->", "<!-- digits: end -->"
+
+
 def test_the_paragraph_goes_between_its_marks():
-    begin, end = benchmark.MARKS
+    begin, end = MARKS
     page = f"# a\n{begin}\nold\n{end}\nrest\n"
-    assert benchmark.between(page, "new\n") == f"# a\n{begin}\nnew\n{end}\nrest\n"
+    assert readme.between(page, "digits", "new\n") == f"# a\n{begin}\nnew\n{end}\nrest\n"
     for lost in (page.replace(begin, ""), page.replace(end, ""), page + begin, f"{end}{begin}"):
         with pytest.raises(ValueError, match=r"README\.md must have the lines"):
-            benchmark.between(lost, "new\n")
+            readme.between(lost, "digits", "new\n")
 
 
 def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, capsys):
@@ -347,7 +350,7 @@ def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, caps
     asked = []
     monkeypatch.setattr(benchmark, "run_study", lambda *args, **options: asked.append((args, options)) or study)
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("\n".join(benchmark.MARKS))
+    (tmp_path / "README.md").write_text("\n".join(MARKS))
     benchmark.main([str(tmp_path / "work")])
     ((args, options),) = asked
     assert args == ("digits", ("ft", "smat"), (21, 22, 23))
@@ -357,11 +360,18 @@ def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, caps
     assert result["test"]["SMAT"]["Avg"] == [73.0, 74.0, 75.0]
     assert result["paired"]["differences"] == [2.0, 2.0, 2.0]
     assert result["versions"]["torch"] == torch.__version__
-    assert (tmp_path / "README.md").read_text() == benchmark.between(
-        "\n".join(benchmark.MARKS), benchmark.report(result, markdown(main_table(rows)))
+    assert (tmp_path / "README.md").read_text() == readme.between(
+        "\n".join(MARKS), "digits", benchmark.report(result, markdown(main_table(rows)))
     )
     assert "mean +2.00" in capsys.readouterr().out
 
 
 def test_the_calibration_coefficients_are_those_of_the_papers_families():
     assert merge.CALIBRATION_COEFS[DIGITS.family] == {"ties": 0.2, "dare": 0.2, "della": 1.0}
+
+
+def test_the_readmes_tables_are_those_of_the_stored_results():
+    page = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    for name, text in readme.TABLES.items():
+        stored = readme.json.loads((readme.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        assert readme.between(page, name.replace("_", "-"), text(stored)) == page

@@ -22,7 +22,6 @@ from ...config import (
 )
 from .._common import Fuse, Piece, add, row_length
 from .._leaves import gram_of
-from ..dare import dropped
 from ..dare_ties import fused as dare_ties
 from ..della import fused as della
 from ..della import thresholds
@@ -42,13 +41,13 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
     """The arithmetic of the pure merger, on pieces. Args: cuts, majority: what TIES has found out before."""
     match job.config:
         case WeightAverage():
-            return Rule(total=lambda parts: add(parts).div_(len(job.experts)), based=False)
+            return Rule(summed=lambda total: total.div_(len(job.experts)), based=False)
         case WeightedAverage(weights, normalize):
             return Rule(total=lambda parts: mean_of(parts, weights, normalize=normalize), based=False)
         case Slerp():
             return Rule(lambda path: _slerp(job, path), based=False)
         case TaskArithmetic() | WiseFt():
-            return Rule(total=add)
+            return Rule(summed=lambda total: total)
         case MagMax():
             return Rule(lambda _: magmax)
         case ModelStock():
@@ -62,7 +61,7 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
             return Rule(lambda _: lambda piece: ties(piece, cuts, majority, how))
         case Dare(drop_prob=drop_prob):
             assert drop_prob is not None
-            return Rule(lambda _: lambda piece: add(dropped(piece, drop_prob)))
+            return Rule(summed=lambda total: total, drop_prob=drop_prob)
         case DareTies(drop_prob=share, aggregate=aggregate):
             return Rule(lambda _: lambda piece: dare_ties(piece, share, aggregate))
         case Della():

@@ -1,0 +1,96 @@
+"""Tables of README.md from the stored results, between their marks: ``python -m benchmarks readme``."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from smat_fn.checkpoint import write_text
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+
+
+def main(arguments: list[str]) -> None:
+    """Write every table whose results stand."""
+    for name, text in TABLES.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            fill(ROOT / "README.md", name.replace("_", "-"), text(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Write the page with the text between its marks ``<!-- name: begin -->`` and ``<!-- name: end -->``."""
+    write_text(page, between(page.read_text(encoding="utf-8"), name, text))
+
+
+def between(page: str, name: str, text: str) -> str:
+    """The page with ``text`` between two marks. Raises: ValueError unless each is there once, in order."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if (page.count(begin), page.count(end)) != (1, 1) or page.index(begin) > page.index(end):
+        raise ValueError(f"README.md must have the lines {begin} and {end} once, in this order: the table goes between")
+    return page[: page.index(begin)] + begin + "\n" + text + page[page.index(end) :]
+
+
+def digits_methods(result: dict[str, Any]) -> str:
+    """Experts, the five-merger mean and its difference from FT, by method."""
+    seconds: dict[str, dict[int, float]] = {}
+    for line in map(json.loads, (RESULTS / "digits_methods_runs.jsonl").read_text(encoding="utf-8").splitlines()):
+        seconds.setdefault(line["label"], {})[line["seed"]] = line["training_seconds"]
+    lines = []
+    for label, scores in result["test"].items():
+        difference = "-"
+        if label in result["paired"]:
+            paired = result["paired"][label]
+            difference = f"{paired['mean']:+.2f} ({paired['interval'][0]:+.2f} to {paired['interval'][1]:+.2f})"
+        ratio = mean(seconds[label][seed] / seconds["FT"][seed] for seed in result["seeds"])
+        lines.append((label, spread(scores["Expert"]), spread(scores["Avg"]), difference, f"{ratio:.2f}"))
+    head = "Method", "Expert", "Mean of five mergers", "Difference from FT (95 % interval)", "Training time x FT"
+    return (
+        f"{table(head, lines)}\n"
+        f"Test score, mean over four tasks and {len(result['seeds'])} seeds ± standard deviation. Learning rate and "
+        "strength of each method were chosen among six candidates on dev of three other seeds, by a "
+        "[protocol](docs/protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
+        f"intervals are optimistic. From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
+        "[the whole report](docs/results/digits_methods/report.md).\n"
+    )
+
+
+def merge(result: dict[str, Any]) -> str:
+    """Seconds, memory and their ratios to mergekit's, by merger."""
+    lines = [
+        (
+            row["merger"],
+            f"{row['s']:.1f}",
+            f"{row['mergekit s']:.1f}",
+            f"{row['time ratio']:.1f}",
+            f"{row['MB']:.0f}",
+            f"{row['mergekit MB']:.0f}",
+            f"{row['memory ratio']:.0f}",
+            f"{row['times the floor']:.1f}",
+        )
+        for row in result["rows"]
+        if "mergekit s" in row
+    ]
+    head = "Merger", "s", "mergekit s", "ratio", "MB", "mergekit MB", "ratio", "x reading and writing"
+    return (
+        f"{table(head, lines)}\n"
+        f"{result['experts']} experts of {result['MB of a model']} MB (bfloat16), {result['threads']} threads, "
+        f"anonymous memory of the merge, mergekit {result['mergekit'].split()[0]} on CPU; the last column is the time "
+        f"over that of copying the same bytes. From `{result['command']}` on {result['hardware']}.\n"
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{mean(values):.2f} ± {stdev(values):.2f}"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """As Markdown."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"digits_methods": digits_methods, "merge": merge}
