@@ -238,34 +238,6 @@ def _add_kept(value, halves, cutoff, kept, first, total):  # type: ignore[no-unt
 
 
 @jit
-def add_difference(leaf, origin, first, total):  # type: ignore[no-untyped-def]
-    """Adds ``leaf - origin`` (``leaf`` where origin is empty), or writes the first; leaf as `simulate`'s."""
-    value, whole = np.empty(TILE, np.float32), len(origin) == 0
-    for start in range(0, len(total), TILE):
-        part = slice(start, min(start + TILE, len(total)))
-        _widen(leaf[part], value)
-        if not whole:
-            _subtract_from(value, origin[part])
-        _add(value, first, total[part])
-
-
-@jit
-def _subtract_from(value, origin):  # type: ignore[no-untyped-def]
-    for i in range(len(origin)):
-        value[i] -= origin[i]
-
-
-@jit
-def _add(value, first, total):  # type: ignore[no-untyped-def]
-    if first:
-        for i in range(len(total)):
-            total[i] = value[i]
-    else:
-        for i in range(len(total)):
-            total[i] += value[i]
-
-
-@jit
 def dropped_by_rank(delta, fields, by_rank, out):  # type: ignore[no-untyped-def]
     """`dropped` with a cutoff T for each rank of |delta| in its row, equal ones by position; ``kept = 1 - T / 65536``.
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .. import random, tree
 from ..compiled import array, loops_for
-from ..ops import fused
 from ..ops.chunked import centered_fields
 from ..types import Params
 from ._inputs import Leaves, coef_problems, kind_problems, problems_of
@@ -122,20 +121,6 @@ def add(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in rest:
         total += tensor
     return total
-
-
-def add_difference(total: Tensor | None, leaf: Tensor, origin: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``total + (θ − θ₀)``, or ``total + θ`` without an origin; in one pass where loops are compiled.
-
-    Args: total: in compute dtype, written to; None at first; leaf: θ, flat; origin: θ₀ in compute dtype.
-    """
-    out = torch.empty(leaf.shape, dtype=dtype, device=leaf.device) if total is None else total
-    loops = loops_for(leaf, out, *(() if origin is None else (origin,)))
-    if loops is None or leaf.dtype not in fused.DTYPES or dtype != torch.float32:
-        part = leaf.to(dtype) if origin is None else leaf.to(dtype) - origin
-        return out.copy_(part) if total is None else out.add_(part)
-    loops.add_difference(array(leaf), array(out[:0] if origin is None else origin), total is None, array(out))
-    return out
 
 
 def elected(tensors: Sequence[Tensor]) -> Tensor:

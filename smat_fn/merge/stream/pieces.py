@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import tree
 from ...config import MergerConfig
-from .._common import Fuse, Piece, add_difference, fields_of, groups, mask_keys
+from .._common import Fuse, Piece, fields_of, groups, mask_keys
 from .._configured import BASELESS
 from ..dare import add_dropped
 from .reading import Folder
@@ -34,12 +34,11 @@ class Job(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a merger sees leaves: by ``fuse``, or by one of the others where it only adds."""
+    """How a merger sees leaves: by ``fuse``, or by ``total`` or ``drop_prob`` where it only adds."""
 
     fuse: Callable[[str], Fuse] | None = None  # of a leaf
     total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
-    summed: Callable[[Tensor], Tensor] | None = None  # of the plain sum of them
-    drop_prob: float | None = None  # of coordinates that the sum leaves out, as DARE does
+    drop_prob: float | None = None  # of DARE, which adds them one by one, too
     based: bool = True  # a piece holds task vectors and gives one; else it holds weights and gives weights
     rows: bool = False  # no row is cut
     whole: bool = False  # no leaf is cut
@@ -99,6 +98,18 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
     fuse = None if rule.fuse is None else rule.fuse(path)
 
+    def dropped(origin: Tensor, start: int, stop: int) -> Tensor:
+        assert drawn is not None
+        assert rule.drop_prob is not None
+        total = None
+        for folder, (mask,) in zip(job.experts.values(), drawn, strict=True):
+            part = folder.read(path, start, stop).to(job.device)
+            total, finite = add_dropped(total, part, origin, mask, start, rule.drop_prob)
+            if not finite:
+                refuse_values(job, path, list(vectors_of(job, path, start, stop, dtype)))
+        assert total is not None
+        return total
+
     def merge(start: int, stop: int) -> Written:
         origin = job.base.read(path, start, stop).to(job.device, dtype)
 
@@ -108,8 +119,8 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
 
         if rule.total is not None:
             merged = rule.total(parts())
-        elif rule.summed is not None:
-            merged = rule.summed(_sum(job, rule, path, origin, (start, stop), drawn))
+        elif rule.drop_prob is not None:
+            merged = dropped(origin, start, stop)
         else:
             assert fuse is not None
             every = list(parts())
@@ -131,22 +142,6 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     room = job.chunk if fuse is None else job.chunk // len(job.experts)  # a sum holds one expert at a time
     limit = leaf.numel() if rule.whole else min(room, SPAN)
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
-
-
-def _sum(job: Job, rule: Rule, path: str, origin: Tensor, span: tuple[int, int], drawn: Tensor | None) -> Tensor:
-    """The sum of task vectors, or weights. Args: drawn: keys of the mask streams (experts, 1, 2)."""
-    total = None
-    for index, folder in enumerate(job.experts.values()):
-        leaf = folder.read(path, *span).to(job.device)
-        if rule.drop_prob is None:
-            total = add_difference(total, leaf, origin if rule.based else None, origin.dtype)
-        else:
-            assert drawn is not None
-            total, finite = add_dropped(total, leaf, origin, drawn[index, 0], span[0], rule.drop_prob)
-            if not finite:
-                refuse_values(job, path, list(vectors_of(job, path, *span, origin.dtype)))
-    assert total is not None
-    return total
 
 
 def _copied(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:

@@ -41,13 +41,13 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
     """The arithmetic of the pure merger, on pieces. Args: cuts, majority: what TIES has found out before."""
     match job.config:
         case WeightAverage():
-            return Rule(summed=lambda total: total.div_(len(job.experts)), based=False)
+            return Rule(total=lambda parts: add(parts).div_(len(job.experts)), based=False)
         case WeightedAverage(weights, normalize):
             return Rule(total=lambda parts: mean_of(parts, weights, normalize=normalize), based=False)
         case Slerp():
             return Rule(lambda path: _slerp(job, path), based=False)
         case TaskArithmetic() | WiseFt():
-            return Rule(summed=lambda total: total)
+            return Rule(total=add)
         case MagMax():
             return Rule(lambda _: magmax)
         case ModelStock():
@@ -61,7 +61,7 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
             return Rule(lambda _: lambda piece: ties(piece, cuts, majority, how))
         case Dare(drop_prob=drop_prob):
             assert drop_prob is not None
-            return Rule(summed=lambda total: total, drop_prob=drop_prob)
+            return Rule(drop_prob=drop_prob)
         case DareTies(drop_prob=share, aggregate=aggregate):
             return Rule(lambda _: lambda piece: dare_ties(piece, share, aggregate))
         case Della():
