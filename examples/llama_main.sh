@@ -3,7 +3,8 @@
 #
 #   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE OUT=runs/llama-1b bash examples/llama_main.sh
 #
-# PRESET=llama-3.1-8b is the larger backbone; examples/common.sh has the other variables.
+# PRESET=llama-3.1-8b is the larger backbone, MORE="--suite-options device_map balanced" splits it over GPUs;
+# examples/common.sh has the other variables.
 . "$(dirname "$0")/common.sh"
 METHODS=${METHODS:-"ft asam mergopt orthoreg smat"}
 

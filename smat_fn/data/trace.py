@@ -26,6 +26,7 @@ from ..evaluate.metrics import TRACE_METRICS, first_letter_accuracy, label_accur
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
 from ..models import language
+from ..models.pretrained import DeviceMap
 from ..types import Batch, Micro, Params
 from . import pairs, text
 from .batching import batch_indices
@@ -36,6 +37,7 @@ from .trace_recipe import METRICS, TraceRecipe, settings_of
 
 TASKS = tuple(TRACE_METRICS)
 LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
+PLACES = ("device", "device_map", "decode_batch", "engine")  # options that are not in the recipe
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 
 
@@ -51,6 +53,7 @@ def load(
     *,
     seed: int,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     decode_batch: int = 16,
     engine: str | Engine = generator,
     **options: Any,
@@ -60,16 +63,17 @@ def load(
     Batch: as `text.collate`. Score: the task's metric over the rows of the split, 0 to 100, the mean of its decodes
     where they are sampled; scoring other parameters swaps them in by reference.
 
-    Args: seed: of sampled answers; device: of model and training, None: the first GPU, or the CPU; decode_batch: rows
-        decoded together, which changes speed, and texts by rounding alone; engine: what answers prompts, or its place
-        as "module:function"; options: fields of `TraceRecipe`. The others are not in the recipe.
+    Args: seed: of sampled answers; device: of model and training, None: the first GPU, or the CPU; device_map: splits
+        the model over devices instead, as `causal_lm.load` takes it; decode_batch: rows decoded together, which
+        changes speed, and texts by rounding alone; engine: what answers prompts, or its place as "module:function";
+        options: fields of `TraceRecipe`. The others are not in the recipe.
     Raises: ValueError for unknown or bad options; that lists every split that is missing or malformed (of the hub's
         the first); for a model that cannot be loaded, or whose tokenizer does not fit. ``batch``, ``epoch_steps`` and
         ``cuts`` raise it for rows that do not fit the model.
     """
     known = [field.name for field in fields(TraceRecipe)]
     if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"trace has no options {unknown}: they are {[*known, 'device', 'decode_batch', 'engine']}")
+        raise ValueError(f"trace has no options {unknown}: they are {[*known, *PLACES]}")
     if lacking := [name for name in ("model", "data") if options.get(name) is None]:
         raise ValueError(f"trace needs {' and '.join(lacking)}: a folder, or a name on the hub")
     tasks = task_names(**options)
@@ -78,6 +82,8 @@ def load(
     recipe = TraceRecipe(**{**options, **settled, "tasks": tasks, "columns": columns})
     place = pick_device(device)
     problems = [] if decode_batch >= 1 else [f"decode_batch is {decode_batch}, must be at least 1"]
+    if device is not None and device_map is not None:
+        problems.append(f"device is {device!r} and there is a device_map too: give one of them")
     try:
         engine = find_engine(engine) if isinstance(engine, str) else engine
     except ValueError as error:
@@ -101,10 +107,15 @@ def load(
             )
     tree.raise_problems(problems)
     lm = language.load(
-        recipe.model, dtype=recipe.dtype, device=place, gradient_checkpointing=recipe.gradient_checkpointing
+        recipe.model,
+        dtype=recipe.dtype,
+        device=place,
+        device_map=device_map,
+        gradient_checkpointing=recipe.gradient_checkpointing,
     )
     assert not isinstance(engine, str)
-    return _suite(recipe, tasks, rows, lm, seed, place, decode_batch, engine)
+    first = next(iter(lm.params.values())).device
+    return _suite(recipe, tasks, rows, lm, seed, first, decode_batch, engine)
 
 
 def _suite(
@@ -193,7 +204,7 @@ def _suite(
         check_member("trace task", task, tasks)
         check_member("split", split, ("dev", "test"))
         tree.check_same(lm.params, "the base", params=params)
-        here = {name: leaf.to(device) for name, leaf in params.items()}
+        here = {name: leaf.to(lm.params[name].device) for name, leaf in params.items()}
         prompts, answers = rows[task, split]
 
         def keep(new: Mapping[int, str], done: int, total: int) -> None:

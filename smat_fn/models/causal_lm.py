@@ -15,7 +15,7 @@ from ..grad import ModuleLoss
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss
-from .pretrained import checkpoint_blocks, read
+from .pretrained import DeviceMap, checkpoint_blocks, read
 
 IGNORED = -100  # label of a position that is not predicted
 
@@ -35,21 +35,23 @@ def load(
     *,
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    device_map: DeviceMap | None = None,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
 ) -> CausalLM:
     """A model and its tokenizer, from a folder or by the name of a hub repository.
 
     Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of all
-        parameters, "bfloat16" or torch.bfloat16; attention: ``attn_implementation``, None: "sdpa" where the model has
+        parameters, "bfloat16" or torch.bfloat16; device_map: splits the model over devices, with the package
+        accelerate, in place of ``device``; attention: ``attn_implementation``, None: "sdpa" where the model has
         it; gradient_checkpointing: keep one activation per block and compute the others again in the backward pass:
         bit-equal, slower, and only with the "autograd" engine.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, or the two do not fit.
+    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
+        map leaves weights on no device.
     """
-    module, tokenizer = read(
-        "AutoModelForCausalLM", "a causal language model", source, dtype=dtype, attention=attention
-    )
-    module = module.to(device).eval()
+    own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    module, tokenizer = read("AutoModelForCausalLM", "a causal language model", source, **own)
+    module.eval()
     if gradient_checkpointing:
         checkpoint_blocks(module)
     params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

@@ -1,30 +1,47 @@
 """Language models with their tokenizers, from a folder or the hub, and one sentence for whatever is wrong with them."""
 
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from .. import tree
+
+# as ``from_pretrained`` takes it: a device by module, "auto", "balanced" or "sequential"; or the JSON file of a mapping
+DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
 
 NO_EOS = "the tokenizer has no EOS token, nothing would end an answer: set tokenizer.eos_token, save it with the model"
 
 
 def read(
-    auto: str, what: str, source: str | Path, *, dtype: str | torch.dtype, attention: str | None = None
+    auto: str,
+    what: str,
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device = "cpu",
+    device_map: DeviceMap | None = None,
+    attention: str | None = None,
 ) -> tuple[Any, Any]:
-    """A model and its tokenizer by ``from_pretrained``, on the CPU.
+    """A model and its tokenizer by ``from_pretrained``, on a device or split over several.
 
     Args: auto: class of ``transformers`` that loads it; what: kind of model, for messages; others: as `causal_lm.load`.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, or the two do not fit.
+    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
+        map leaves weights on no device.
     """
     import transformers
 
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    options = {"dtype": kind, "attn_implementation": attention, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": kind, "attn_implementation": attention, "output_loading_info": True}
+    if device_map is not None:
+        options["device_map"] = _device_map(device_map)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         module, info = getattr(transformers, auto).from_pretrained(source, **options)
@@ -39,7 +56,36 @@ def read(
             f"give a checkpoint of {what}"
         )
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
+    if device_map is None:
+        return module.to(device), tokenizer
+    check_placed(module)
     return module, tokenizer
+
+
+def check_placed(module: nn.Module) -> None:
+    """Every weight lies on a device. Raises: ValueError that names the parts that a device map has put elsewhere."""
+    if not (left := [name for name, p in module.named_parameters() if p.is_meta]):
+        return
+    raise ValueError(
+        f"the device map leaves {len(left)} weights on no device, {left[0]} the first: weights that are offloaded to "
+        "CPU or disk cannot be trained; give more devices, or a map that puts every module on one"
+    )
+
+
+def _device_map(given: DeviceMap) -> Any:
+    if find_spec("accelerate") is None:
+        raise ValueError("device_map needs the package accelerate: pip install accelerate")
+    if isinstance(given, Mapping):
+        return dict(given)
+    if Path(given).suffix != ".json":
+        return str(given)
+    try:
+        found = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"device_map {str(given)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"device_map {str(given)!r} holds no mapping of modules to devices")
+    return found
 
 
 def is_encoder_decoder(source: str | Path) -> bool:

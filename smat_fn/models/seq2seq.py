@@ -16,7 +16,7 @@ from ..types import Batch, Params, Where
 from ..where import block_linear
 from .causal_lm import IGNORED
 from .modules import FullLoss
-from .pretrained import check_tokenizer, checkpoint_blocks, read
+from .pretrained import DeviceMap, check_tokenizer, checkpoint_blocks, read
 
 
 class Seq2Seq(NamedTuple):
@@ -70,6 +70,7 @@ def load(
     *,
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    device_map: DeviceMap | None = None,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
 ) -> Seq2Seq:
@@ -77,8 +78,9 @@ def load(
 
     T5 with gradient_checkpointing is equal up to rounding alone: its position bias then takes another attention kernel.
     """
-    module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, dtype=dtype, attention=attention)
-    bundle = seq2seq(module.to(device), tokenizer)
+    own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
+    module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, **own)
+    bundle = seq2seq(module, tokenizer)
     if gradient_checkpointing:
         checkpoint_blocks(module)
     return bundle

@@ -75,14 +75,16 @@ def device_of(params: Params) -> torch.device:
 
 
 def reset_peak(device: torch.device) -> None:
-    """The peak of a CUDA device starts anew; that of a process is left to whoever runs it."""
+    """The peaks of CUDA devices start anew; that of a process is left to whoever runs it."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        for own in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(own)
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
     """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell."""
-    if device.type == "cuda":
-        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device), "peak_memory_of": "cuda allocations"}
+    if device.type == "cuda":  # a device map spreads over several, a process that has one finds 0 on the others
+        allocated = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+        return {"peak_memory_bytes": allocated, "peak_memory_of": "cuda allocations"}
     peak = peak_bytes()  # that of getrusage begins with the parent's
     return {} if peak is None else {"peak_memory_bytes": peak, "peak_memory_of": "resident process"}

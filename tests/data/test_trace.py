@@ -314,3 +314,13 @@ def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path
         shutil.copy(folders / "model" / file, tmp_path / "small" / file)
     with pytest.raises(ValueError, match="the embedding has 259 rows, too few for the tokenizer"):
         load(model=str(tmp_path / "small"))
+
+
+def test_a_suite_over_a_device_map_is_the_same_suite(load, suite, folders):
+    pytest.importorskip("accelerate")
+    mapped = load(device=None, device_map="auto")
+    assert mapped.recipe == suite.recipe
+    assert checkpoint.fingerprint(mapped.base) == checkpoint.fingerprint(suite.base)
+    assert mapped.score(mapped.base, "MeetingBank", "dev") == suite.score(suite.base, "MeetingBank", "dev")
+    with pytest.raises(ValueError, match="device is 'cpu' and there is a device_map too: give one of them"):
+        load(device_map="auto")

@@ -1,12 +1,13 @@
 """Language models as losses of flat parameters, on tiny random checkpoints."""
 
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from smat_fn import grad, where
+from smat_fn import grad, testing, where
 from smat_fn.data import text
 from smat_fn.models import causal_lm
 
@@ -199,3 +200,27 @@ def test_a_tokenizer_larger_than_the_embedding_is_told(tmp_path):
 def test_a_bad_dtype_is_told(dtype):
     with pytest.raises(ValueError, match="is no floating-point dtype"):
         causal_lm.load("anything", dtype=dtype)
+
+
+def test_a_device_map_loads_the_same_model(folders, tmp_path):
+    pytest.importorskip("accelerate")
+    plain = causal_lm.load(folders())
+    (tmp_path / "map.json").write_text(json.dumps({"model": "cpu", "lm_head": "cpu"}))
+    for given in ("auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}, str(tmp_path / "map.json")):
+        mapped = causal_lm.load(folders(), device_map=given)
+        testing.assert_trees_equal(mapped.params, plain.params)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": "cpu", "lm_head": "meta"}, r"leaves \d+ weights on no device, \S+ the first: .* give more devices"),
+        ({"model": "disk", "lm_head": "cpu"}, "disk"),
+        ("everywhere", "everywhere"),
+        ("nowhere.json", "nowhere.json' cannot be read as JSON"),
+    ],
+)
+def test_a_device_map_that_cannot_train_is_refused(folders, given, named):
+    pytest.importorskip("accelerate")
+    with pytest.raises(ValueError, match=named):
+        causal_lm.load(folders(), device_map=given)
