@@ -95,8 +95,8 @@ class Merge:
     """Whose definition, where they differ: the paper's, mergekit's, or that of the merger's own source."""
     dry_run: bool = False
     """Check everything, print memory, disk and time that a merge needs, write nothing."""
-    preset: str = "digits"
-    """Settings of mergers: give the preset of train.py. A merger's own options override them."""
+    preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
+    """Settings of mergers, by the name of a preset of train.py. A merger's own options override them."""
     seed: int = 0
     """Seed of random masks."""
     overwrite: bool = False
@@ -152,17 +152,19 @@ ON_DISK = "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device",
 
 
 def main(args: Merge) -> None:
-    preset = preset_of(args.preset)
+    if args.preset is not None:
+        preset_of(args.preset)
     given = args.base is not None, bool(args.experts)
     if any(given) if args.run else not all(given):
         raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
     import torch
 
-    from smat_fn.pipeline.inputs import find_inputs
+    from smat_fn.pipeline.inputs import find_inputs, manifests_of, trained_by
 
     torch.set_num_threads(args.threads)
-    configs = mergers(args, preset)
     base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
+    preset = preset_of(args.preset or trained_by(manifests_of(experts)))
+    configs = mergers(args, preset)
     if args.search or args.calibrate:
         in_memory(args, preset, configs, base, experts)
     else:

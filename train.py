@@ -189,6 +189,7 @@ def train(args: Train, world: "parallel.World") -> None:
                 tasks=tasks,
                 out=args.out,
                 label=args.label,
+                preset=args.preset,
                 probe_at=resolve(Smat(), preset.methods),
                 stop=stop,
                 world=world,

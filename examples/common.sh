@@ -33,7 +33,7 @@ trained() {
 # merged SEED NAME METHOD [OPTION...]: trained, then merged by all five mergers; the run is added to runs
 merged() {
   trained "$@"
-  [ -f "$run/merged/done" ] || "$PYTHON" merge.py all --preset "$PRESET" --run "$run" --search \
+  [ -f "$run/merged/done" ] || "$PYTHON" merge.py all --run "$run" --search \
     --out "$run/merged" ${evaluation[@]+"${evaluation[@]}"}
   touch "$run/merged/done"
   runs+=("$run")

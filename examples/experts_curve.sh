@@ -12,6 +12,6 @@ for seed in $SEEDS; do
     merged "$seed" "$method" "$method"
   done
 done
-"$PYTHON" eval.py experts-curve "${runs[@]}" --merger ta --preset "$PRESET" --out "$OUT/experts-curve" \
+"$PYTHON" eval.py experts-curve "${runs[@]}" --merger ta --out "$OUT/experts-curve" \
   ${evaluation[@]+"${evaluation[@]}"}
 "$PYTHON" eval.py gains "${runs[@]}" --out "$OUT/experts-curve" ${evaluation[@]+"${evaluation[@]}"}

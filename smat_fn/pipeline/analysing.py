@@ -27,7 +27,7 @@ def experts_curve(
     *,
     merger: str,
     coef: Sequence[float],
-    preset: str,
+    preset: str | None,
     seed: int,
     split: str,
     memory: int | None,
@@ -35,8 +35,8 @@ def experts_curve(
 ) -> Result:
     """`analyses.experts_curve` of every run; a row per merged model and task.
 
-    Args: coef: one for all runs, or one each, or none (`chosen_merger`); preset: settings of mergers; seed: of random
-        masks; memory: bytes for models evaluated together; options: of the suites.
+    Args: coef: one for all runs, or one each, or none (`chosen_merger`); preset: settings of mergers, by default that
+        of the experts; seed: of random masks; memory: bytes for models evaluated together; options: of the suites.
     Raises: ValueError as `load_runs`, `standard_runs` and `chosen_merger` do; for another number of coefs.
     """
     if len(coef) not in (0, 1, len(paths)):

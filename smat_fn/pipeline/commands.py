@@ -42,7 +42,7 @@ class ExpertsCurve(Shared):
     """How experts are merged."""
     coef: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: the run's own, else searched on dev)")] = ()
     """One coefficient for all runs, or one for each. A run's own is that of its merged model of all experts."""
-    preset: str = "digits"
+    preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
     """Settings of mergers that have more than a coefficient, where a run holds no merged model of its own."""
     seed: int = 0
     """Seed of the random masks of DARE and DELLA."""

@@ -1,6 +1,6 @@
 """A base and its experts, read from folders and checked against each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,24 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     if not experts:
         raise ValueError(f"{run} holds no experts: give the --out folder of train.py")
     return run / BASE, experts
+
+
+def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
+    """The name of the preset in the manifests of experts, "digits" where none has one.
+
+    Raises: ValueError that lists the names of several.
+    """
+    named = {expert: manifest.get("preset") for expert, manifest in manifests.items()}
+    found = dict.fromkeys(name for name in named.values() if name)
+    if len(found) > 1:
+        each = ", ".join(f"{expert} by {name}" for expert, name in named.items())
+        raise ValueError(f"the experts were trained by several presets ({each}): say --preset")
+    return next(iter(found), "digits")
+
+
+def manifests_of(experts: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The manifests of those experts that train.py wrote, by folder."""
+    return {str(path): checkpoint.load_manifest(path) for path in experts if _is_ours(path)}
 
 
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:

@@ -15,7 +15,7 @@ from ..data import Suite
 from ..evaluate import Scorer
 from ..types import Params
 from .choosing import merge_one, merged_vector
-from .inputs import Inputs, find_inputs, load_inputs
+from .inputs import Inputs, find_inputs, load_inputs, trained_by
 from .merging import common_suite
 from .training import mean
 
@@ -86,16 +86,17 @@ def standard_runs(runs: Sequence[Run]) -> dict[int, Run]:
 
 
 def chosen_merger(
-    run: Run, merger: str, *, coef: float | None, preset: str, seed: int, memory: int | None
+    run: Run, merger: str, *, coef: float | None, preset: str | None, seed: int, memory: int | None
 ) -> PaperMerger:
     """A merger with the settings that this run keeps.
 
     Those of the merged checkpoint of this merger and all of the run's experts below the run's folder, if there is one,
-    else the preset's. A given coef goes first; where nothing gives one it is searched on dev, in memory.
+    else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
+    searched on dev, in memory.
 
     Raises: ValueError for a coef for WA, and for several merged checkpoints that differ in settings.
     """
-    config: PaperMerger = preset_of(preset).mergers[merger]  # type: ignore[assignment]
+    config: PaperMerger = preset_of(preset or trained_by(run.inputs.manifests)).mergers[merger]  # type: ignore[assignment]
     if isinstance(config, WeightAverage):
         if coef is not None:
             raise ValueError(f"coef is {coef}, but WA has none: leave --coef out")

@@ -36,6 +36,7 @@ def train_run(
     tasks: Sequence[str],
     out: Path,
     label: str | None = None,
+    preset: str | None = None,
     log_every: int = 1,
     overwrite: bool = False,
     resume: bool = False,
@@ -50,7 +51,8 @@ def train_run(
 ) -> list[Path]:
     """Train one expert per task into ``out/<task>``, its log beside it (``.log.jsonl``), the base in ``out/base``.
 
-    Args: label: the name of this run in tables, by default the method's in capitals; log_every: steps between lines;
+    Args: label: the name of this run in tables, by default the method's in capitals; preset: that the numbers are of,
+        for the manifests; log_every: steps between lines;
         resume: leave finished experts alone and go on from the snapshot of an unfinished one, to the same bits;
         save_every_steps, save_every_minutes: when to take one (``out/<task>.resume.safetensors``, the last one is kept
         until the expert is finished); log_to: trackers, names of `trackers.PACKAGES`; probe: number of simulated
@@ -97,7 +99,8 @@ def train_run(
     if world.leads:
         _write_base(out / BASE, suite, origin, overwrite=overwrite)
     device, folders = device_of(suite.base), []
-    processes = {"processes": world.size} if world.size > 1 else {}
+    more: dict[str, Any] = {"processes": world.size} if world.size > 1 else {}
+    more |= {} if preset is None else {"preset": preset}
     for task, own in budgets.items():
         folders.append(out / task)
         saver = Saver(
@@ -145,7 +148,7 @@ def train_run(
             probed = {} if not probe or probe_at is None else {"probe": _probe(suite, task, full, probe, probe_at)}
             cost = log.finish(**{f"probe_{name}": probed["probe"][name] for name in ("clean", "simulated") if probed})
         manifest = checkpoint.describe(
-            full, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed, **processes
+            full, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed, **more
         )
         if (own_adapters := adapters[task]) is None:
             checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)

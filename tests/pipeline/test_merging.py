@@ -14,6 +14,7 @@ from smat_fn.config.mergers import MagMax, Slerp, WeightedAverage, WiseFt
 from smat_fn.evaluate import Scorer
 from smat_fn.pipeline import merging, streaming
 from smat_fn.pipeline.choosing import calibrate, merge_one
+from smat_fn.pipeline.inputs import trained_by
 from smat_fn.pipeline.merging import Inputs, find_inputs, load_inputs, merge_run
 
 MERGERS = list(DIGITS.mergers.values())
@@ -266,6 +267,13 @@ def test_experts_of_several_methods_carry_both_labels(runs, tmp_path):
     manifest = checkpoint.load_manifest(tmp_path / "ta")
     assert manifest["label"] == "FT+SMAT"
     assert list(manifest["experts"]) == ["rot90", "mirror"]
+
+
+def test_experts_of_two_presets_need_a_choice():
+    assert trained_by({}) == trained_by({"a": {}}) == "digits"
+    assert trained_by({"a": {"preset": "minilm"}, "b": {}}) == "minilm"
+    with pytest.raises(ValueError, match=r"several presets \(a by minilm, b by digits\): say --preset"):
+        trained_by({"a": {"preset": "minilm"}, "b": {"preset": "digits"}})
 
 
 def test_a_run_folder_gives_its_base_and_experts_and_nothing_below(runs, tmp_path):

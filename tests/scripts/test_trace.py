@@ -55,6 +55,12 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     assert (manifest["training"]["accumulate"], manifest["training"]["precision"]) == (3, "mixed")
     assert manifest["suite"]["dtype"] == "bfloat16"
     assert {leaf.dtype for leaf in checkpoint.load_leaves(tmp_path / "MeetingBank")[0].values()} == {torch.bfloat16}
+    # a merge takes the settings of the experts' preset, and those of digits drop less
+    merge = ("della", "--run", tmp_path, "--coef", "0.3", "--out", tmp_path / "merged")
+    assert call("merge.py", *merge) is None
+    assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.5
+    assert call("merge.py", *merge, "--preset", "digits", "--overwrite") is None
+    assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.1
     probe = manifest["probe"]
     assert 0 < probe["clean"] < 10
     assert (probe["keys"], probe["alpha_min"], probe["sigma"]) == (2, 0.2, 2e-3)
