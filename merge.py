@@ -4,6 +4,7 @@
     python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
     python merge.py verify merged/ties
+    python merge.py export runs/merged/ta --base MODEL --out published
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
 
 `merge.py ties --help` has the merger's own settings as well. Each merged model becomes the folder --out/MERGER with a
@@ -129,6 +130,26 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write an expert or a merged model as the whole model it belongs to, for from_pretrained: base with its leaves."""
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Folder of an expert of train.py, of a merged model, or of a LoRA adapter."""
+    base: Path
+    """The model that it was trained from: a folder, or a hub name."""
+    out: Path
+    """Folder for the whole model."""
+    out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
+    """Dtype of all weights; same: base's."""
+    shard_size: str = "5GB"
+    """Largest file of weights, as 500MB or 5GB."""
+    overwrite: bool = False
+    """Replace a model that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
 class ExtractLora:
     """Write what an expert changed in base as a LoRA adapter for peft, as near as its rank allows."""
 
@@ -248,6 +269,27 @@ def verify(args: Verify) -> None:
     print(f"{count} files are those that {args.path} names")
 
 
+def export(args: Export) -> None:
+    import torch
+
+    from smat_fn.pipeline import exporting, streaming
+
+    torch.set_num_threads(1)  # of each worker
+    report = exporting.export(
+        args.model,
+        args.base,
+        args.out,
+        out_dtype=args.out_dtype,
+        shard_size=streaming.bytes_of(args.shard_size),
+        overwrite=args.overwrite,
+        workers=args.threads,
+    )
+    rounded = f"rounding is {report.rounding_ratio:.2%} of the change" if report.rounding_ratio else "bit for bit"
+    print(f"exported: {args.out}, {report.bytes / 1e6:.1f} MB, {rounded}")
+    for note in report.notes:
+        print(f"note: {note}")
+
+
 def extract(args: ExtractLora) -> None:
     import torch
 
@@ -264,5 +306,9 @@ def extract(args: ExtractLora) -> None:
 
 if __name__ == "__main__":
     sys.argv[1:] = by_glob(sys.argv[1:])
-    commands: dict[str, cli.Command] = {"verify": (verify, Verify), "extract-lora": (extract, ExtractLora)}
+    commands: dict[str, cli.Command] = {
+        "verify": (verify, Verify),
+        "export": (export, Export),
+        "extract-lora": (extract, ExtractLora),
+    }
     cli.run("merge.py", main, Merge, description=__doc__, commands=commands)

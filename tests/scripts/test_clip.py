@@ -6,6 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from smat_fn import checkpoint
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("MNIST", "shapes")
@@ -74,3 +77,35 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp
     for part in ("lacks ['class_names']", "no dev.json, .jsonl, .parquet or .npz", "no test.json"):
         assert part in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_tower_is_exported_as_the_whole_model(inputs, call, tmp_path, capsys):
+    from transformers import CLIPModel
+
+    words = ("--preset", "clip-vit-b32", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "2")
+    run = tmp_path / "run"
+    assert call("train.py", "ft", *words, "--out", run, "--lr", "0.01", "--suite-options", "device", "cpu") is None
+    assert call("merge.py", "ta", "--run", run, "--coef", "0.4", "--out", run / "merged") is None
+    merged = run / "merged/ta"
+    out = ("--base", inputs / "model", "--out", tmp_path / "whole")
+    assert call("merge.py", "export", merged, *out, "--shard-size", "20KB") is None
+    assert capsys.readouterr().out.endswith("MB, bit for bit\n")
+    whole = dict(CLIPModel.from_pretrained(tmp_path / "whole").named_parameters())
+    base = dict(CLIPModel.from_pretrained(inputs / "model").named_parameters())
+    tower = {f"vision_model.{name}": leaf for name, leaf in checkpoint.load_leaves(merged)[0].items()}
+    assert 0 < len(tower) < len(base) == len(whole)
+    for name, leaf in whole.items():
+        assert torch.equal(leaf, tower.get(name, base[name]))
+    assert not torch.equal(whole[f"{next(iter(tower))}"], base[next(iter(tower))])
+    assert {file.name for file in inputs.glob("model/*.json")} <= {file.name for file in tmp_path.glob("whole/*")}
+    assert call("merge.py", "verify", tmp_path / "whole") is None
+    assert "exists: choose another folder" in call("merge.py", "export", merged, *out)
+    # of another base, and of another kind of model
+    CLIPModel(CLIPModel.from_pretrained(inputs / "model").config).save_pretrained(tmp_path / "other")
+    out = ("--base", tmp_path / "other", "--out", tmp_path / "no")
+    assert "was made from another base than" in call("merge.py", "export", merged, *out)
+    out = ("--base", run / "base", "--out", tmp_path / "no")
+    assert "leaves, 'logit_scale' the first, that fit nowhere in base" in call(
+        "merge.py", "export", tmp_path / "whole", *out
+    )
+    assert not (tmp_path / "no").exists()

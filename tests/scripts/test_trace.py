@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
+from smat_fn.testing import assert_trees_equal
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("C-STANCE", "MeetingBank")
@@ -51,10 +52,19 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     cpu = ("--suite-options", "device", "cpu")
     assert call("train.py", "smat", *words, *more, "--out", tmp_path, "--residence", "host", *cpu) is None
     assert "4 steps, precision mixed, 3 micro-batches a step, seed 0" in capsys.readouterr().out
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     manifest = checkpoint.load_manifest(tmp_path / "MeetingBank")
     assert (manifest["training"]["accumulate"], manifest["training"]["precision"]) == (3, "mixed")
     assert manifest["suite"]["dtype"] == "bfloat16"
     assert {leaf.dtype for leaf in checkpoint.load_leaves(tmp_path / "MeetingBank")[0].values()} == {torch.bfloat16}
+    whole = tmp_path / "whole"
+    assert call("merge.py", "export", tmp_path / "MeetingBank", "--base", inputs / "model", "--out", whole) is None
+    exported = dict(AutoModelForCausalLM.from_pretrained(whole, dtype="auto").named_parameters())
+    expert = checkpoint.load_leaves(tmp_path / "MeetingBank")[0]
+    assert_trees_equal(exported, {name: expert[name].float() for name in exported})  # base is stored as float32
+    assert len(exported) == len(expert)
+    assert AutoTokenizer.from_pretrained(whole).eos_token_id is not None
     # a merge takes the settings of the experts' preset, and those of digits drop less
     merge = ("della", "--run", tmp_path, "--coef", "0.3", "--out", tmp_path / "merged")
     assert call("merge.py", *merge) is None

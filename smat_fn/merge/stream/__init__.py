@@ -3,6 +3,7 @@
 from .estimate import chunk_of
 from .extraction import Extracted, extract_lora
 from .inputs import read_inputs
+from .parts import prefix_of
 from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
 from .reading import open_folder
 from .run import Plan, Report, merge_folders, plan
@@ -23,6 +24,7 @@ __all__ = [
     "merge_folders",
     "open_folder",
     "plan",
+    "prefix_of",
     "prepare",
     "read_inputs",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from .._inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .hub import local_folder
+from .parts import placed
 from .reading import Folder, open_folder
 from .vocabulary import fit_rows, one_head
 
@@ -28,9 +29,12 @@ def _values(folder: Folder) -> Leaves:
 
 
 def open_inputs(
-    base: Path, experts: Mapping[str, Path], vocabulary: str, problems: list[str]
+    base: Path, experts: Mapping[str, Path], vocabulary: str, problems: list[str], *, partial: bool = False
 ) -> tuple[Folder | None, dict[str, Folder]]:
-    """Base and those experts that can be opened; what speaks against any of them is added to ``problems``."""
+    """Base and those experts that can be opened; what speaks against any of them is added to ``problems``.
+
+    Args: partial: experts may hold a part of base's leaves, and have the others of base (`parts.placed`).
+    """
     start, found = None, {}
     try:
         start = open_folder("base", local_folder("base", Path(base)))
@@ -41,7 +45,8 @@ def open_inputs(
         try:
             folder = local_folder(label, Path(path))
             if not is_adapter(folder):
-                found[name] = open_folder(label, folder)
+                opened = open_folder(label, folder)
+                found[name] = placed(start, opened) if partial and start is not None else opened
             elif start is not None:
                 found[name] = open_adapter(label, folder, start)
         except ValueError as error:

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     overwrite: bool
     device: str
     vocabulary: Vocabulary
+    partial: bool
 
 
 def prepare(
@@ -60,6 +61,7 @@ def prepare(
     overwrite: bool = False,
     device: str = "cpu",
     vocabulary: Vocabulary = "error",
+    partial: bool = False,
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
     sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers}
@@ -75,7 +77,7 @@ def prepare(
         for path in map(Path, (base, *experts.values()))
         if _overlap(out, path)
     ]
-    start, found = open_inputs(base, experts, vocabulary, problems)
+    start, found = open_inputs(base, experts, vocabulary, problems, partial=partial)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     if start is not None:
         problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})

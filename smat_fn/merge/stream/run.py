@@ -87,7 +87,8 @@ def merge_folders(
         thread (``torch.set_num_threads``) for each. overwrite: replace ``out``. device: where chunks are
         merged; a GPU may round divisions by one number otherwise, in the last bit. vocabulary: what to do with
         embeddings and heads of another number of rows than base's: "error", "base-rows" or "pad-with-base", as in
-        `fit_rows`.
+        `fit_rows`. partial: an expert may hold a part of base's leaves and has the others of base; they count like any
+        others where a merger compares magnitudes.
     Raises: ValueError that lists every problem of options and headers before any work; later for values that are not
         finite, with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
     """
