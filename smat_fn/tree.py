@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .types import Params, Where
 
+MANY = 12  # problems of one kind that are listed one by one
 NORM_BLOCK = 4096
 
 
@@ -77,6 +78,14 @@ def raise_problems(problems: Sequence[str]) -> None:
         raise ValueError("; ".join(problems))
 
 
+def shortened(problems: Sequence[str], rest: str) -> list[str]:
+    """Problems of one kind: all of them up to `MANY`; of more the first half as many, and ``rest`` with the number left."""
+    few = MANY // 2
+    return (
+        list(problems) if len(problems) <= MANY else [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
+    )
+
+
 def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:
     """``fn(leaf, *other_leaves)`` on leaves of equal path; the result has the first tree's structure."""
     others = [flatten(other) for other in rest]
@@ -86,41 +95,42 @@ def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:
 def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[str, Tensor]) -> None:
     """All leaves of every other flat tree stand in ``reference`` with the same shape, and the other way round.
 
-    Raises: ValueError that lists every missing, unknown and misshapen leaf of every tree at once.
+    Raises: ValueError that lists missing, unknown and misshapen leaves of every tree at once (`shortened`).
     """
     problems = []
     for other_name, other in others.items():
-        problems += [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
-        problems += [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
-        problems += [
+        lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
+        unknown = [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
+        misshapen = [
             f"leaf {path!r} has shape {tuple(other[path].shape)} in {other_name} but {tuple(leaf.shape)} in {name}"
             for path, leaf in reference.items()
             if path in other and other[path].shape != leaf.shape
         ]
+        problems += shortened(lacking, f"{other_name} lacks {{}} more leaves of {name}")
+        problems += shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
+        problems += shortened(misshapen, f"{{}} more leaves of {other_name} have another shape in {name}")
     raise_problems(problems)
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
-    """Every leaf is a real floating-point tensor. Raises: ValueError that lists the others."""
-    raise_problems(
-        [
-            f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
-            "only floating-point leaves can be trained, pass those alone"
-            for path, leaf in leaves.items()
-            if not leaf.is_floating_point()
-        ]
-    )
+    """Every leaf is a real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
+    problems = [
+        f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
+        "only floating-point leaves can be trained, pass those alone"
+        for path, leaf in leaves.items()
+        if not leaf.is_floating_point()
+    ]
+    raise_problems(shortened(problems, f"{{}} more leaves of {name} are not floating-point"))
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
     """Every floating-point leaf is finite (reads the data: for scripts). Raises: ValueError that lists the others."""
-    raise_problems(
-        [
-            f"leaf {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
-            for path, leaf in leaves.items()
-            if leaf.is_floating_point() and not bool(leaf.isfinite().all())
-        ]
-    )
+    problems = [
+        f"leaf {path!r} of {name} holds {int((~leaf.isfinite()).sum())} values that are NaN or infinite"
+        for path, leaf in leaves.items()
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all())
+    ]
+    raise_problems(shortened(problems, f"{{}} more leaves of {name} hold such values"))
 
 
 def compute_dtype(*leaves: Tensor) -> torch.dtype:

@@ -102,6 +102,15 @@ def test_check_same_lists_every_difference_of_every_tree():
     }
 
 
+def test_of_many_differences_the_first_are_listed_and_the_others_counted():
+    reference = {f"l{i}": t(1) for i in range(200)}
+    with pytest.raises(ValueError, match="lacks leaf 'l0' of base") as caught:
+        tree.check_same(reference, "base", expert={}, twelve=dict(list(reference.items())[12:]))
+    told = str(caught.value).split("; ")
+    assert len(told) == 6 + 1 + 12
+    assert told[6] == "expert lacks 194 more leaves of base"
+
+
 def test_check_same_takes_any_name():
     tree.check_same({"a": t(1)}, "params", reference={"a": t(1)}, name={"a": t(1)})
 
