@@ -79,7 +79,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def shortened(problems: Sequence[str], rest: str) -> list[str]:
-    """Problems of one kind: all of them up to `MANY`; of more the first half as many, and ``rest`` with the number left."""
+    """Problems of one kind: all of them up to `MANY`; of more the first few, and ``rest`` with the number left."""
     few = MANY // 2
     return (
         list(problems) if len(problems) <= MANY else [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
