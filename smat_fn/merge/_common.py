@@ -114,10 +114,10 @@ def pieces(
             yield Piece(paths[index], start, deltas, [f.to(origin.device) for f in field])
 
 
-def add(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum in the order given."""
+def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
+    """The sum in the order given, in new memory or in that of the first."""
     rest = iter(tensors)
-    total = next(rest).clone()
+    total = next(rest) if into_first else next(rest).clone()
     for tensor in rest:
         total += tensor
     return total

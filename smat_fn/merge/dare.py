@@ -42,15 +42,16 @@ def dropped(piece: Piece, drop_prob: float) -> list[Tensor]:
 
 
 def add_dropped(
-    total: Tensor | None, leaf: Tensor, origin: Tensor, key: Tensor, start: int, drop_prob: float
+    total: Tensor | None, leaf: Tensor, origin: Tensor, key: Tensor, start: int, drop_prob: float, *, out: Tensor
 ) -> tuple[Tensor, bool]:
     """``total + m ⊙ (θ − θ₀) / (1 − p̂)`` at flat coordinates from ``start`` on; in one pass where loops are compiled.
 
-    Args: total: in compute dtype, written to; None at first; leaf: θ; origin: θ₀ in compute dtype; key: mask stream.
+    Args: total: in compute dtype, written to; None at first; leaf: θ; origin: θ₀ in compute dtype; key: mask stream;
+        out: memory for the first total, of origin's shape and dtype.
     Returns: the total, and whether all differences are finite.
     """
     threshold = int(random.threshold(drop_prob))
-    kept, out = 1 - threshold / 65536, torch.empty_like(origin) if total is None else total
+    kept, out = 1 - threshold / 65536, out if total is None else total
     loops = loops_for(leaf, origin, key, out)
     if loops is None or leaf.dtype not in fused.DTYPES or origin.dtype != torch.float32:
         delta = leaf.to(origin.dtype) - origin

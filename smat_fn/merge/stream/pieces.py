@@ -14,6 +14,7 @@ from .._common import Fuse, Piece, fields_of, groups, mask_keys
 from .._configured import BASELESS
 from ..dare import add_dropped
 from .reading import Folder
+from .scratch import Scratch
 
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
 
@@ -31,6 +32,7 @@ class Job(NamedTuple):
     device: torch.device  # that pieces are merged on
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
     workers: int = 1  # threads
+    scratch: Scratch = Scratch()
 
 
 class Rule(NamedTuple):
@@ -45,7 +47,10 @@ class Rule(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Output coordinates from ``start`` on; squared norms of the rounding error and of the merged change."""
+    """Output coordinates from ``start`` on, valid until this thread merges its next piece.
+
+    Beside them squared norms of the rounding error and of the merged change.
+    """
 
     start: int
     values: Tensor
@@ -71,14 +76,32 @@ def compute_dtype(job: Job, path: str, *, based: bool = True) -> torch.dtype:
 
 
 def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Flat coordinates [start, stop) of every expert's leaf, one by one."""
-    return (folder.read(path, start, stop).to(job.device, dtype) for folder in job.experts.values())
+    """Flat coordinates [start, stop) of every expert's leaf, not to be written to, until the thread's next piece."""
+    for i, folder in enumerate(job.experts.values()):
+        yield job.scratch.cast(f"part {i}", folder.read(path, start, stop), dtype, job.device)
 
 
 def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Flat coordinates [start, stop) of every expert's task vector, one by one."""
-    origin = job.base.read(path, start, stop).to(job.device, dtype)
-    return (weights - origin for weights in weights_of(job, path, start, stop, dtype))
+    """Flat coordinates [start, stop) of every expert's task vector, until the thread's next piece."""
+    origin = _origin(job, path, start, stop, dtype)
+    for i, weights in enumerate(weights_of(job, path, start, stop, dtype)):
+        yield torch.sub(weights, origin, out=job.scratch.take(f"part {i}", len(origin), dtype, job.device))
+
+
+def _origin(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    return job.scratch.cast("origin", job.base.read(path, start, stop), dtype, job.device)
+
+
+def _in_turn(job: Job, path: str, start: int, stop: int, dtype: torch.dtype, *, based: bool) -> Iterator[Tensor]:
+    """`vectors_of`, or `weights_of`, for a sum: the first may be written to, each other one only until the next."""
+    origin = _origin(job, path, start, stop, dtype) if based else None
+    for i, folder in enumerate(job.experts.values()):
+        values = folder.read(path, start, stop)
+        room = job.scratch.take("part" if i else "total", stop - start, dtype, job.device)
+        if origin is not None:
+            yield torch.sub(values.to(job.device), origin, out=room)
+        else:
+            yield job.scratch.cast("part", values, dtype, job.device) if i else room.copy_(values)
 
 
 def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
@@ -104,21 +127,21 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         total = None
         for folder, (mask,) in zip(job.experts.values(), drawn, strict=True):
             part = folder.read(path, start, stop).to(job.device)
-            total, finite = add_dropped(total, part, origin, mask, start, rule.drop_prob)
+            room = job.scratch.take("total", len(origin), dtype, job.device)
+            total, finite = add_dropped(total, part, origin, mask, start, rule.drop_prob, out=room)
             if not finite:
                 refuse_values(job, path, list(vectors_of(job, path, start, stop, dtype)))
         assert total is not None
         return total
 
     def merge(start: int, stop: int) -> Written:
-        origin = job.base.read(path, start, stop).to(job.device, dtype)
+        origin, span = _origin(job, path, start, stop, dtype), (path, start, stop, dtype)
 
         def parts() -> Iterator[Tensor]:
-            weights = weights_of(job, path, start, stop, dtype)
-            return (part - origin for part in weights) if rule.based else weights
+            return vectors_of(job, *span) if rule.based else weights_of(job, *span)
 
         if rule.total is not None:
-            merged = rule.total(parts())
+            merged = rule.total(_in_turn(job, *span, based=rule.based))
         elif rule.drop_prob is not None:
             merged = dropped(origin, start, stop)
         else:
@@ -128,12 +151,16 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
                 refuse_values(job, path, every)
             fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
             merged = fuse(Piece(path, start, every, fields))
-        change = merged * job.coefs[path] if rule.based else merged - origin
+        change = job.scratch.take("change", stop - start, merged.dtype, job.device)
+        if rule.based:
+            torch.mul(merged, job.coefs[path], out=change)
+        else:
+            torch.sub(merged, origin, out=change)
         size = _square(change)
         if fuse is None and not math.isfinite(size):  # sums keep what is not finite
             refuse_values(job, path, list(parts()))
         exact = change.add_(origin) if rule.based else merged
-        values = exact.to(out)
+        values = job.scratch.cast("values", exact, out, job.device)
         error = 0.0 if out == dtype else _square(exact.sub_(values))
         if not (math.isfinite(error or values.sum()) or bool(values.isfinite().all())):
             raise ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")

@@ -41,13 +41,13 @@ def rule_of(job: Job, cuts: Cuts, majority: int) -> Rule:
     """The arithmetic of the pure merger, on pieces. Args: cuts, majority: what TIES has found out before."""
     match job.config:
         case WeightAverage():
-            return Rule(total=lambda parts: add(parts).div_(len(job.experts)), based=False)
+            return Rule(total=lambda parts: add(parts, into_first=True).div_(len(job.experts)), based=False)
         case WeightedAverage(weights, normalize):
             return Rule(total=lambda parts: mean_of(parts, weights, normalize=normalize), based=False)
         case Slerp():
             return Rule(lambda path: _slerp(job, path), based=False)
         case TaskArithmetic() | WiseFt():
-            return Rule(total=add)
+            return Rule(total=partial(add, into_first=True))
         case MagMax():
             return Rule(lambda _: magmax)
         case ModelStock():
