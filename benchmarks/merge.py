@@ -106,7 +106,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--small", action="store_true", help="tiny checkpoints, no result file")
     parser.add_argument("--experts", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=1, help="of what takes less than 10 s; the best counts (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="of what takes less than 10 s; the best counts (default: 1)"
+    )
     parser.add_argument("--mergers", nargs="*", default=list(MERGERS), choices=list(MERGERS))
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="merge-") as name:

@@ -99,7 +99,7 @@ def _in_turn(job: Job, path: str, start: int, stop: int, dtype: torch.dtype, *, 
         values = folder.read(path, start, stop)
         room = job.scratch.take("part" if i else "total", stop - start, dtype, job.device)
         if origin is not None:
-            yield torch.sub(values.to(job.device), origin, out=room)
+            yield room.copy_(values).sub_(origin)
         else:
             yield job.scratch.cast("part", values, dtype, job.device) if i else room.copy_(values)
 
@@ -161,7 +161,8 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
             refuse_values(job, path, list(parts()))
         exact = change.add_(origin) if rule.based else merged
         values = job.scratch.cast("values", exact, out, job.device)
-        error = 0.0 if out == dtype else _square(exact.sub_(values))
+        # sub_ would take new memory to widen the values
+        error = 0.0 if out == dtype else _square(exact.sub_(job.scratch.cast("part", values, exact.dtype, job.device)))
         if not (math.isfinite(error or values.sum()) or bool(values.isfinite().all())):
             raise ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
         return Written(start, values.cpu(), error, size)
