@@ -17,6 +17,7 @@ stays. Options with "default: preset" take the value of --preset.
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, arg, subcommand
@@ -217,7 +218,7 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
     )
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
-        score = f", dev {merging.mean(list(model.dev.values())):.2f}" if model.dev else ""
+        score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         print(f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}")
 
 

@@ -124,9 +124,10 @@ def train(args: Train, world: "parallel.World") -> None:
     import torch
 
     from smat_fn.data import load_suite, task_names
+    from smat_fn.pipeline.checks import check_run
     from smat_fn.pipeline.dry_run import dry_run
     from smat_fn.pipeline.snapshots import Interrupted, on_signals
-    from smat_fn.pipeline.training import check_run, train_run
+    from smat_fn.pipeline.training import train_run
 
     torch.set_num_threads(args.threads)
     method = resolve(args.method, preset.methods)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from smat_fn.checkpoint import write_text
-from smat_fn.pipeline.cost import peak_bytes, reset_peak
+from smat_fn.pipeline.memory import process_peak, reset_process_peak
 from smat_fn.types import Engine
 
 from . import timing
@@ -136,10 +136,10 @@ def _memory(name: str, dry_run: bool) -> int:
     model, tokens = _llama(dry_run)
     _period(name, model, tokens)  # imports are not to be counted
     gc.collect()
-    reset_peak()
-    start = peak_bytes() or 0
+    reset_process_peak()
+    start = process_peak() or 0
     _period(name, model, tokens)()
-    return (peak_bytes() or 0) - start
+    return (process_peak() or 0) - start
 
 
 def _period(name: str, model: Any, tokens: torch.Tensor) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from smat_fn import merge
@@ -15,8 +16,8 @@ from smat_fn.checkpoint import write_text
 from smat_fn.config import PRESETS, MethodConfig, Training, settings
 from smat_fn.evaluate import Result, main_table, markdown, write_results
 from smat_fn.pipeline.study import paired
-from smat_fn.pipeline.training import mean
-from smat_fn.pipeline.trials import Outcome, Trial, rows_of, run_trials
+from smat_fn.pipeline.trial import Trial
+from smat_fn.pipeline.trials import Outcome, rows_of, run_trials
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
@@ -127,7 +128,7 @@ def tune(protocol: Protocol, work: Path, jobs: int, facts: Facts) -> None:
 
 def choose(dev: list[list[float]]) -> int:
     """The place of the largest mean over seeds, the first of equal ones."""
-    return merge.choose(range(len(dev)), lambda place: mean(dev[place])).best
+    return merge.choose(range(len(dev)), lambda place: fmean(dev[place])).best
 
 
 def frozen(protocol: Protocol) -> dict[str, Candidate]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from smat_fn.mat import finetune
 from smat_fn.models import FullLoss, parameters
 from smat_fn.pipeline.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.pipeline.merging import load_inputs, merge_run
-from smat_fn.pipeline.training import mean, train_run
+from smat_fn.pipeline.training import train_run
 
 CPU = {"device": "cpu"}
 
@@ -151,7 +152,7 @@ def own_loss(suite: Suite, params: dict[str, torch.Tensor], task: str) -> float:
     assert suite.epoch_steps is not None
     with torch.no_grad():
         batches = (suite.batch(task, random.key(0), step) for step in range(suite.epoch_steps(task)))
-        return mean([float(suite.loss_fn(task)(params, batch)[0]) for batch in batches])
+        return fmean([float(suite.loss_fn(task)(params, batch)[0]) for batch in batches])
 
 
 def main(args: Tiny) -> None:
@@ -178,7 +179,7 @@ def main(args: Tiny) -> None:
         **CPU,
     )
     before = {task: own_loss(suite, suite.base, task) for task in tasks}
-    zero_shot = mean([suite.score(suite.base, task, "test") for task in tasks])
+    zero_shot = fmean([suite.score(suite.base, task, "test") for task in tasks])
     size = sum(p.numel() for p in suite.base.values())
     print(f"model: vision tower of {size:,} parameters, zero-shot accuracy {zero_shot:.1f}, {_since(started)}")
     better = True

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import tyro
@@ -24,7 +25,7 @@ from smat_fn.evaluate import markdown
 from smat_fn.evaluate.tables import main_table
 from smat_fn.pipeline.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.pipeline.merging import load_inputs, merge_run
-from smat_fn.pipeline.training import mean, train_run
+from smat_fn.pipeline.training import train_run
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def own_loss(suite: Suite, params: dict[str, torch.Tensor], task: str) -> float:
     assert suite.epoch_steps is not None
     with torch.no_grad():
         batches = (suite.batch(task, random.key(0), step) for step in range(suite.epoch_steps(task)))
-        return mean([float(suite.loss_fn(task)(params, batch)[0]) for batch in batches])
+        return fmean([float(suite.loss_fn(task)(params, batch)[0]) for batch in batches])
 
 
 def main(args: Tiny) -> None:

@@ -20,6 +20,7 @@ from . import tree
 from .types import Params
 
 WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
+BASE = "base"  # the folder of the base beside its experts
 
 
 def save_expert(

@@ -1,27 +1,23 @@
-"""What trials cost: seconds reckoned from a few steps, and the memory of the process."""
+"""What trials cost: seconds reckoned from a few steps."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from ..config import PRESETS, Preset, WeightAverage
 from ..merge import COEFS
-
-if TYPE_CHECKING:
-    from .trials import Trial
+from .trial import Trial
 
 
-def time_kinds(trials: Sequence["Trial"], steps: int = 12) -> dict[tuple[str, str], float]:
+def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str], float]:
     """Seconds that each trial would take alone: a few steps and a dev score of every task, times how many there are.
 
     The suites' bases must be in the cache. The first steps, which warm up, do not count.
     """
-    from .training import budget, train_expert
+    from .loop import budget, train_expert
 
     found = {}
     for trial in trials:
@@ -46,24 +42,6 @@ def time_kinds(trials: Sequence["Trial"], steps: int = 12) -> dict[tuple[str, st
 
 def _tick(stamps: list[float], *step: object) -> None:
     stamps.append(time.perf_counter())
-
-
-def reset_peak() -> bool:
-    """Start `peak_bytes` anew. Returns: whether the system can (Linux)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def peak_bytes() -> int | None:
-    """The largest resident memory of this process since `reset_peak`, None where the system does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _candidates(preset: Preset) -> int:

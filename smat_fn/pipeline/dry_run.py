@@ -7,7 +7,7 @@ from ..config import MethodConfig, Training, settings
 from ..data import Suite
 from ..grad import ModuleLoss
 from ..models import inspect
-from .training import budget
+from .loop import budget
 
 
 def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .. import checkpoint, lora, tree
 from ..merge.stream import read_inputs
-from .training import BASE
 
 
 class Inputs(NamedTuple):
@@ -28,7 +27,7 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     ]
     if not experts:
         raise ValueError(f"{run} holds no experts: give the --out folder of train.py")
-    return run / BASE, experts
+    return run / checkpoint.BASE, experts
 
 
 def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ..checkpoint import write_text
 from ..types import Batch
-from .stopwatch import KINDS, Stopwatch, peak_memory
+from .memory import peak_memory
+from .stopwatch import KINDS, Stopwatch
 from .trackers import Tracker, open_tracker
 
 

@@ -11,12 +11,12 @@ from ..config import MergerConfig, settings
 from ..data import Suite, load_suite
 from ..evaluate import Records, Scorer, score_bar
 from .card import card
+from .checks import refusals
 from .choosing import Merged, about, calibrate, is_open, merge_one, total
 from .finished import differences, is_merged, verify
 from .inputs import Inputs, find_inputs, load_inputs
-from .training import mean, refusals
 
-__all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "mean", "merge_run", "write_merged"]
+__all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "write_merged"]
 
 CARD = "README.md"
 

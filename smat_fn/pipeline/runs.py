@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from .. import checkpoint, merge, random, tree
@@ -17,7 +18,6 @@ from ..types import Params
 from .choosing import merge_one, merged_vector
 from .inputs import Inputs, find_inputs, load_inputs, trained_by
 from .merging import common_suite
-from .training import mean
 
 
 class Run(NamedTuple):
@@ -169,7 +169,7 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
         batched=lambda params, task: score_tensor(params, task, "dev"),
         memory=memory,
     )
-    means = {c: mean(list(scores.values())) for c, scores in zip(grid, found, strict=True)}
+    means = {c: fmean(list(scores.values())) for c, scores in zip(grid, found, strict=True)}
     return merge.choose(grid, means.__getitem__).best
 
 

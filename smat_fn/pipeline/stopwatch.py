@@ -1,4 +1,4 @@
-"""Seconds of clean and simulated steps, and the peak of memory; nothing here makes the host wait for the device."""
+"""Seconds of clean and simulated steps; nothing here makes the host wait for the device before they are asked for."""
 
 import time
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..types import Params
-from .cost import peak_bytes
 
 KINDS = ("clean", "simulated")
 
@@ -72,19 +71,3 @@ class Stopwatch:
 def device_of(params: Params) -> torch.device:
     """The device of flat parameters: that of the first."""
     return next((leaf.device for leaf in params.values()), torch.device("cpu"))
-
-
-def reset_peak(device: torch.device) -> None:
-    """The peaks of CUDA devices start anew; that of a process is left to whoever runs it."""
-    if device.type == "cuda":
-        for own in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(own)
-
-
-def peak_memory(device: torch.device) -> dict[str, Any]:
-    """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell."""
-    if device.type == "cuda":  # a device map spreads over several, a process that has one finds 0 on the others
-        allocated = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-        return {"peak_memory_bytes": allocated, "peak_memory_of": "cuda allocations"}
-    peak = peak_bytes()  # that of getrusage begins with the parent's
-    return {} if peak is None else {"peak_memory_bytes": peak, "peak_memory_of": "resident process"}

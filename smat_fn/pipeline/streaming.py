@@ -14,9 +14,9 @@ from .. import checkpoint, random, tree
 from ..config import MergerConfig, Semantics, settings
 from ..merge.stream import SHARD_SIZE, Options, Plan, Report, merge_folders, open_folder, plan, prepare
 from ..merge.stream.writing import copied, exclusive
+from .checks import refusals
 from .finished import differences, digests, is_merged, verify
 from .streaming_card import streaming_card
-from .training import refusals
 
 __all__ = ["Order", "bytes_of", "mask_key", "order", "plan_run", "stream_run", "verify"]
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from .. import merge
 from ..config import PRESETS
 from ..evaluate import Result
 from ..evaluate.statistics import paired
-from .training import mean
-from .trials import Trial, rows_of, run_trials
+from .trial import Trial
+from .trials import rows_of, run_trials
 
 __all__ = ["Study", "as_json", "choose_lr", "paired", "preset_trial", "run_study"]
 
@@ -59,7 +60,7 @@ def run_study(
 
 def choose_lr(dev: Mapping[float, Sequence[float]]) -> float:
     """The learning rate of the largest mean dev score over seeds, the smaller of equal ones."""
-    return merge.choose(sorted(dev), lambda lr: mean(dev[lr])).best
+    return merge.choose(sorted(dev), lambda lr: fmean(dev[lr])).best
 
 
 def as_json(study: Study) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """Train the experts of a suite: checkpoints with a log each, and runs that go on where they were interrupted."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +14,13 @@ from ..lora import Lora
 from ..parallel import ALONE, World
 from ..types import Params
 from . import snapshots
-from .checks import check_run, refusals
+from .checks import check_run
 from .logs import Log
-from .loop import budget, make_optimizer, schedules, train_expert
+from .loop import budget, schedules, train_expert
+from .memory import reset_peak
 from .snapshots import Saver, Stop
-from .stopwatch import device_of, reset_peak
+from .stopwatch import device_of
 from .variants import adapters_of
-
-__all__ = ["BASE", "budget", "check_run", "make_optimizer", "mean", "refusals", "train_expert", "train_run"]
-
-BASE = "base"
 
 
 def train_run(
@@ -97,7 +93,7 @@ def train_run(
     if resume and world.leads:
         _check_resumed(out, wanted)
     if world.leads:
-        _write_base(out / BASE, suite, origin, overwrite=overwrite)
+        _write_base(out / checkpoint.BASE, suite, origin, overwrite=overwrite)
     device, folders = device_of(suite.base), []
     more: dict[str, Any] = {"processes": world.size} if world.size > 1 else {}
     more |= {} if preset is None else {"preset": preset}
@@ -173,7 +169,7 @@ def _check_resumed(out: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         found = checkpoint.load_manifest(path) if path.exists() else None if last is None else last.settings
         if found is not None and (differ := snapshots.differences(found, settings_)):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
-    checkpoint.sweep(out / BASE)
+    checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
     tree.raise_problems(problems)
@@ -219,8 +215,3 @@ def _numbers(training: Training) -> dict[str, Any]:
 
 def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(facts))
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean."""
-    return math.fsum(values) / len(values)

@@ -1,8 +1,6 @@
 """Trials: experts, merged models and scores of one method at one seed; many of them in processes, resumable."""
 
-import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,70 +10,20 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
-from ..config import PRESETS, MethodConfig, Training, settings
+from ..config import PRESETS
 from ..evaluate import Result
-from . import cost
+from . import cost, memory
 from .evaluation import evaluate, find_checkpoints
-from .training import mean
+from .trial import Kind, Trial
 
 if TYPE_CHECKING:
-    from ..data import Suite
+    pass
 
 OUTCOME = "outcome.json"
 Outcome = dict[str, Any]
-Kind = tuple[str, str]  # trials of one kind take equally long
-
-
-class Trial(NamedTuple):
-    """A method with its strengths, a training configuration and a seed, on the suite and mergers of a preset."""
-
-    label: str  # in tables
-    preset: str
-    method: MethodConfig
-    training: Training
-    seed: int
-    options: tuple[tuple[str, Any], ...] = ()  # of the suite, beside and over those of the preset
-
-    def facts(self) -> dict[str, Any]:
-        """All that decides the outcome, as JSON values; without the label, which only names it."""
-        preset = PRESETS[self.preset]
-        return {
-            "preset": self.preset,
-            "suite": {"name": preset.suite, **preset.options, **dict(self.options)},
-            "method": self.method.name,
-            "hyperparameters": settings(self.method),
-            "training": asdict(self.training),
-            "mergers": {name: settings(config) for name, config in preset.mergers.items()},
-            "seed": self.seed,
-        }
-
-    def folder(self, work: Path) -> Path:
-        """Where its experts, merged models and outcome are kept, by a hash of `facts` and the label."""
-        text = json.dumps([self.label, self.facts()], sort_keys=True)
-        slug = re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
-        return work / f"{slug}-seed{self.seed}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-
-    def load(self) -> "Suite":
-        """Its suite."""
-        from ..data import load_suite
-
-        return load_suite(**self.facts()["suite"], seed=self.seed, progress=False)
-
-    def kind(self) -> Kind:
-        """Method and optimizer."""
-        return self.method.name, self.training.optimizer
-
-    def __str__(self) -> str:
-        """Label, learning rates and seed; the strengths that differ from the preset's."""
-        default = settings(PRESETS[self.preset].methods[self.method.name])
-        own = {name: value for name, value in settings(self.method).items() if default.get(name) != value}
-        if self.training.muon_lr is not None:
-            own["muon_lr"] = self.training.muon_lr
-        values = "".join(f", {name} {value:g}" for name, value in {"lr": self.training.lr, **own}.items())
-        return f"{self.label}{values}, seed {self.seed}"
 
 
 def outcome(trial: Trial, work: Path) -> Outcome | None:
@@ -188,11 +136,11 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     preset = PRESETS[trial.preset]
     shutil.rmtree(folder, ignore_errors=True)
     suite = trial.load()
-    measured = cost.reset_peak()
+    measured = memory.reset_process_peak()
     experts = train_run(
         suite, trial.method, trial.training, seed=trial.seed, tasks=suite.tasks, out=folder, label=trial.label
     )
-    peak = cost.peak_bytes() if measured else None
+    peak = memory.process_peak() if measured else None
     merged = merge_run(list(preset.mergers.values()), *find_inputs(folder), out=folder / "merged", search=True, seed=0)
     dev = {path.name: model.dev for path, model in merged.items()}
     return {
@@ -200,7 +148,7 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
         "trial": trial.facts(),
         "dev": dev,
         "coefs": {path.name: model.coef for path, model in merged.items()},
-        "five": mean([mean(list(scores.values())) for scores in dev.values()]),
+        "five": fmean([fmean(list(scores.values())) for scores in dev.values()]),
         "test": None,
         "training_seconds": round(sum(checkpoint.load_manifest(path)["seconds"] for path in experts), 3),
         "peak_bytes": peak,

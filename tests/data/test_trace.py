@@ -17,7 +17,8 @@ from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accu
 from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
-from smat_fn.pipeline.training import budget, train_run
+from smat_fn.pipeline.loop import budget
+from smat_fn.pipeline.training import train_run
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
 WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]

@@ -1,6 +1,5 @@
 """Kernels for tests: on a CUDA device where there is one, else in Triton's interpreter; torch.empty gives NaN."""
 
-import os
 import sys
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -8,17 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    # functions of triton.language are interpreted only if this is set when they are imported
-    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "triton was imported before"
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from smat_fn import ops, random, simulate
+from smat_fn.ops import launch
+from smat_fn.ops.plan import Numbers
+from smat_fn.simulation import draw, reweight
+from smat_fn.testing import random_tree
 
-from smat_fn import ops, random, simulate  # noqa: E402
-from smat_fn.ops import launch  # noqa: E402
-from smat_fn.ops.plan import Numbers  # noqa: E402
-from smat_fn.simulation import draw, reweight  # noqa: E402
-from smat_fn.testing import random_tree  # noqa: E402
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="session")

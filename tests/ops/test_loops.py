@@ -179,7 +179,7 @@ def test_dropped_changes_are_added_in_one_pass(dtype, start, calls):
     def run():
         total = None
         for leaf in leaves:
-            total, finite = add_dropped(total, leaf, origin, key, start, 0.9)
+            total, finite = add_dropped(total, leaf, origin, key, start, 0.9, out=torch.empty_like(origin))
             assert finite
         return [total]
 
@@ -191,7 +191,7 @@ def test_dropped_changes_are_added_in_one_pass(dtype, start, calls):
     assert torch.equal(actual[0], kept[0] + kept[1])
     for value in (float("inf"), float("nan")):  # also where it is dropped
         broken = leaves[0].index_fill(0, (fields < threshold).nonzero()[0], value)
-        assert not add_dropped(None, broken, origin, key, start, 0.9)[1]
+        assert not add_dropped(None, broken, origin, key, start, 0.9, out=torch.empty_like(origin))[1]
 
 
 def test_traced_batched_and_foreign_tensors_are_left_to_torch():

@@ -20,7 +20,8 @@ from smat_fn.pipeline import merging, training
 from smat_fn.pipeline.choosing import calibrate
 from smat_fn.pipeline.inputs import find_inputs, load_inputs
 from smat_fn.pipeline.study import as_json, choose_lr, paired, preset_trial, run_study
-from smat_fn.pipeline.trials import OUTCOME, Trial, outcome, rows_of, run_trial, run_trials
+from smat_fn.pipeline.trial import Trial
+from smat_fn.pipeline.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 
 METHODS, RATES = ("ft", "smat"), (1e-3, 1e-4)
 DIGITS_METHODS = digits_methods.PROTOCOL

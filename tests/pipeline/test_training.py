@@ -11,8 +11,8 @@ import torch
 from smat_fn import checkpoint, optim, random
 from smat_fn.config import DIGITS, Smat, Training
 from smat_fn.data import task_names
-from smat_fn.pipeline import training
-from smat_fn.pipeline.training import train_expert
+from smat_fn.pipeline import loop
+from smat_fn.pipeline.loop import train_expert
 from smat_fn.simulation import probe
 from smat_fn.testing import assert_trees_close
 
@@ -299,7 +299,7 @@ def test_manifest_and_last_line_say_what_training_cost(runs):
 
 def test_weight_decay_needs_adamw(suite):
     with pytest.raises(ValueError, match=r"weight_decay is 0\.1, adam has none"):
-        training.make_optimizer(Training(steps=1, lr=1e-3, weight_decay=0.1))
+        loop.make_optimizer(Training(steps=1, lr=1e-3, weight_decay=0.1))
     decayed = Training(steps=1, lr=0.25, optimizer="adamw", schedule="constant", weight_decay=0.5)
     still = suite._replace(loss_fn=lambda task: lambda params, batch: ((0.0 * params["layernorm.weight"]).sum(), None))
     expert = train_expert(still, "rot90", DIGITS.methods["ft"], decayed, seed=0)
@@ -309,7 +309,7 @@ def test_weight_decay_needs_adamw(suite):
 
 def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
     training_ = Training(steps=2, lr=1e-3, optimizer="muon", muon_lr=0.5, schedule="constant", weight_decay=0.25)
-    optimizer = training.make_optimizer(training_, suite.where)
+    optimizer = loop.make_optimizer(training_, suite.where)
     matrices = {path for path, leaf in suite.base.items() if leaf.ndim == 2 and suite.where(path, leaf)}
     assert 0 < len(matrices) < len(suite.base)
     state = optimizer.init(suite.base)
@@ -321,7 +321,7 @@ def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
         assert torch.allclose(moved[path], leaf * (1 - 0.25 * (0.5 if path in matrices else 1e-3)), rtol=1e-6)
     for optimizer, muon_lr in (("muon", None), ("adam", 0.5)):
         with pytest.raises(ValueError, match=f"muon_lr is {muon_lr} for {optimizer}"):
-            training.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
+            loop.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
 
 
 def test_tasks_are_known_without_loading_the_suite(suite):
