@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -44,18 +43,9 @@ def runs(suite, tmp_path_factory):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """``call(*words)``: what eval.py exits with and prints, run in this process."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-        except SystemExit as exit_:
-            return exit_.code, capsys.readouterr().out
-        return None, capsys.readouterr().out
-
-    return run
+def call(exits, capsys):
+    """``call(*words)``: what eval.py exits with and prints."""
+    return lambda *words: (exits("eval.py", *words), capsys.readouterr().out)
 
 
 def read(out, name):

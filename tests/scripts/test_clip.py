@@ -1,7 +1,6 @@
 """The vision experiment as a user runs it, on a tiny model and images that the tests write themselves."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,24 +30,9 @@ def inputs(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def call(monkeypatch):
-    """``call(script, *words)``: what the script exits with, run in this process."""
-
-    def run(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as exit_:
-            return exit_.code
-        return None
-
-    return run
-
-
-def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call, tmp_path, capsys):
+def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys):
     words = ("--preset", "clip-vit-l14", "--model", inputs / "model", "--data", inputs / "rows")
-    assert call("train.py", "smat", *words, "--out", tmp_path / "out", "--dry-run") is None
+    assert exits("train.py", "smat", *words, "--out", tmp_path / "out", "--dry-run") is None
     told = capsys.readouterr().out
     for part in (
         f"model {inputs / 'model'}", "batch_size 128", "dtype float32",
@@ -60,10 +44,10 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call,
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp_path):
+def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tmp_path):
     def refused(*words, model=inputs / "model", data=inputs / "rows"):
         out = ("--out", tmp_path / "out", "--preset", "clip-vit-b32", "--model", model, "--data", data)
-        text = call("train.py", "ft", *out, *words)
+        text = exits("train.py", "ft", *out, *words)
         assert text.startswith("train.py: ")
         assert "\n" not in text
         return text
@@ -79,16 +63,16 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merged_tower_is_exported_as_the_whole_model(inputs, call, tmp_path, capsys):
+def test_a_merged_tower_is_exported_as_the_whole_model(inputs, exits, tmp_path, capsys):
     from transformers import CLIPModel
 
     words = ("--preset", "clip-vit-b32", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "2")
     run = tmp_path / "run"
-    assert call("train.py", "ft", *words, "--out", run, "--lr", "0.01", "--suite-options", "device", "cpu") is None
-    assert call("merge.py", "ta", "--run", run, "--coef", "0.4", "--out", run / "merged") is None
+    assert exits("train.py", "ft", *words, "--out", run, "--lr", "0.01", "--suite-options", "device", "cpu") is None
+    assert exits("merge.py", "ta", "--run", run, "--coef", "0.4", "--out", run / "merged") is None
     merged = run / "merged/ta"
     out = ("--base", inputs / "model", "--out", tmp_path / "whole")
-    assert call("merge.py", "export", merged, *out, "--shard-size", "20KB") is None
+    assert exits("merge.py", "export", merged, *out, "--shard-size", "20KB") is None
     assert capsys.readouterr().out.endswith("MB, bit for bit\n")
     whole = dict(CLIPModel.from_pretrained(tmp_path / "whole").named_parameters())
     base = dict(CLIPModel.from_pretrained(inputs / "model").named_parameters())
@@ -98,14 +82,14 @@ def test_a_merged_tower_is_exported_as_the_whole_model(inputs, call, tmp_path, c
         assert torch.equal(leaf, tower.get(name, base[name]))
     assert not torch.equal(whole[f"{next(iter(tower))}"], base[next(iter(tower))])
     assert {file.name for file in inputs.glob("model/*.json")} <= {file.name for file in tmp_path.glob("whole/*")}
-    assert call("merge.py", "verify", tmp_path / "whole") is None
-    assert "exists: choose another folder" in call("merge.py", "export", merged, *out)
+    assert exits("merge.py", "verify", tmp_path / "whole") is None
+    assert "exists: choose another folder" in exits("merge.py", "export", merged, *out)
     # of another base, and of another kind of model
     CLIPModel(CLIPModel.from_pretrained(inputs / "model").config).save_pretrained(tmp_path / "other")
     out = ("--base", tmp_path / "other", "--out", tmp_path / "no")
-    assert "was made from another base than" in call("merge.py", "export", merged, *out)
+    assert "was made from another base than" in exits("merge.py", "export", merged, *out)
     out = ("--base", run / "base", "--out", tmp_path / "no")
-    assert "leaves, 'logit_scale' the first, that fit nowhere in base" in call(
+    assert "leaves, 'logit_scale' the first, that fit nowhere in base" in exits(
         "merge.py", "export", tmp_path / "whole", *out
     )
     assert not (tmp_path / "no").exists()

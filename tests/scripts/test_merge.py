@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -55,16 +54,11 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """``call(*words)``: (what merge.py prints, what it exits with), run in this process."""
+def call(exits, capsys):
+    """``call(*words)``: (what merge.py prints, what it exits with)."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["merge.py", *map(str, words)])
-        code = None
-        try:
-            runpy.run_path(str(ROOT / "merge.py"), run_name="__main__")
-        except SystemExit as error:
-            code = error.code
+        code = exits("merge.py", *words)
         return capsys.readouterr().out, code
 
     return run

@@ -1,8 +1,6 @@
 """merge.py with adapters and other vocabularies, and its extract-lora, as a user runs them."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """``call(*words)``: (what merge.py prints, what it exits with), run in this process."""
+def call(exits, capsys):
+    """``call(*words)``: (what merge.py prints, what it exits with)."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["merge.py", *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / "merge.py"), run_name="__main__")
-        except SystemExit as error:
-            return capsys.readouterr().out, error.code
-        return capsys.readouterr().out, None
+        code = exits("merge.py", *words)
+        return capsys.readouterr().out, code
 
     return run
 

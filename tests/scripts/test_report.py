@@ -1,8 +1,6 @@
 """Reports as a user makes them."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,18 +10,9 @@ STUDY = ROOT / "benchmarks" / "results" / "digits.jsonl"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """``call(*words)``: what eval.py exits with and prints, run in this process."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-        except SystemExit as exit_:
-            return exit_.code, capsys.readouterr().out
-        return None, capsys.readouterr().out
-
-    return run
+def call(exits, capsys):
+    """``call(*words)``: what eval.py exits with and prints."""
+    return lambda *words: (exits("eval.py", *words), capsys.readouterr().out)
 
 
 def test_the_stored_study_becomes_a_report_that_says_what_it_found(call, tmp_path):

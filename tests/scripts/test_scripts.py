@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +26,13 @@ def run(script, *words):
 
 
 @pytest.fixture
-def refused(monkeypatch):
-    """``refused(script, *words)``: the text that the script exits with, run in this process."""
+def refused(exits):
+    """``refused(script, *words)``: the text, or status, that the script exits with."""
 
     def call(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        return exit_.value.code
+        text = exits(script, *words)
+        assert text is not None
+        return text
 
     return call
 
@@ -125,10 +123,9 @@ def test_a_second_run_is_refused_with_one_line(trained):
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
 
 
-def test_overwrite_replaces_what_is_there(trained, merged, tmp_path, monkeypatch, capsys):
-    def call(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+def test_overwrite_replaces_what_is_there(trained, merged, tmp_path, exits, capsys):
+    def call(*words):
+        assert exits(*words) is None
 
     out = tmp_path / "run"
     call("train.py", "ft", "--out", out, "--tasks", "rot90", *SHORT)

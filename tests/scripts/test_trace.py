@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,26 +30,11 @@ def inputs(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def call(monkeypatch):
-    """``call(script, *words)``: what the script exits with, run in this process."""
-
-    def run(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as exit_:
-            return exit_.code
-        return None
-
-    return run
-
-
-def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp_path, capsys):
+def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tmp_path, capsys):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "4")
     more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
     cpu = ("--suite-options", "device", "cpu")
-    assert call("train.py", "smat", *words, *more, "--out", tmp_path, "--residence", "host", *cpu) is None
+    assert exits("train.py", "smat", *words, *more, "--out", tmp_path, "--residence", "host", *cpu) is None
     assert "4 steps, precision mixed, 3 micro-batches a step, seed 0" in capsys.readouterr().out
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +43,7 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     assert manifest["suite"]["dtype"] == "bfloat16"
     assert {leaf.dtype for leaf in checkpoint.load_leaves(tmp_path / "MeetingBank")[0].values()} == {torch.bfloat16}
     whole = tmp_path / "whole"
-    assert call("merge.py", "export", tmp_path / "MeetingBank", "--base", inputs / "model", "--out", whole) is None
+    assert exits("merge.py", "export", tmp_path / "MeetingBank", "--base", inputs / "model", "--out", whole) is None
     exported = dict(AutoModelForCausalLM.from_pretrained(whole, dtype="auto").named_parameters())
     expert = checkpoint.load_leaves(tmp_path / "MeetingBank")[0]
     assert_trees_equal(exported, {name: expert[name].float() for name in exported})  # base is stored as float32
@@ -67,9 +51,9 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     assert AutoTokenizer.from_pretrained(whole).eos_token_id is not None
     # a merge takes the settings of the experts' preset, and those of digits drop less
     merge = ("della", "--run", tmp_path, "--coef", "0.3", "--out", tmp_path / "merged")
-    assert call("merge.py", *merge) is None
+    assert exits("merge.py", *merge) is None
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.5
-    assert call("merge.py", *merge, "--preset", "digits", "--overwrite") is None
+    assert exits("merge.py", *merge, "--preset", "digits", "--overwrite") is None
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.1
     probe = manifest["probe"]
     assert 0 < probe["clean"] < 10
@@ -77,14 +61,14 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, call, tmp
     rows = [json.loads(line) for line in (tmp_path / "MeetingBank.log.jsonl").read_text().splitlines()]
     assert all(row["tokens_per_second"] > 0 and row["lr"] == 2e-5 for row in rows)
     again = ("--accumulate", "3", "--precision", "fp32", "--tasks", *TASKS, "--out", tmp_path, "--resume")
-    text = call("train.py", "smat", *words, *again, *cpu)
+    text = exits("train.py", "smat", *words, *again, *cpu)
     assert "training.precision was mixed, is fp32" in text
     assert "suite.dtype was bfloat16, is float32" in text
 
 
-def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call, tmp_path, capsys):
+def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
-    assert call("train.py", "smat", *words, "--out", tmp_path / "out", "--rows", "9", "--dry-run") is None
+    assert exits("train.py", "smat", *words, "--out", tmp_path / "out", "--rows", "9", "--dry-run") is None
     told = capsys.readouterr().out
     for part in (
         f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
@@ -99,18 +83,18 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, call,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_of_digits_has_no_rows_to_cut(call, tmp_path, capsys):
+def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):
     short = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
-    assert call("train.py", "ft", "--out", tmp_path / "out", "--dry-run", *short) is None
+    assert exits("train.py", "ft", "--out", tmp_path / "out", "--dry-run", *short) is None
     told = capsys.readouterr().out
     assert "mirror: 6 steps\n" in told
     assert "24 steps in all" in told
 
 
-def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, call, tmp_path):
+def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tmp_path):
     def refused(*words, model=inputs / "model", data=inputs / "rows"):
         out = ("--out", tmp_path / "out", "--preset", "llama-3.2-1b", "--model", model, "--data", data)
-        text = call("train.py", "smat", *out, *words)
+        text = exits("train.py", "smat", *out, *words)
         assert text.startswith("train.py: ")
         assert "\n" not in text
         return text
