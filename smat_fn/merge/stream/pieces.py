@@ -151,11 +151,13 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
                 refuse_values(job, path, every)
             fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
             merged = fuse(Piece(path, start, every, fields))
-        change = job.scratch.take("change", stop - start, merged.dtype, job.device)
-        if rule.based:
-            torch.mul(merged, job.coefs[path], out=change)
+        room = job.scratch.take("change", stop - start, merged.dtype, job.device)
+        if not rule.based:
+            change = torch.sub(merged, origin, out=room)
+        elif fuse is None:  # a total, which nobody else has
+            change = merged.mul_(job.coefs[path])
         else:
-            torch.sub(merged, origin, out=change)
+            change = torch.mul(merged, job.coefs[path], out=room)
         size = _square(change)
         if fuse is None and not math.isfinite(size):  # sums keep what is not finite
             refuse_values(job, path, list(parts()))
