@@ -30,9 +30,9 @@ class Job(NamedTuple):
     dtype: torch.dtype | None  # of the floating-point output; None: base's
     chunk: int  # coordinates, over all experts together, of one worker
     device: torch.device  # that pieces are merged on
+    scratch: Scratch  # of this merge
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
     workers: int = 1  # threads
-    scratch: Scratch = Scratch()
 
 
 class Rule(NamedTuple):

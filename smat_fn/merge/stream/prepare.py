@@ -15,6 +15,7 @@ from ..coefs import Rules, coefs_of, matches
 from .inputs import open_inputs
 from .pieces import Job, target
 from .reading import Folder
+from .scratch import Scratch
 from .tokenizers import notes
 from .vocabulary import Vocabulary
 from .writing import Shard, layout
@@ -93,7 +94,8 @@ def prepare(
     masks = key if config.name in RANDOM else None
     told = tuple(notes(start.root, {folder.label: folder.root for folder in found.values()}))
     each = max(1, chunk // workers)
-    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, torch.device(device), told, workers)
+    place = torch.device(device)
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size)
 
