@@ -56,6 +56,7 @@ def run_trial(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
         found["seconds"] = round(time.perf_counter() - started, 3)
         checkpoint.write_text(folder / OUTCOME, json.dumps(found, indent=1) + "\n")
     if test and found["test"] is None:
+        started = time.perf_counter()
         found["test"] = [asdict(row) for row in evaluate(find_checkpoints([folder]))]
         found["seconds"] = round(found["seconds"] + time.perf_counter() - started, 3)
         checkpoint.write_text(folder / OUTCOME, json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
 
 import pytest
@@ -173,7 +174,9 @@ def stopped(*args, **options):
 def test_weights_go_when_all_is_scored_and_scores_are_those_of_kept_weights(first, tmp_path, monkeypatch):
     study = first[1]
     chosen_one = preset_trial("small", "smat", study.lr["smat"], 21)
+    begin = time.perf_counter()
     found = run_trial(chosen_one, tmp_path, test=True, keep=False)
+    assert found["training_seconds"] < found["seconds"] < time.perf_counter() - begin + 0.01
     assert rows_of(found) == [row for row in study.rows if row.method == "SMAT"]
     assert not list(tmp_path.rglob(checkpoint.WEIGHTS))
     assert len(list(tmp_path.rglob(checkpoint.MANIFEST))) == 1 + 2 + 3
