@@ -80,10 +80,10 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 def shortened(problems: Sequence[str], rest: str) -> list[str]:
     """Problems of one kind: all of them up to `MANY`; of more the first few, and ``rest`` with the number left."""
+    if len(problems) <= MANY:
+        return list(problems)
     few = MANY // 2
-    return (
-        list(problems) if len(problems) <= MANY else [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
-    )
+    return [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
 
 
 def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:

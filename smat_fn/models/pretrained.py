@@ -58,11 +58,11 @@ def read(
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
     if device_map is None:
         return module.to(device), tokenizer
-    check_placed(module)
+    _check_placed(module)
     return module, tokenizer
 
 
-def check_placed(module: nn.Module) -> None:
+def _check_placed(module: nn.Module) -> None:
     """Every weight lies on a device. Raises: ValueError that names the parts that a device map has put elsewhere."""
     if not (left := [name for name, p in module.named_parameters() if p.is_meta]):
         return

@@ -11,6 +11,7 @@ from ..merge.stream import Options, Report, merge_folders, open_folder, prefix_o
 from ..merge.stream.adapters import is_adapter
 from ..merge.stream.hub import local_folder
 from .finished import digests
+from .inputs import manifest_of
 
 CARD = "README.md"
 
@@ -24,7 +25,7 @@ def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Re
         layers of a text encoder), or of an adapter; base: folder or hub name of the model that it was trained from.
     Raises: ValueError as `merge_folders`; for a model of train.py or merge.py that was made from another base.
     """
-    manifest: dict[str, Any] = checkpoint.load_manifest(model) if (model / checkpoint.MANIFEST).exists() else {}
+    manifest = manifest_of(model)
     if "base_fingerprint" in manifest and not is_adapter(model):
         _check_base(model, local_folder("base", base), manifest["base_fingerprint"])
 

@@ -45,7 +45,13 @@ def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
 
 def manifests_of(experts: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The manifests of those experts that train.py wrote, by folder."""
-    return {str(path): checkpoint.load_manifest(path) for path in experts if _is_ours(path)}
+    return {str(path): manifest for path in experts if (manifest := manifest_of(path))}
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of train.py or merge.py; nothing for other folders, whatever their file of this name is."""
+    found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).is_file() else {}
+    return found if isinstance(found, dict) and "kind" in found else {}
 
 
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
@@ -60,7 +66,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     problems = [] if experts else ["no experts: give at least one folder"]
     origin: dict[str, Tensor] | None = None
     try:
-        origin = checkpoint.load_leaves(base)[0] if _is_ours(base) else _as_it_is(base)[0]
+        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else _as_it_is(base)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
@@ -69,7 +75,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     manifests: dict[str, dict[str, Any]] = {}
     for path in experts:
         try:
-            if _is_ours(path):
+            if manifest_of(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 params, manifest = lora.load_expert(path, like)
             else:
@@ -87,11 +93,6 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     tree.raise_problems(list(dict.fromkeys(problems)))
     assert origin is not None
     return Inputs(origin, loaded, manifests)
-
-
-def _is_ours(path: Path) -> bool:
-    found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).is_file() else None
-    return isinstance(found, dict) and "kind" in found
 
 
 def _as_it_is(base: Path, expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

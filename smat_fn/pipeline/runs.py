@@ -169,7 +169,7 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
         batched=lambda params, task: score_tensor(params, task, "dev"),
         memory=memory,
     )
-    means = {c: fmean(list(scores.values())) for c, scores in zip(grid, found, strict=True)}
+    means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
     return merge.choose(grid, means.__getitem__).best
 
 

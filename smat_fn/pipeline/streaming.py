@@ -16,6 +16,7 @@ from ..merge.stream import SHARD_SIZE, Options, Plan, Report, merge_folders, ope
 from ..merge.stream.writing import copied, exclusive
 from .checks import refusals
 from .finished import differences, digests, is_merged, verify
+from .inputs import manifest_of
 from .streaming_card import streaming_card
 
 __all__ = ["Order", "bytes_of", "mask_key", "order", "plan_run", "stream_run", "verify"]
@@ -53,9 +54,9 @@ def order(
     """
     named: dict[str, Path] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
-    own, problems = _manifest(base).get("fingerprint"), []
+    own, problems = manifest_of(base).get("fingerprint"), []
     for path in experts:
-        manifest = _manifest(path)
+        manifest = manifest_of(path)
         name = manifest.get("task", path.name)
         if name in named:
             problems.append(f"{path}: there is another expert named {name!r}: give each once, or rename its folder")
@@ -213,9 +214,3 @@ def _mapped(folder: Path) -> dict[str, Tensor]:
     """The leaves of a checkpoint, mapped: no memory is taken."""
     opened = open_folder(str(folder), folder)
     return {path: opened.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in opened.leaves.items()}
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of train.py or merge.py; nothing for other folders, whatever their file of this name is."""
-    found: Any = checkpoint.load_manifest(path) if (path / checkpoint.MANIFEST).exists() else {}
-    return found if isinstance(found, dict) and "kind" in found else {}

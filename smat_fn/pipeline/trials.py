@@ -10,7 +10,7 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import checkpoint
 from ..config import PRESETS
@@ -18,9 +18,6 @@ from ..evaluate import Result
 from . import cost, memory
 from .evaluation import evaluate, find_checkpoints
 from .trial import Kind, Trial
-
-if TYPE_CHECKING:
-    pass
 
 OUTCOME = "outcome.json"
 Outcome = dict[str, Any]
@@ -149,7 +146,7 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
         "trial": trial.facts(),
         "dev": dev,
         "coefs": {path.name: model.coef for path, model in merged.items()},
-        "five": fmean([fmean(list(scores.values())) for scores in dev.values()]),
+        "five": fmean([fmean(scores.values()) for scores in dev.values()]),
         "test": None,
         "training_seconds": round(sum(checkpoint.load_manifest(path)["seconds"] for path in experts), 3),
         "peak_bytes": peak,

@@ -90,7 +90,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
     ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     unknown: dict[str, list[str]] = {}
-    leaves, made = dict(base.leaves), {path: _same(base, path) for path in base.leaves}
+    leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
     for name in shapes:
         ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
         if ending is not None:
@@ -196,10 +196,6 @@ def _leaf(name: str, base: Folder) -> str | None:
     """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
     bare = name.removeprefix(PREFIX)
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
-
-
-def _same(base: Folder, path: str) -> Read:
-    return lambda start, stop: base.read(path, start, stop)
 
 
 def _stored(store: Store, name: str) -> Read:

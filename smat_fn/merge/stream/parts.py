@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .reading import Folder, Read
+from .reading import Folder
 from .vocabulary import HEAD
 
 
@@ -35,13 +35,9 @@ def placed(base: Folder, part: Folder) -> Folder:
     own = {f"{prefix}{name}": name for name in part.leaves}
     paths = [path for path in base.leaves if path in own or path != HEAD]
     leaves = {path: part.leaves[own[path]] if path in own else base.leaves[path] for path in paths}
-    made = {path: _read(part, own[path]) if path in own else _read(base, path) for path in paths}
+    made = {path: part.reader(own[path]) if path in own else base.reader(path) for path in paths}
     return Folder(part.label, leaves, {}, part.stores, part.root, made)
 
 
 def _fits(base: Mapping[str, Tensor], prefix: str, part: Mapping[str, Tensor]) -> bool:
     return all(f"{prefix}{name}" in base and base[f"{prefix}{name}"].shape == leaf.shape for name, leaf in part.items())
-
-
-def _read(folder: Folder, path: str) -> Read:
-    return lambda start, stop: folder.read(path, start, stop)

@@ -83,7 +83,11 @@ def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -
 
 def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Flat coordinates [start, stop) of every expert's task vector, until the thread's next piece."""
-    origin = _origin(job, path, start, stop, dtype)
+    return _vectors(job, path, start, _origin(job, path, start, stop, dtype))
+
+
+def _vectors(job: Job, path: str, start: int, origin: Tensor) -> Iterator[Tensor]:
+    stop, dtype = start + len(origin), origin.dtype
     for i, weights in enumerate(weights_of(job, path, start, stop, dtype)):
         yield torch.sub(weights, origin, out=job.scratch.take(f"part {i}", len(origin), dtype, job.device))
 
@@ -92,13 +96,13 @@ def _origin(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> T
     return job.scratch.cast("origin", job.base.read(path, start, stop), dtype, job.device)
 
 
-def _in_turn(job: Job, path: str, start: int, stop: int, dtype: torch.dtype, *, based: bool) -> Iterator[Tensor]:
+def _in_turn(job: Job, path: str, start: int, origin: Tensor, *, based: bool) -> Iterator[Tensor]:
     """`vectors_of`, or `weights_of`, for a sum: the first may be written to, each other one only until the next."""
-    origin = _origin(job, path, start, stop, dtype) if based else None
+    stop, dtype = start + len(origin), origin.dtype
     for i, folder in enumerate(job.experts.values()):
         values = folder.read(path, start, stop)
         room = job.scratch.take("part" if i else "total", stop - start, dtype, job.device)
-        if origin is not None:
+        if based:
             yield room.copy_(values).sub_(origin)
         else:
             yield job.scratch.cast("part", values, dtype, job.device) if i else room.copy_(values)
@@ -135,13 +139,13 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         return total
 
     def merge(start: int, stop: int) -> Written:
-        origin, span = _origin(job, path, start, stop, dtype), (path, start, stop, dtype)
+        origin = _origin(job, path, start, stop, dtype)
 
         def parts() -> Iterator[Tensor]:
-            return vectors_of(job, *span) if rule.based else weights_of(job, *span)
+            return _vectors(job, path, start, origin) if rule.based else weights_of(job, path, start, stop, dtype)
 
         if rule.total is not None:
-            merged = rule.total(_in_turn(job, *span, based=rule.based))
+            merged = rule.total(_in_turn(job, path, start, origin, based=rule.based))
         elif rule.drop_prob is not None:
             merged = dropped(origin, start, stop)
         else:

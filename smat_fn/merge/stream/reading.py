@@ -77,6 +77,10 @@ class Folder(NamedTuple):
             return self.made[path](start, stop)
         return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
 
+    def reader(self, path: str) -> Read:
+        """`read` of one leaf."""
+        return lambda start, stop: self.read(path, start, stop)
+
     def with_leaf(self, path: str, leaf: Tensor, read: Read) -> "Folder":
         """The same checkpoint with a leaf that is read in another way."""
         return self._replace(leaves={**self.leaves, path: leaf}, made={**self.made, path: read})

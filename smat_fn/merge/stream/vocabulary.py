@@ -45,13 +45,13 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
                 "give base a head too (tie_word_embeddings false, saved again), or train the expert with tied ones"
             )
         elif embeddings is not None and _is_copy(base):
-            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], _read(folder, embeddings))
+            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reader(embeddings))
         else:
             problems.append(
                 f"{folder.label} has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
                 "untie the expert (tie_word_embeddings false, saved again)"
             )
-            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], _read(base, HEAD))
+            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], base.reader(HEAD))
     return base, fitted, problems
 
 
@@ -75,7 +75,7 @@ def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, 
                 wrong.setdefault(rows, []).append(path)
             # refused or not: the shapes fit from here on, so that this is said once
             dtype = other.dtype if rows > wanted else torch.promote_types(other.dtype, leaf.dtype)
-            read = _read(folder, path) if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
+            read = folder.reader(path) if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
             folder = folder.with_leaf(path, torch.empty_like(leaf, dtype=dtype), read)
         fitted[name] = folder
         for rows, paths in wrong.items():
@@ -99,10 +99,6 @@ def _padded(folder: Folder, base: Folder, path: str, size: int, dtype: torch.dty
         return torch.cat([part.to(dtype) for part in parts]) if start < size < stop else parts[start >= size].to(dtype)
 
     return read
-
-
-def _read(folder: Folder, path: str) -> Read:
-    return lambda start, stop: folder.read(path, start, stop)
 
 
 def _embeddings(folder: Folder) -> str | None:
