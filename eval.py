@@ -37,7 +37,7 @@ class Eval:
     split: Literal["test", "dev"] = "test"
     """Which examples to score."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str],
+        dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
     """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
@@ -52,9 +52,11 @@ NONE = arg(help_behavior_hint="(default: none)")
 
 @dataclass(frozen=True)
 class All:
-    """All five mergers of the paper with the preset's settings, their coefficients by --search."""
+    """All five mergers of the paper with the preset's settings."""
 
     name: ClassVar[str] = "all"
+    coef: Annotated[float | None, NONE] = None
+    """gamma of all but wa, which has none; left open, --search chooses one for each on dev."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Merge:
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """Experts with another number of embedding rows: refuse, cut, or cut and pad with base's rows."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str],
+        dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
     """With --search, other options of model and data: device cpu decode_batch 64 (texts), eval_batch 64 (images)."""
@@ -194,7 +196,12 @@ def main(args: Merge) -> None:
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
-    chosen: list[MergerConfig] = [merger() for merger in MERGERS] if isinstance(args.merger, All) else [args.merger]
+    chosen: list[MergerConfig] = []
+    if isinstance(args.merger, All):
+        given: dict[str, Any] = {"coef": args.merger.coef}
+        chosen += [merger(**(given if hasattr(merger, "coef") else {})) for merger in MERGERS]
+    else:
+        chosen.append(args.merger)
     return [resolve(with_semantics(config, args.semantics), preset.mergers) for config in chosen]
 
 

@@ -15,13 +15,14 @@ the same command and --resume, to the same bits.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, preset_of, resolve
+from smat_fn.config import Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, Training, preset_of, resolve
 from smat_fn.pipeline import cli
 from smat_fn.pipeline.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
@@ -58,7 +59,7 @@ class Train:
     rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
     """Only the first rows of each split, for a quick try."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str],
+        dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)"),
     ] = field(default_factory=dict)
     """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. A wrong NAME lists them all."""
@@ -68,12 +69,20 @@ class Train:
     """adam, adamw, or muon: Muon on the matrices of blocks, AdamW elsewhere."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint="(default: preset, or 20 times --lr)")] = None
     """Muon's own learning rate."""
+    schedule: Literal["constant", "cosine"] | None = None
+    """Of the learning rate; cosine falls to 0."""
+    weight_decay: float | None = None
+    """Decoupled, of adamw and muon."""
+    max_grad_norm: float | None = None
+    """Norm that gradients are clipped to; inf: no clipping."""
     steps: int | None = None
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
     """Passes over a task's rows, the same for all tasks."""
     accumulate: int | None = None
     """Micro-batches that the batch of a step is split into: less memory, the same step up to rounding."""
+    mask_prompt: bool = False
+    """Language models: the loss is that of the answer alone, not of the prompt too."""
     precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
     """bf16 or fp32: everything in that dtype; mixed: parameters and optimizer in fp32, losses in bf16."""
     lora_rank: Annotated[int | None, arg(help_behavior_hint="(default: all weights)")] = None
@@ -134,31 +143,14 @@ def train(args: Train, world: "parallel.World") -> None:
     lr = preset.lr[method.name] if args.lr is None else args.lr
     seed = preset.seed if args.seed is None else args.seed
     suite_seed = seed if args.suite_seed is None else args.suite_seed
-    named: dict[str, str | int | None] = {"model": args.model, "data": args.data, "rows": args.rows}
+    named: dict[str, Any] = {name: getattr(args, name) for name in ("model", "data", "rows")}
+    named["mask_prompt"] = args.mask_prompt or None
     if "dtype" in preset.options and "dtype" not in args.suite_options:
         named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(args.precision or "")
     options = {**preset.options, **args.suite_options, **{k: v for k, v in named.items() if v is not None}}
     known = task_names(preset.suite, **options)
     tasks = args.tasks or known
-    training = replace(preset.training, lr=lr)
-    if args.optimizer is not None:
-        training = replace(training, optimizer=args.optimizer, muon_lr=20 * lr if args.optimizer == "muon" else None)
-    if args.muon_lr is not None:
-        training = replace(training, muon_lr=args.muon_lr)
-    if args.epochs is not None:
-        training = replace(training, steps=None, epochs=dict.fromkeys(tasks, args.epochs))
-    if args.steps is not None:
-        training = replace(training, steps=args.steps, epochs={})
-    if args.accumulate is not None:
-        training = replace(training, accumulate=args.accumulate)
-    if args.lora_rank is not None:
-        alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
-        training = replace(training, lora=Adapters(args.lora_rank, alpha, args.lora_targets, args.lora_simulate))
-    elif args.lora_alpha is not None or args.lora_targets:
-        raise ValueError("--lora-alpha and --lora-targets are of adapters: give --lora-rank")
-    training = replace(training, independent_draws=args.independent_draws)
-    if args.precision is not None:
-        training = replace(training, precision=args.precision)
+    training = training_of(args, replace(preset.training, lr=lr), tasks)
     kept: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("log_every", "overwrite", "resume", "save_every_steps", "save_every_minutes", "probe")
@@ -203,6 +195,28 @@ def train(args: Train, world: "parallel.World") -> None:
         sys.exit(ended.status)
     for folder in folders:
         report(f"expert: {folder}")
+
+
+def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
+    """The preset's training, overridden. Raises: ValueError for options of adapters without a rank."""
+    names = "schedule", "weight_decay", "max_grad_norm", "accumulate", "precision"
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if given.get("max_grad_norm") == float("inf"):
+        given["max_grad_norm"] = None
+    if args.optimizer is not None:
+        given |= {"optimizer": args.optimizer, "muon_lr": 20 * training.lr if args.optimizer == "muon" else None}
+    if args.muon_lr is not None:
+        given["muon_lr"] = args.muon_lr
+    if args.epochs is not None:
+        given |= {"steps": None, "epochs": dict.fromkeys(tasks, args.epochs)}
+    if args.steps is not None:
+        given |= {"steps": args.steps, "epochs": {}}
+    if args.lora_rank is not None:
+        alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+        given["lora"] = Adapters(args.lora_rank, alpha, args.lora_targets, args.lora_simulate)
+    elif args.lora_alpha is not None or args.lora_targets:
+        raise ValueError("--lora-alpha and --lora-targets are of adapters: give --lora-rank")
+    return replace(training, independent_draws=args.independent_draws, **given)
 
 
 if __name__ == "__main__":

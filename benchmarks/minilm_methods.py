@@ -1,5 +1,6 @@
 """All methods on a pretrained text encoder by docs/protocols/minilm.md: tuning on dev, then test scores on fresh seeds.
 
+``--report OUT`` writes, after them, the curve over the number of experts and a page of all into OUT.
 ``--steps``, ``--rows`` and ``--tasks`` make a trial run of the command: on one seed outside the protocol, with two
 candidates a method, and with its results in FOLDER.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 from . import machine
 from .methods import Protocol, grid, run
+from .methods_report import write_report
 
 COMMAND = "python -m benchmarks minilm-methods"
 RATES = (2e-4, 4e-4)
@@ -41,10 +43,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--data", required=True, help="folder of TASK/{train,dev,test}.json, or see suite short_text")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--only", choices=("tuning", "evaluation"))
+    parser.add_argument("--report", type=Path, metavar="OUT", help="where to write analyses and a page of all results")
     parser.add_argument("--steps", type=int, help="a trial run: steps of an expert")
     parser.add_argument("--rows", type=int, help="a trial run: rows of a split")
     parser.add_argument("--tasks", nargs="+", help="a trial run: some of the tasks")
     asked = parser.parse_args(arguments)
+    if asked.report and asked.only == "tuning":
+        parser.error("--report is of the evaluation: leave out --only tuning")
     tried = {name: value for name in ("rows", "tasks") if (value := getattr(asked, name)) is not None}
     protocol = PROTOCOL._replace(options=(*_absolute(asked.model, asked.data), *tried.items()))
     facts = machine.describe(f"{COMMAND} FOLDER --model MODEL --data DATA")
@@ -52,6 +57,8 @@ def main(arguments: list[str]) -> None:
         protocol = trial_run(protocol, asked.folder, asked.steps)
         facts = {**facts, "trial_run": {"steps": asked.steps, **tried}}
     run(protocol, asked.folder, asked.jobs, facts, asked.only)
+    if asked.report:
+        write_report(protocol, asked.folder, asked.report, ("experts-curve",))
 
 
 def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
@@ -60,8 +67,8 @@ def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
         label: [c._replace(training=replace(c.training, steps=steps or c.training.steps)) for c in candidates[:2]]
         for label, candidates in protocol.grids.items()
     }
-    name = str((folder / protocol.name).resolve())
-    return protocol._replace(name=name, grids=few, tuning=(TRIAL_SEED,), evaluation=(TRIAL_SEED,), kept=(), tuned_on=())
+    name, only = str((folder / protocol.name).resolve()), (TRIAL_SEED,)
+    return protocol._replace(name=name, grids=few, tuning=only, evaluation=only, kept=only, tuned_on=())
 
 
 def _absolute(model: str, data: str) -> tuple[tuple[str, Any], ...]:

@@ -34,9 +34,33 @@ def between(page: str, name: str, text: str) -> str:
 
 
 def digits_methods(result: dict[str, Any]) -> str:
-    """Experts, the five-merger mean and its difference from FT, by method."""
+    """All methods on digits."""
+    return (
+        f"{methods('digits_methods', result)}\n"
+        f"Test score, mean over four tasks and {seeds(result)} ± standard deviation. Learning rate and "
+        "strength of each method were chosen among six candidates on dev of three other seeds, by a "
+        "[protocol](docs/protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
+        f"intervals are optimistic. From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
+        "[the whole report](docs/results/digits_methods/report.md).\n"
+    )
+
+
+def minilm_methods(result: dict[str, Any]) -> str:
+    """All methods on a pretrained text encoder."""
+    return (
+        f"{methods('minilm_methods', result)}\n"
+        f"Test score, mean over five tasks and {seeds(result)} ± standard deviation. Learning rate and "
+        "strength of each method were chosen among four candidates on dev of another seed, by a "
+        "[protocol](docs/protocols/minilm.md) fixed before the runs. Model, tasks and rows are the same for all seeds, "
+        f"so intervals do not cover their choice. From `{result['command']}` at commit {result['commit'][:7]} on "
+        f"{result['hardware']}: [the whole report](docs/results/minilm_methods/report.md).\n"
+    )
+
+
+def methods(name: str, result: dict[str, Any]) -> str:
+    """Experts, the five-merger mean, its difference from FT, and the cost of training, by method."""
     seconds: dict[str, dict[int, float]] = {}
-    for line in map(json.loads, (RESULTS / "digits_methods_runs.jsonl").read_text(encoding="utf-8").splitlines()):
+    for line in map(json.loads, (RESULTS / f"{name}_runs.jsonl").read_text(encoding="utf-8").splitlines()):
         seconds.setdefault(line["label"], {})[line["seed"]] = line["training_seconds"]
     lines = []
     for label, scores in result["test"].items():
@@ -47,14 +71,13 @@ def digits_methods(result: dict[str, Any]) -> str:
         ratio = mean(seconds[label][seed] / seconds["FT"][seed] for seed in result["seeds"])
         lines.append((label, spread(scores["Expert"]), spread(scores["Avg"]), difference, f"{ratio:.2f}"))
     head = "Method", "Expert", "Mean of five mergers", "Difference from FT (95 % interval)", "Training time x FT"
-    return (
-        f"{table(head, lines)}\n"
-        f"Test score, mean over four tasks and {len(result['seeds'])} seeds ± standard deviation. Learning rate and "
-        "strength of each method were chosen among six candidates on dev of three other seeds, by a "
-        "[protocol](docs/protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
-        f"intervals are optimistic. From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
-        "[the whole report](docs/results/digits_methods/report.md).\n"
-    )
+    return table(head, lines)
+
+
+def seeds(result: dict[str, Any]) -> str:
+    """How many are complete, and of how many."""
+    done, planned = len(result["seeds"]), len(result["planned_seeds"])
+    return f"{done} seeds" if done == planned else f"{done} of {planned} planned seeds"
 
 
 def merge(result: dict[str, Any]) -> str:
@@ -93,4 +116,8 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"digits_methods": digits_methods, "merge": merge}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "digits_methods": digits_methods,
+    "minilm_methods": minilm_methods,
+    "merge": merge,
+}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SMAT without Scale, without Mask and without Perturb, beside FT and SMAT with all its parts.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/ablations.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/ablations.sh
 #
 # Variables: examples/common.sh.
 . "$(dirname "$0")/common.sh"

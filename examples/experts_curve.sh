@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Task arithmetic of K = 2, 3, ... experts, each method at the coefficient that it chose for all of them.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/experts_curve.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/experts_curve.sh
 #
 # Variables: examples/common.sh.
 . "$(dirname "$0")/common.sh"

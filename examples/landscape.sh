@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Loss along an expert's own update and along the FT updates of the other tasks, and sizes of the updates.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/landscape.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/landscape.sh
 #
 # Of the first of SEEDS; LANDSCAPE are further options of eval.py landscape (--points 11 --batches 2), other variables:
 # examples/common.sh.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Experts of all five methods trained by Muon: its matrices by Muon, all other leaves by AdamW.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/muon.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/muon.sh
 #
 # Variables: examples/common.sh.
 PRESET=${PRESET:-llama-3.2-1b-muon}

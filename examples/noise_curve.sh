@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Perturb alone: the mean of five mergers over the RMS of uniform, Gaussian and Laplace noise, beside FT.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/noise_curve.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/noise_curve.sh
 #
 # SIGMAS and NOISES are the points of the curve; other variables: examples/common.sh.
 . "$(dirname "$0")/common.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # FT experts replaced one after the other by another method's, merged by task arithmetic at one coefficient.
 #
-#   MODEL=meta-llama/Llama-3.2-1B DATA=yanggangu/SMAT-TRACE bash examples/replacement.sh
+#   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/replacement.sh
 #
 # Variables: examples/common.sh.
 . "$(dirname "$0")/common.sh"

@@ -1,12 +1,14 @@
-"""What tests share: trees compared bit for bit, closely or in standard errors, random trees, quadratic targets."""
+"""What tests share: trees compared bit for bit, closely or in standard errors, donation, random trees, quadratics."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from . import random, tree
-from .types import Aux, Params
+from .types import Aux, Method, Params
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,6 +59,31 @@ def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: f
     assert not bad.any(), f"{int(bad.sum())} means off, by up to {(gap / error)[bad].max().item():.1f} standard errors"
 
 
+def verify_donation(
+    build: Callable[[bool], Method], params: Params, batches: Sequence[Any], *, key: Tensor, untouched: Any = ()
+) -> None:
+    """A method that donates trains to the bits of the pure one, in the buffers of its own state and in no others.
+
+    Args: build: the method with ``donate`` as given; untouched: more tensors that it is given, as base.
+    Raises: AssertionError that names what differs.
+    """
+    given = {"params": params, "batches": list(batches), "untouched": untouched}
+    before = _tensors(given, clone=True)
+    results: list[dict[str, Tensor]] = []
+    for donate in (False, True):
+        method, infos = build(donate), []
+        state = method.init(params)
+        owned = [leaf.data_ptr() for leaf in tree.flatten(state.params).values()]
+        for batch in batches:
+            state, info = method.update(key, state, batch)
+            infos.append(info)
+        results.append(_tensors({"state": state, "infos": infos}, clone=True))
+        assert_trees_equal(_tensors(given), before)
+    kept = [leaf.data_ptr() for leaf in tree.flatten(state.params).values()]
+    assert kept == owned, "the donating method's parameters do not lie where it began with them"
+    assert_trees_equal(results[1], results[0])
+
+
 def random_tree(
     seed: int, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> dict[str, Tensor]:
@@ -92,6 +119,16 @@ def _pairs(actual: Params, expected: Params) -> list[tuple[str, Tensor, Tensor]]
     ]
     assert not shapes, "; ".join(shapes)
     return [(path, a[path].detach(), b[path].detach()) for path in a]
+
+
+def _tensors(thing: Any, *, clone: bool = False) -> dict[str, Tensor]:
+    """All tensors in a nest of containers, by the way to them."""
+    leaves, _ = pytree.tree_flatten_with_path(thing)
+    return {
+        pytree.keystr(path): leaf.detach().clone() if clone else leaf.detach()
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
 
 
 def _bits(leaf: Tensor) -> Tensor:

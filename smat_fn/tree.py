@@ -183,8 +183,8 @@ def global_norm(tree: Params) -> Tensor:
     """Euclidean norm of all coordinates, a 0-d float64 tensor on the device of the first leaf.
 
     ``sqrt(sum_b s_b)``: s_b is the float32 (float64 for float64 leaves) sum of squares of block b of 4,096 coordinates
-    of a leaf, coordinate i added to coordinate i + half until one is left; the s_b are added in float64 in leaf order.
-    Leaves may lie on several devices: only the s_b travel.
+    of a leaf; the s_b, in leaf order, are added in float64. Both sums are `sum_by_halves`, so that the bits depend on
+    no device and no number of threads. Leaves may lie on several devices: only the s_b travel.
     """
     leaves = list(flatten(tree).values())
     if not leaves:
@@ -205,8 +205,15 @@ def global_norm(tree: Params) -> Tensor:
             short = -flat.numel() % NORM_BLOCK
             rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
-        block = block * block
-        while block.shape[1] > 1:
-            block = block[:, : block.shape[1] // 2] + block[:, block.shape[1] // 2 :]
-        sums.append(block.squeeze(1).double().to(leaves[0].device))
-    return torch.cat(sums).sum().sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)
+        sums.append(sum_by_halves(block * block).double().to(leaves[0].device))
+    return sum_by_halves(torch.cat(sums)).sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)
+
+
+def sum_by_halves(values: Tensor) -> Tensor:
+    """The sum along the last dimension, entry i added to entry i + half until one is left; zeros fill up to 2^n."""
+    size = values.shape[-1]
+    if short := (1 << (size - 1).bit_length()) - size:
+        values = torch.nn.functional.pad(values, (0, short))
+    while (half := values.shape[-1] // 2) > 0:
+        values = values[..., :half] + values[..., half:]
+    return values.squeeze(-1)

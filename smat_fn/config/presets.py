@@ -11,15 +11,15 @@ DIGITS = Preset(
     family="vision",
     seed=21,
     training=Training(steps=400, lr=2.5e-4),
-    # FT and SMAT: chosen on dev (docs/protocols/digits.md); the others, and their strengths, are not tuned on digits
-    lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 2.5e-4, "orthoreg": 2.5e-4},
+    # chosen on dev: FT and SMAT by docs/protocols/digits.md, the others and their strengths by digits_methods.md
+    lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 1.25e-4, "orthoreg": 1.25e-4},
     lr_grid=(1.25e-4, 2.5e-4, 5e-4),
     methods={
         "ft": Finetune(),
         "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=4, noise="uniform"),
-        "asam": Asam(rho=0.25, adaptive=True),
-        "mergopt": Mergopt(b=2e-4, k_max=4),
-        "orthoreg": Orthoreg(lambda_reg=0.1, block_only=False),
+        "asam": Asam(rho=0.5, adaptive=True),
+        "mergopt": Mergopt(b=4e-3, k_max=4),
+        "orthoreg": Orthoreg(lambda_reg=0.2, block_only=False),
     },
     mergers={
         "wa": WeightAverage(),
@@ -110,15 +110,15 @@ MINILM = Preset(
     family="vision",  # classification under frozen heads by Adam and a cosine, as there
     seed=51,
     training=Training(steps=600, lr=2e-4, optimizer="adam", schedule="cosine"),
-    # none of these is tuned yet: docs/protocols/minilm.md
-    lr=dict.fromkeys([config.name for config in METHODS], 2e-4),
-    lr_grid=(1e-4, 2e-4, 4e-4),
+    # chosen on dev, strengths too: docs/protocols/minilm.md
+    lr={"ft": 4e-4, "smat": 2e-4, "asam": 4e-4, "mergopt": 2e-4, "orthoreg": 2e-4},
+    lr_grid=(1e-4, 2e-4, 4e-4, 8e-4),
     methods={
         "ft": Finetune(),
         "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.005, period=4, noise="uniform"),
-        "asam": Asam(rho=0.25, adaptive=True),
+        "asam": Asam(rho=0.5, adaptive=True),
         "mergopt": Mergopt(b=1e-3, k_max=5),
-        "orthoreg": Orthoreg(lambda_reg=0.1, block_only=False),
+        "orthoreg": Orthoreg(lambda_reg=0.2, block_only=False),
     },
     mergers={
         "wa": WeightAverage(),
@@ -138,9 +138,9 @@ MINILM = Preset(
 
 PRESETS: Mapping[str, Preset] = {
     "digits": DIGITS,
-    "llama-3.2-1b": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03),
-    "llama-3.2-1b-muon": _llama("meta-llama/Llama-3.2-1B", rho=2.0, b=5e-4, lambda_reg=0.03, muon_lr=4e-4),
-    "llama-3.1-8b": _llama("meta-llama/Llama-3.1-8B", rho=0.25, b=2.5e-4, lambda_reg=0.01),
+    "llama-3.2-1b": _llama("meta-llama/Llama-3.2-1B-Instruct", rho=2.0, b=5e-4, lambda_reg=0.03),
+    "llama-3.2-1b-muon": _llama("meta-llama/Llama-3.2-1B-Instruct", rho=2.0, b=5e-4, lambda_reg=0.03, muon_lr=4e-4),
+    "llama-3.1-8b": _llama("meta-llama/Llama-3.1-8B-Instruct", rho=0.25, b=2.5e-4, lambda_reg=0.01),
     "clip-vit-b32": _clip("openai/clip-vit-base-patch32", rho=0.25, b=2e-4, lambda_reg=0.1),
     "clip-vit-l14": _clip("openai/clip-vit-large-patch14", rho=0.125, b=5e-5, lambda_reg=0.05),
     "minilm": MINILM,

@@ -28,6 +28,7 @@ from . import pixels
 from .batching import batch_indices
 from .clip8_recipe import Clip8Recipe, resolve_templates
 from .heads import image_heads, text_heads, versions
+from .problems import count_problem
 from .rows import ImageRows, load_rows, take
 from .sources import absolute, columns_of, pick_device, recipe_of, tasks_of
 from .suite import Suite, check_member
@@ -77,7 +78,7 @@ def load(*, seed: int, device: str | None = None, eval_batch: int = 256, **optio
     }
     recipe = Clip8Recipe(**{**options, **settled})
     place = pick_device(device)
-    problems = [] if eval_batch >= 1 else [f"eval_batch is {eval_batch}, must be at least 1"]
+    problems = count_problem("eval_batch", eval_batch)
     if Path(recipe.model).is_absolute() and not Path(recipe.model).is_dir():
         problems.append(f"there is no folder {recipe.model}: give a model's folder, or its name on the hub")
     rows: dict[tuple[str, str], ImageRows] = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tree
+from .problems import count_problems
 from .templates import DEFAULT, TEMPLATES
 
 
@@ -25,11 +26,7 @@ class Clip8Recipe:
     columns: Mapping[str, str] = field(default_factory=dict)  # ours: the source's
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, must be an integer of at least 1"
-            for name in ("batch_size", "rows")
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1)
-        ]
+        problems = count_problems(self, {"batch_size": 1, "rows": 1})
         if not isinstance(self.gradient_checkpointing, bool):
             problems.append(f"gradient_checkpointing is {self.gradient_checkpointing!r}, must be a bool")
         for task, own in self.templates.items():

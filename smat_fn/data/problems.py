@@ -1,7 +1,9 @@
-"""Rows in error messages."""
+"""Rows and options in error messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 _SHOWN = 10
 
@@ -18,3 +20,21 @@ def complain(where: str | Path, problems: Sequence[str]) -> None:
     """Raises: ValueError that lists the problems of a source, if there are any."""
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems)} (rows count from 0)")
+
+
+def count_problems(recipe: Any, lowest: Mapping[str, int]) -> list[str]:
+    """Fields that are no integers of at least a number, in words; None may stand where it is the default."""
+    optional = {field.name for field in fields(recipe) if field.default is None}
+    given = [(name, getattr(recipe, name), low) for name, low in lowest.items()]
+    return [
+        text
+        for name, value, low in given
+        if value is not None or name not in optional
+        for text in count_problem(name, value, low)
+    ]
+
+
+def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
+    """That a value is no integer of at least ``low``, in words, or nothing."""
+    fine = type(value) is int and value >= low
+    return [] if fine else [f"{name} is {value!r}, must be an integer of at least {low}"]

@@ -30,6 +30,7 @@ from .batching import batch_indices
 from .cache import cached
 from .heads import fit_head, head_rows
 from .labelled import Task, load_task, take
+from .problems import count_problem
 from .short_text_recipe import ShortTextRecipe, resolve_data
 from .sources import absolute, pick_device, tasks_of
 from .suite import Suite, check_member
@@ -73,7 +74,7 @@ def load(
     settled = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
     recipe = ShortTextRecipe(**{**options, **settled, "tasks": task_names(**options)})
     place = pick_device(device)
-    problems = [] if eval_batch >= 1 else [f"eval_batch is {eval_batch}, must be at least 1"]
+    problems = count_problem("eval_batch", eval_batch)
     if Path(recipe.model).is_absolute() and not Path(recipe.model).is_dir():
         problems.append(f"there is no folder {recipe.model}: give a model's folder, or its name on the hub")
     data: dict[str, Task] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tree
+from .problems import count_problems
 from .sources import absolute
 
 Data = str | Mapping[str, str]
@@ -30,11 +31,8 @@ class ShortTextRecipe:
     rows: int | None = None  # only the first rows of each split, for quick runs; heads are those of all rows
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, must be an integer of at least {low}"
-            for name, low in (("train_layers", 1), ("per_class", 1), ("batch_size", 1), ("max_length", 3), ("rows", 1))
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < low)
-        ]
+        lowest = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
+        problems = count_problems(self, lowest)
         if not isinstance(self.head_c, int | float) or not 0 < self.head_c < float("inf"):
             problems.append(f"head_c is {self.head_c!r}, must be positive and finite")
         if not isinstance(self.normalize, bool):

@@ -30,6 +30,7 @@ from ..models.pretrained import DeviceMap
 from ..types import Batch, Micro, Params
 from . import pairs, text
 from .batching import batch_indices
+from .problems import count_problem
 from .rows import TextRows, load_rows
 from .sources import absolute, columns_of, pick_device, recipe_of, tasks_of
 from .suite import Suite, check_member
@@ -81,7 +82,7 @@ def load(
     columns = columns_of(options.get("columns"))
     recipe = TraceRecipe(**{**options, **settled, "tasks": tasks, "columns": columns})
     place = pick_device(device)
-    problems = [] if decode_batch >= 1 else [f"decode_batch is {decode_batch}, must be at least 1"]
+    problems = count_problem("decode_batch", decode_batch)
     if device is not None and device_map is not None:
         problems.append(f"device is {device!r} and there is a device_map too: give one of them")
     try:

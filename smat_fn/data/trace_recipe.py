@@ -10,6 +10,7 @@ from ..evaluate import decoding
 from ..evaluate.decoding import Decoding
 from ..evaluate.metrics import TextMetric, label_accuracy, numeric_accuracy, rouge_l
 from . import text
+from .problems import count_problems
 
 METRICS: Mapping[str, TextMetric] = MappingProxyType(
     {"rouge-l": rouge_l, "label": label_accuracy, "number": numeric_accuracy}
@@ -35,12 +36,7 @@ class TraceRecipe:
     columns: Mapping[str, str] = field(default_factory=dict)  # ours: the source's
 
     def __post_init__(self) -> None:
-        counts = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
-        problems = [
-            f"{name} is {value!r}, must be an integer of at least {low}"
-            for name, low in counts.items()
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < low)
-        ]
+        problems = count_problems(self, {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1})
         problems += [
             f"{name} is {value!r}, must be a {kind.__name__}"
             for name, kind in {"model": str, "data": str, "mask_prompt": bool, "gradient_checkpointing": bool}.items()

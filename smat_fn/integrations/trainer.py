@@ -16,7 +16,7 @@ from .. import tree
 from ..mat.smat import is_simulated
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, simulate
-from ..simulation.draws import check_strengths
+from ..simulation.draws import all_off, check_strengths
 from ..types import Noise, Params, Where
 from ..where import block_linear
 
@@ -25,10 +25,15 @@ class Attached:
     """What `attach` did to a trainer. ``draw`` is that of the last simulated step."""
 
     def __init__(
-        self, trainer: Any, base: dict[str, Tensor], where: Where, make: Callable[[int], Draw], period: int
+        self,
+        trainer: Any,
+        base: dict[str, Tensor],
+        where: Where,
+        make: Callable[[int], Draw],
+        simulated: Callable[[int], bool],
     ) -> None:
         self.draw: Draw | None = None
-        self._trainer, self._base, self._where, self._make, self._period = trainer, base, where, make, period
+        self._trainer, self._base, self._where, self._make, self._simulated = trainer, base, where, make, simulated
         self._leaves = leaves_of(trainer.model)
         self._states = {path: torch.empty_like(leaf) for path, leaf in base.items()}
         self._step = -1  # whose state the buffer holds
@@ -42,7 +47,7 @@ class Attached:
     def _training_step(self, *args: Any, **options: Any) -> Any:
         trainer = self._trainer
         step = trainer.state.global_step
-        if not is_simulated(step, self._period):
+        if not self._simulated(step):
             return self._original(*args, **options)
         if step != self._step:  # one draw for all micro-batches of an optimizer step
             self.draw, self._step = self._make(step), step
@@ -114,7 +119,12 @@ def attach(
     def make(step: int) -> Draw:
         return draw(fold_in(key, step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
 
-    return Attached(trainer, tree.flatten(base), where or block_linear(trainer.model), make, period)
+    off = all_off(alpha_min, drop_prob, sigma)  # then every step is clean: theta~ would differ from theta by rounding
+
+    def simulated(step: int) -> bool:
+        return not off and is_simulated(step, period)
+
+    return Attached(trainer, tree.flatten(base), where or block_linear(trainer.model), make, simulated)
 
 
 def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import random
 from ..grad import value_and_grad
-from ..simulation.draws import Draw, check_strengths, draw
+from ..simulation.draws import Draw, all_off, check_strengths, draw
 from ..types import Batch, Engine, LossFn, Method, Noise, Optimizer, Params
 from . import _step
 from .smat import Info, is_simulated
@@ -41,7 +41,7 @@ def build(
     if problems:
         raise ValueError("smat: " + "; ".join(problems))
     gradient = value_and_grad(clean, engine=engine)
-    off = alpha_min == 1 and drop_prob == 0 and sigma == 0
+    off = all_off(alpha_min, drop_prob, sigma)
 
     def update(key: Tensor, state: _step.State, batch: Batch) -> tuple[_step.State, Info]:
         simulated, here, scale = not off and is_simulated(state.step, period), gradient, torch.ones(())

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import random, tree
 from ..grad import value_and_grad
 from ..simulation.apply import reweight
-from ..simulation.draws import Draw, check_strengths, draw
+from ..simulation.draws import Draw, all_off, check_strengths, draw
 from ..simulation.losses import check_lam
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Optimizer, Params, Residence, Where
 from . import _simulated, _step
@@ -81,7 +81,7 @@ def build(
     at_simulated = _simulated.build(
         loss_fn, base, where=where, residence=residence, period=1 if lam is not None else period, engine=engine
     )
-    off = alpha_min == 1 and drop_prob == 0 and sigma == 0
+    off = all_off(alpha_min, drop_prob, sigma)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         weight = float(is_simulated(state.step, period)) if lam is None else lam

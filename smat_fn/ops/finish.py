@@ -65,7 +65,7 @@ def _by_kernels(
         numbers, masked = _plain_gradient(len(sources), device), [False] * len(sources)
     sums = torch.empty(first_tiles([g.numel() for g in sources], starts)[-1], dtype=torch.float32, device=device)
     launch.reweight(sources, targets, numbers, masked, starts, sums=sums, store=store)
-    norm = sums.double().sum().sqrt()
+    norm = tree.sum_by_halves(sums.double()).sqrt()
     if max_norm is not None:
         launch.reweight(sources, targets, numbers, masked, starts, clip=clip_factor(norm, max_norm).float().view(1))
     return norm.float()

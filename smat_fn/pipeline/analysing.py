@@ -16,6 +16,7 @@ from ..analyses.results import Result
 from ..analyses.stacked import Progress
 from ..data import Suite
 from ..evaluate import main_table
+from ..models.pretrained import is_encoder_decoder
 from ..types import Micro
 from .evaluation import evaluate, find_checkpoints
 from .inputs import find_inputs
@@ -138,14 +139,16 @@ def landscape(
 ) -> Result:
     """`analyses.landscape` of the standard run and of every other, for every task; a row per point.
 
-    The `samples` of a task are the same for all points and methods. A language suite counts the answer's tokens alone
-    (mask_prompt), and cuts prompts in the middle so that answers stay, unless ``options`` say otherwise.
+    The `samples` of a task are the same for all points and methods. The suite of a causal language model counts the
+    answer's tokens alone (mask_prompt), and cuts prompts in the middle so that answers stay, unless ``options`` say
+    otherwise.
 
     Args: tasks: which, none: all; a, b: axes of the grid; batches: at most so many of a task; seed: of samples.
     Raises: ValueError as `load_runs` does; for tasks that the runs lack, and fewer than one batch.
     """
     recipe = checkpoint.load_manifest(find_inputs(standard)[1][0]).get("suite") or {}
-    answers = {"mask_prompt": True, "truncate": "prompt-middle"} if "mask_prompt" in recipe else {}
+    causal = "mask_prompt" in recipe and not is_encoder_decoder(options.get("model", recipe["model"]))
+    answers = {"mask_prompt": True, "truncate": "prompt-middle"} if causal else {}
     runs = load_runs([standard, *(path for path in methods if path != standard)], options={**answers, **options})
     ft = runs[0]
     problems = [f"batches is {batches}, must be at least 1"] if batches < 1 else []

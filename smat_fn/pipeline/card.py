@@ -15,6 +15,7 @@ def card(manifest: Mapping[str, Any]) -> str:
         "",
         f"Merger: {manifest['merger']} ({options})" + masks + ".",
     ]
+    lines += density(manifest)
     if found := manifest.get("calibration"):
         tried = ", ".join(f"{value}: {score:.2f}" for value, score in found["curve"])
         lines += ["", f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}."]
@@ -41,6 +42,12 @@ def card(manifest: Mapping[str, Any]) -> str:
         versions + ".",
     ]
     return "\n".join(lines) + "\n"
+
+
+def density(manifest: Mapping[str, Any]) -> list[str]:
+    """What TIES kept of every expert, as a paragraph; nothing for other mergers."""
+    kept = ", ".join(f"{name} {share:.6f}" for name, share in (manifest.get("density") or {}).items())
+    return ["", f"Share of coordinates that was kept: {kept}."] if kept else []
 
 
 def _cost(tried: Mapping[str, float]) -> str:

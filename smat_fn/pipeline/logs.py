@@ -23,7 +23,7 @@ class Log:
 
     A line: step, loss, grad_norm, learning rates, simulated, scale, seconds of training so far, examples or tokens per
     second since the line before, peak memory, and ``simulation_share`` (`Stopwatch.simulation_share` so far). The last
-    one also has what `finish` was given, and seconds by kind of step.
+    one also has what `finish` was given.
 
     Args: path: of the JSON lines; total: steps; every: steps between lines, the last is always one; device: of
         training; rates: step -> learning rates by name; rows: step -> rows of the training split in its batch, if they
@@ -105,18 +105,20 @@ class Log:
         if step + 1 < self._total:
             self._write()
 
-    def finish(self, **facts: Any) -> dict[str, Any]:
-        """The last line, with these facts. Returns: what a manifest says of cost, as in the last line."""
+    def cost(self) -> dict[str, Any]:
+        """What a manifest says of the cost of training so far."""
         totals = self.watch.totals()
         per_step = {
             f"{kind}_step_seconds": round(totals[f"{kind}_seconds"] / totals[f"{kind}_steps"], 6)
             for kind in KINDS
             if totals[f"{kind}_steps"]
         }
-        cost = {"seconds": round(self.watch.seconds(), 3), **per_step, **self._memory()}
-        self._last = {**(self._last or {}), **cost, **facts}
+        return {"seconds": round(self.watch.seconds(), 3), **per_step, **self._memory()}
+
+    def finish(self, **facts: Any) -> None:
+        """The last line, with these facts."""
+        self._last = {**(self._last or {}), **facts}
         self._write()
-        return cost
 
     def progress(self) -> dict[str, Any]:
         """JSON values to go on from."""

@@ -50,7 +50,7 @@ def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
     if training.optimizer == "adamw":
         return optim.adamw(rates["lr"], weight_decay=decay, fused=True)
     if decay:
-        raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or 0")
+        raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or weight_decay 0")
     return optim.adam(rates["lr"], fused=True)
 
 
@@ -114,6 +114,8 @@ def train_expert(
     del params  # a cast of the base would stay beside the state
     split = suite.split or split_rows
     if log is not None:
+        if state.step < training.steps:
+            suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
         log.watch.skip()
     for step in range(state.step, training.steps):
         if stop is not None and (number := world.largest(stop.signal or 0)):

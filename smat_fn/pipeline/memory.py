@@ -32,9 +32,12 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell."""
-    if device.type == "cuda":  # a device map spreads over several, a process that has one finds 0 on the others
-        allocated = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell.
+
+    Of several CUDA devices it is the largest peak of one (paper, cost protocol).
+    """
+    if device.type == "cuda":
+        allocated = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
         return {"peak_memory_bytes": allocated, "peak_memory_of": "cuda allocations"}
     peak = process_peak()  # that of getrusage begins with the parent's
     return {} if peak is None else {"peak_memory_bytes": peak, "peak_memory_of": "resident process"}

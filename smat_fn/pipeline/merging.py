@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import checkpoint, merge, random, tree
-from ..config import MergerConfig, settings
+from ..config import MergerConfig, Ties, settings
 from ..data import Suite, load_suite
 from ..evaluate import Records, Scorer, score_bar
 from .card import card
@@ -53,7 +53,7 @@ def merge_run(
     try:
         inputs = load_inputs(base, experts)
         suite = common_suite(inputs, options or {}) if search or calibration else None
-        sources = _sources(inputs, seed)
+        sources = _sources(inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
         sources = {}
@@ -89,7 +89,7 @@ def merge_run(
                 found = calibrate(config, inputs, scorer, coef=calibration[config.name], seed=seed)
                 config = found.config
             merged = merge_one(config, inputs, seed=seed, scorer=scorer)._replace(calibration=found)
-            facts = {"asked": asked[config.name]}
+            facts = {**sources, "asked": asked[config.name]}
             write_merged(folder, config, inputs, merged, seed=seed, overwrite=overwrite, facts=facts)
             done[folder] = merged
     return done
@@ -129,7 +129,8 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
     )
     if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(inputs.base):
         raise ValueError(
-            f"suite {suite.name!r} gives another base here than the experts': train again, with these versions"
+            f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
+            "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
         )
     return suite
 
@@ -144,16 +145,19 @@ def write_merged(
     overwrite: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a merged model with its manifest, more ``facts`` in it, and a card for people."""
+    """Save a merged model with its manifest and a card for people.
+
+    Args: facts: more of the manifest, what it is made of among them; None: that alone.
+    """
     manifests = inputs.manifests.values()
     facts = {
-        **(facts or {}),
+        **(facts or _sources(inputs, seed)),
         "kind": "merged",
         "merger": config.name,
         "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},
         "label": "+".join(dict.fromkeys(manifest.get("label", "?") for manifest in manifests)),
         "seed": next((manifest["seed"] for manifest in manifests if "seed" in manifest), seed),
-        **_sources(inputs, seed),
+        **_density(config, inputs),
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
@@ -168,6 +172,13 @@ def write_merged(
     checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})
 
 
+def _density(config: MergerConfig, inputs: Inputs) -> dict[str, Any]:
+    if not isinstance(config, Ties):
+        return {}
+    options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
+    return {"density": merge.ties_density(inputs.base, inputs.experts, **options)}
+
+
 def _read(folder: Path) -> Merged:
     """A merged model that was written before."""
     params, manifest = checkpoint.load_leaves(folder)
@@ -177,11 +188,12 @@ def _read(folder: Path) -> Merged:
     return Merged(params, manifest["hyperparameters"].get("coef"), manifest["dev"], curve, finals, kept=True)
 
 
-def _sources(inputs: Inputs, seed: int) -> dict[str, Any]:
-    """What a merge is made of, beside its settings."""
+def _sources(inputs: Inputs, seed: int, suite: Suite | None = None) -> dict[str, Any]:
+    """What a merge is made of, beside its settings; ``suite`` is that of experts which name none."""
+    named = [manifest["suite"] for manifest in inputs.manifests.values() if manifest.get("suite")]
     return {
         "merge_seed": seed,
-        "suite": next((manifest["suite"] for manifest in inputs.manifests.values() if manifest.get("suite")), None),
+        "suite": named[0] if named else None if suite is None else dict(suite.recipe),
         "base_fingerprint": checkpoint.fingerprint(inputs.base),
         "experts": {
             task: manifest.get("fingerprint") or checkpoint.fingerprint(inputs.experts[task])

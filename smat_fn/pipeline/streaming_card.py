@@ -7,6 +7,7 @@ from typing import Any
 
 from ..merge import RANDOM
 from ..merge.stream import Plan
+from .card import density
 from .finished import seconds_to_hash
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -23,9 +24,7 @@ def streaming_card(manifest: Mapping[str, Any]) -> str:
         "",
         f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}.",
     ]
-    if manifest["density"]:
-        kept = ", ".join(f"{name} {share:.6f}" for name, share in manifest["density"].items())
-        lines += ["", f"Share of coordinates that was kept: {kept}."]
+    lines += density(manifest)
     lines += [f"\nNote: {note}." for note in manifest["notes"]]
     lines += ["", "| expert | fingerprint of its weights |", "|---|---|"]
     lines += [f"| {name} | {'' if p is None else f'`{p}`'} |" for name, p in manifest["experts"].items()]

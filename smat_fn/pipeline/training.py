@@ -141,8 +141,9 @@ def train_run(
             finally:
                 saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
             full = _weights(params, suite, adapters[task])
+            cost = log.cost()  # before the probe, whose memory and time are not those of training
             probed = {} if not probe or probe_at is None else {"probe": _probe(suite, task, full, probe, probe_at)}
-            cost = log.finish(**{f"probe_{name}": probed["probe"][name] for name in ("clean", "simulated") if probed})
+            log.finish(**cost, **{f"probe_{name}": probed["probe"][name] for name in ("clean", "simulated") if probed})
         manifest = checkpoint.describe(
             full, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed, **more
         )

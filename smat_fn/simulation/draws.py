@@ -63,6 +63,11 @@ def check_strengths(alpha_min: float, drop_prob: float, sigma: float, noise: str
     return problems
 
 
+def all_off(alpha_min: float, drop_prob: float, sigma: float) -> bool:
+    """Whether Scale, Mask and Perturb are all switched off, so that theta~ is theta."""
+    return alpha_min == 1 and drop_prob == 0 and sigma == 0
+
+
 _TABLES: dict[str, Tensor] = {}
 
 

@@ -197,20 +197,24 @@ def test_spans_put_small_items_together():
     assert list(tree.spans([0, 0], 8)) == []
 
 
+def by_halves(values):
+    values = [*values, *([0 * values[0]] * ((1 << (len(values) - 1).bit_length()) - len(values)))]
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [values[i] + values[i + half] for i in range(half)]
+    return values[0]
+
+
 def norm_by_definition(leaves):
-    """Square, halve 4,096 coordinates to one in the leaf's compute dtype; add blocks in float64, in order."""
-    total = 0.0
+    """Number by number."""
+    sums = []
     for leaf in leaves:
-        wide = leaf.detach().double() if leaf.dtype == torch.float64 else leaf.detach().float()
+        wide = leaf if leaf.dtype == torch.float64 else leaf.float()
         values = wide.flatten().numpy()
         for first in range(0, len(values), 4096):
             block = values[first : first + 4096]
-            block = [*(block * block), *([block.dtype.type(0)] * (4096 - len(block)))]
-            while len(block) > 1:
-                half = len(block) // 2
-                block = [block[i] + block[i + half] for i in range(half)]
-            total += float(block[0])
-    return math.sqrt(total)
+            sums.append(float(by_halves([*(block * block), *([block.dtype.type(0)] * (4096 - len(block)))])))
+    return math.sqrt(by_halves(sums))
 
 
 def gaussian(*shape, dtype=torch.float32, seed=0):
@@ -223,7 +227,6 @@ def test_global_norm_is_its_definition(dtype):
     norm = tree.global_norm(leaves)
     assert norm.dtype == torch.float64
     assert norm.shape == ()
-    # a few float32 partial sums add up in float64 without rounding
     assert norm.item() == norm_by_definition(leaves)
     exact = math.sqrt(sum(leaf.double().square().sum().item() for leaf in leaves))
     assert norm.item() == pytest.approx(exact, rel=1e-6)
@@ -231,7 +234,7 @@ def test_global_norm_is_its_definition(dtype):
 
 def test_global_norm_computes_float64_leaves_in_float64():
     leaves = [gaussian(5000, dtype=torch.float64), gaussian(30, dtype=torch.float64, seed=1)]
-    assert tree.global_norm(leaves).item() == pytest.approx(norm_by_definition(leaves), rel=1e-15)
+    assert tree.global_norm(leaves).item() == norm_by_definition(leaves)
     assert tree.global_norm(leaves).item() == pytest.approx(torch.linalg.norm(torch.cat(leaves)).item(), rel=1e-14)
 
 
@@ -240,6 +243,20 @@ def test_a_float64_leaf_does_not_change_how_its_neighbours_are_added():
     assert tree.global_norm([single]) == norm_by_definition([single])
     for leaves in ([single, double], [double, single], [single, double, single[:7]]):
         assert tree.global_norm(leaves).item() == norm_by_definition(leaves)
+
+
+def test_the_sum_by_halves_is_its_definition_on_any_number_of_threads():
+    for size in (1, 2, 3, 7, 8, 100):
+        values = gaussian(size, dtype=torch.float64)
+        assert tree.sum_by_halves(values).item() == by_halves(values.tolist())
+    assert tree.sum_by_halves(torch.empty(0)).item() == 0
+    many, threads = gaussian(100_003, dtype=torch.float64, seed=3), torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert tree.sum_by_halves(many).item() == by_halves(many.tolist())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_global_norm_over_more_than_one_group():

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import random
+from smat_fn import checkpoint, random
+from smat_fn.analyses import mean_loss
+from smat_fn.config import Finetune, Training
 from smat_fn.data import load_suite, pairs
 from smat_fn.evaluate.decoding import generator
 from smat_fn.evaluate.engine import Decoding
 from smat_fn.evaluate.metrics import label_accuracy
 from smat_fn.grad import value_and_grad
 from smat_fn.models import language, seq2seq
+from smat_fn.pipeline import analysing
+from smat_fn.pipeline.training import train_run
 
 HERE = Path(__file__).parent
 MODELS = runpy.run_path(str(HERE.parent / "models" / "test_seq2seq.py"))
@@ -128,3 +132,15 @@ def test_what_does_not_fit_is_told_before_training(model, rows, tmp_path):
     if model.name.startswith("bart"):
         with pytest.raises(ValueError, match="max_new_tokens of mine is 30, more than the model's 24"):
             load(max_new_tokens=30).epoch_steps("mine")
+
+
+def test_losses_of_a_landscape_are_those_of_the_answers(suite, tmp_path):
+    run = tmp_path / "ft"
+    train_run(suite, Finetune(), Training(steps=2, lr=1e-3), seed=0, tasks=("FOMC", "mine"), out=run)
+    given = {"tasks": ("mine",), "coef": 0.5, "batches": 1, "seed": 0, "memory": None, "options": {"device": "cpu"}}
+    found = analysing.landscape(run, [], a=(0.0, 1.0), b=(0.0,), **given)
+    losses = {row["a"]: row["loss"] for row in found["rows"]}
+    params = checkpoint.load_expert(run / "mine", suite.base)[0]
+    loss = mean_loss(suite.loss_fn("mine"), suite.dev_batches("mine")[:1])
+    for a, own in ((0.0, suite.base), (1.0, params)):
+        assert losses[a] == pytest.approx(float(loss(own)), rel=1e-5)

@@ -125,6 +125,15 @@ def test_every_step_is_that_of_the_librarys_own_loop(batch, accumulate, options,
         assert all(torch.equal(before[name], leaf) for name, leaf in after.items())
 
 
+def test_all_off_is_the_plain_trainer_bit_for_bit(tmp_path):
+    plain, off = trainer_of(tiny_llama(), tmp_path), trainer_of(tiny_llama(), tmp_path)
+    handle = attach(off, key=KEY, alpha_min=1.0, drop_prob=0.0, sigma=0.0, period=1)
+    for trainer in (plain, off):
+        trainer.train()
+    assert handle.draw is None
+    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), off.model.parameters(), strict=True))
+
+
 def saved(folder):
     leaves = load_file(folder / "model.safetensors")
     return {name: leaf for name, leaf in leaves.items() if name != "lm_head.weight"}

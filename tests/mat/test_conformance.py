@@ -14,6 +14,7 @@ import torch
 
 import smat_fn.mat
 from smat_fn import optim, random, tree
+from smat_fn.testing import verify_donation
 from smat_fn.types import Method, Optimizer
 
 # file -> (hyperparameters to run with, by label; bad hyperparameters and the text that refuses each)
@@ -225,21 +226,40 @@ def test_global_random_state_plays_no_part(name, hyper):
 def test_donation_has_the_same_bits_and_spares_the_users_tensors(name, hyper, engine, max_grad_norm, micro):
     params, base, data = parameters(seed=5), parameters(), batches(6)
     data = [data[:3], data[3:], data[1:4]] if micro else data
-    given = [params, base, data]
-    copy = [leaf.clone() for leaf in tensors(given)]
     options = {"max_grad_norm": max_grad_norm, "engine": engine, "where": in_block, **hyper}
-    pure = run(method(name, regression, optim.adam(0.01), base, **options), params, data)
-    m = method(name, regression, optim.adam(0.01), base, donate=True, **options)
-    donated = run(m, params, data)
-    assert_bits(pure, donated)
-    assert_bits(given, copy)
-    state = m.init(params)
-    buffers = [leaf.data_ptr() for leaf in tensors(state.params)]
-    state, _ = m.update(KEY, state, data[0])
-    assert [leaf.data_ptr() for leaf in tensors(state.params)] == buffers
+    build = lambda donate: method(name, regression, optim.adam(0.01), base, donate=donate, **options)  # noqa: E731
+    verify_donation(build, params, data, key=KEY, untouched=base)
     # the base itself is a fine start
-    run(m, base, data)
-    assert_bits(given, copy)
+    verify_donation(build, base, data, key=KEY)
+
+
+def test_donation_that_does_harm_is_found():
+    params, data = parameters(seed=5), batches(2)
+
+    def build(optimizer):
+        return lambda donate: method("finetune", regression, optimizer(donate), params, donate=donate)
+
+    def other(donate):
+        adam = optim.adam(0.01)
+        rate = 2.0 if donate else 1.0
+        scaled = lambda grads: tree.tree_map(lambda g: rate * g, grads)  # noqa: E731
+        return Optimizer(adam.init, lambda g, state, p, **how: adam.update(scaled(g), state, p, **how))
+
+    def elsewhere(donate):
+        adam = optim.adam(0.01)
+        return Optimizer(adam.init, lambda grads, state, p, **how: adam.update(grads, state, tree.clone(p)))
+
+    def careless(donate):
+        def update(grads, state, own, **how):
+            for leaf in tensors(params):
+                leaf.add_(1.0)
+            return own, state
+
+        return Optimizer(lambda own: None, update)
+
+    for optimizer, told in ((other, "differs in"), (elsewhere, "do not lie where"), (careless, "params")):
+        with pytest.raises(AssertionError, match=told):
+            verify_donation(build(optimizer), params, data, key=KEY)
 
 
 @each_run

@@ -60,6 +60,20 @@ def test_the_digits_learning_rates_are_those_that_the_study_chose():
     assert sorted(PRESETS["digits"].lr_grid) == sorted(map(float, result["dev"]["ft"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "chosen_there"),
+    [("digits", {"asam", "mergopt", "orthoreg"}), ("minilm", {"ft", "smat", "asam", "mergopt", "orthoreg"})],
+)
+def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
+    stored = json.loads((ROOT / f"benchmarks/results/{name}_methods_tuning.json").read_text())["chosen"]
+    by_adam = {own["method"]: own for label, own in stored.items() if not label.endswith("-Muon")}
+    preset = PRESETS[name]
+    assert chosen_there <= set(by_adam)
+    for method in chosen_there:
+        assert settings(preset.methods[method]) == by_adam[method]["hyperparameters"]
+        assert preset.lr[method] == by_adam[method]["training"]["lr"]
+
+
 def test_methods_correspond_to_files_and_their_options_to_arguments():
     folder = Path(mat.__file__).parent
     assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} == {c.module for c in METHODS}
@@ -168,7 +182,7 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
     }
     assert set(preset.lr.values()) == {2e-5}
     wanted = {"dtype": "bfloat16", "max_length": 512, "batch_size": 8, "data": "yanggangu/SMAT-TRACE"}
-    assert preset.options == wanted | {"model": "meta-llama/" + name.removesuffix("-muon").title()}
+    assert preset.options == wanted | {"model": "meta-llama/" + name.removesuffix("-muon").title() + "-Instruct"}
 
 
 @pytest.mark.parametrize(
