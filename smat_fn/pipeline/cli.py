@@ -3,8 +3,6 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, get_args
 
@@ -18,11 +16,11 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """``X | None`` is given as an X, or left out."""
+    """``X | None`` is given as an X, or left out; what may be of several kinds may be None in words too."""
     kinds = get_args(info.type)
-    if NoneType not in kinds:
+    if NoneType not in kinds or len(kinds) != 2:
         return None
-    kind = reduce(or_, (k for k in kinds if k is not NoneType))
+    kind = next(k for k in kinds if k is not NoneType)
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
     if not isinstance(spec, PrimitiveConstructorSpec):
         return None

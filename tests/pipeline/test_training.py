@@ -11,7 +11,8 @@ import torch
 from smat_fn import checkpoint, optim, random
 from smat_fn.config import DIGITS, Smat, Training
 from smat_fn.data import task_names
-from smat_fn.pipeline import loop
+from smat_fn.pipeline import loop, stopwatch
+from smat_fn.pipeline.logs import Log
 from smat_fn.pipeline.loop import train_expert
 from smat_fn.simulation import probe
 from smat_fn.testing import assert_trees_close
@@ -295,6 +296,22 @@ def test_manifest_and_last_line_say_what_training_cost(runs):
     assert "simulated_step_seconds" not in checkpoint.load_manifest(runs["ft"] / "rot90")
     assert [row["lr"] for row in rows] == [optim.cosine(5e-4, 6)(step) for step in range(6)]
     assert all(row["examples_per_second"] > 0 for row in rows)
+
+
+def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, monkeypatch):
+    now, prepared = [0.0], []
+
+    def batch(task, key, step):
+        now[0] += 1.0 if prepared else 100.0
+        prepared.append(step)
+        return suite.batch(task, key, step)
+
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    cpu = torch.device("cpu")
+    with Log(tmp_path / "log.jsonl", task="rot90", total=6, device=cpu, rates=lambda step: {}) as log:
+        train_expert(suite._replace(batch=batch), "rot90", DIGITS.methods["ft"], SIX, seed=3, log=log)
+        assert log.cost()["seconds"] == 6.0
+    assert prepared == [0, *range(6)]
 
 
 def test_weight_decay_needs_adamw(suite):

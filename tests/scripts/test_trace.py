@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
+from smat_fn.merge import ties_density
 from smat_fn.testing import assert_trees_equal
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,61 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
     ):  # fmt: skip
         assert part in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
+    more = (
+        "--schedule",
+        "cosine",
+        "--weight-decay",
+        "0",
+        "--max-grad-norm",
+        "inf",
+        "--optimizer",
+        "adam",
+        "--mask-prompt",
+    )
+    none = ("--suite-options", "max_new_tokens", "None")
+    assert exits("train.py", "ft", *words, *more, *none, "--out", tmp_path / "out", "--dry-run") is None
+    told = capsys.readouterr().out
+    for part in ("optimizer adam, schedule cosine, weight_decay 0.0, accumulate 1, run seed 0", "mask_prompt True"):
+        assert part in told
+    assert "max_grad_norm" not in told
+    text = exits("train.py", "ft", *words, "--optimizer", "adam", "--out", tmp_path / "out")
+    assert text.endswith("weight_decay is 0.001, adam has none: take optimizer adamw, or weight_decay 0")
+    text = exits("train.py", "ft", *words, "--out", tmp_path / "out", "--suite-options", "batch_size", "None")
+    assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
+
+
+def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for place, name in enumerate(("base", *TASKS)):
+        module = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+        torch.manual_seed(place)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.05 * place * torch.randn_like(parameter))
+        module.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / name)
+    words = ("ties", "--base", tmp_path / "base", "--experts", *(tmp_path / task for task in TASKS), "--search")
+    suite = ("name", "trace", "model", tmp_path / "base", "data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
+    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *suite)
+    assert exits("merge.py", *words, *place).endswith("as --suite-options model, dtype")
+    assert exits("merge.py", *words, *place, "dtype", "bfloat16") is None
+    manifest = checkpoint.load_manifest(tmp_path / "merged/ties")
+    assert (manifest["suite"]["name"], manifest["suite"]["dtype"]) == ("trace", "bfloat16")
+    assert len(manifest["dev_curve"]) == 10
+    modules = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("base", *TASKS)]
+    base, *experts = [dict(module.requires_grad_(False).named_parameters()) for module in modules]
+    kept = ties_density(base, dict(zip(TASKS, experts, strict=True)), keep=0.5)
+    assert manifest["density"] == kept
+    assert f"kept: C-STANCE {kept['C-STANCE']:.6f}, " in (tmp_path / "merged/ties/README.md").read_text()
+    assert (
+        exits("eval.py", tmp_path / "merged", "--out", tmp_path / "scores", "--suite-options", "device", "cpu") is None
+    )
+    assert "TIES" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):
