@@ -3,6 +3,7 @@
 A leaf's path joins mapping keys, indices and field names with "."; a flat dict's key is its own path.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -58,6 +59,8 @@ def _build(node: Any, path: str, leaves: Mapping[str, Any]) -> Any:
     built = [_build(child, f"{path}.{name}" if path else name, leaves) for name, child in children]
     if isinstance(node, Mapping):
         rebuilt = dict(zip(node, built, strict=True))
+        if isinstance(node, defaultdict):
+            return type(node)(node.default_factory, rebuilt)
         return rebuilt if type(node) is dict else type(node)(rebuilt)  # type: ignore[call-arg]
     return type(node)(*built) if hasattr(node, "_fields") else type(node)(built)
 
@@ -189,7 +192,7 @@ def global_norm(tree: Params) -> Tensor:
     leaves = list(flatten(tree).values())
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
-    sums = []
+    sums, at, whole = [], -1, leaves[0]
     blocks = 128 if leaves[0].device.type == "cpu" else 256  # of a group: 2 MB stay in a CPU's cache
     groups = spans([leaf.numel() for leaf in leaves], NORM_BLOCK * blocks)
     # blocks of one dtype and device together: cat would widen the others
@@ -201,7 +204,9 @@ def global_norm(tree: Params) -> Tensor:
     for (dtype, _), run in runs:
         rows = []
         for index, start, stop in run:
-            flat = leaves[index].reshape(-1)[start:stop].to(dtype)
+            if index != at:  # a leaf that is not contiguous is copied once
+                at, whole = index, leaves[index].reshape(-1)
+            flat = whole[start:stop].to(dtype)
             short = -flat.numel() % NORM_BLOCK
             rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]

@@ -35,7 +35,7 @@ class Attached:
         self.draw: Draw | None = None
         self._trainer, self._base, self._where, self._make, self._simulated = trainer, base, where, make, simulated
         self._leaves = leaves_of(trainer.model)
-        self._states = {path: torch.empty_like(leaf) for path, leaf in base.items()}
+        self._states = {path: torch.empty_like(leaf.data) for path, leaf in self._leaves.items()}
         self._step = -1  # whose state the buffer holds
         self._original = trainer.training_step
         trainer.training_step = self._training_step
@@ -54,13 +54,18 @@ class Attached:
             with torch.no_grad():
                 weights = {path: p.detach() for path, p in self._leaves.items()}
                 simulate(weights, self._base, self.draw, where=self._where, out=self._states)
-        with self._switched():
-            result = self._original(*args, **options)
+        try:
+            with self._switched():
+                result = self._original(*args, **options)
+        except BaseException:
+            self._step = -1  # another try begins with other weights
+            raise
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
             assert self.draw is not None
             grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
             with torch.no_grad():
                 reweight(grads, self.draw, where=self._where, out=grads)
+            self._step = -1  # training may begin anew, from this step on
         return result
 
     @contextmanager
@@ -124,7 +129,8 @@ def attach(
     def simulated(step: int) -> bool:
         return not off and is_simulated(step, period)
 
-    return Attached(trainer, tree.flatten(base), where or block_linear(trainer.model), make, simulated)
+    own = {path: leaf.to(leaves[path].device) for path, leaf in tree.flatten(base).items()}
+    return Attached(trainer, own, where or block_linear(trainer.model), make, simulated)
 
 
 def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:

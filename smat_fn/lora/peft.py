@@ -72,7 +72,7 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
 
 
 def load_expert(path: str | Path, base: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(weights, manifest) of an expert of train.py, whole or as adapters of ``base``.
+    """(weights on the CPU, manifest) of an expert of train.py, whole or as adapters of ``base``.
 
     Raises: ValueError as `smat_fn.checkpoint.load_expert`, as `load_peft`, and for adapters that do not fit.
     """
@@ -82,4 +82,5 @@ def load_expert(path: str | Path, base: Mapping[str, Tensor]) -> tuple[dict[str,
     adapters, lora = load_peft(path)
     shapes = {name: leaf.to("meta") for name, leaf in base.items()}
     tree.check_same(init(random.key(0), shapes, lora), f"adapters of the base for {path}", found=adapters)
-    return {**base, **expand(adapters, base, lora)}, load_manifest(path)
+    own = {name: leaf.cpu() for name, leaf in base.items()}
+    return {**own, **expand(adapters, own, lora)}, load_manifest(path)

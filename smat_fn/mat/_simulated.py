@@ -48,8 +48,13 @@ def problems(loss_fn: LossFn, residence: Residence | None, engine: Engine) -> li
         return [f"residence is {residence!r}, choose host, device, stream, or None for a new tree each time"]
     found = []
     if residence in ("device", "stream"):
-        if not isinstance(loss_fn, ModuleLoss):
-            found.append(f"residence {residence!r} rebuilds the weights of modules: give a smat_fn.ModuleLoss")
+        inner = loss_fn.loss_fn if isinstance(loss_fn, Masters) else loss_fn
+        # a loss that runs the module on a function of the parameters has no module of these weights
+        if not isinstance(inner, ModuleLoss) or type(inner).within is not ModuleLoss.within:
+            found.append(
+                f"residence {residence!r} rebuilds the weights of modules: give a smat_fn.ModuleLoss itself, or "
+                "with_masters of one, or take residence 'host' for adapters, replicas and other functions"
+            )
         if engine != "autograd":
             found.append(f"residence {residence!r} needs engine 'autograd', not {engine!r}")
     return found

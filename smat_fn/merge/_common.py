@@ -85,7 +85,7 @@ def merge_pieces(
 ) -> Leaves:
     """A merged task vector: ``fuse(piece)`` (n,) at the coordinates of every piece of every floating-point leaf."""
     vector = {
-        path: torch.empty(leaf.shape, dtype=_dtype(path, base, experts), device=leaf.device)
+        path: torch.empty(leaf.shape, dtype=compute_dtype(path, base, experts), device=leaf.device)
         for path, leaf in base.items()
         if leaf.is_floating_point()
     }
@@ -109,7 +109,7 @@ def pieces(
         fields = fields_of(keys, group, base[paths[group[0][0]]].device) if keys is not None else [[] for _ in group]
         for (index, start, stop), field in zip(group, fields, strict=True):
             origin, others = flat[paths[index]]
-            dtype = _dtype(paths[index], base, experts)
+            dtype = compute_dtype(paths[index], base, experts)
             deltas = [delta_of(other[start:stop], origin[start:stop], dtype) for other in others]
             yield Piece(paths[index], start, deltas, [f.to(origin.device) for f in field])
 
@@ -186,7 +186,8 @@ def fields_of(keys: Tensor, group: Sequence[tuple[int, int, int]], device: torch
     return [drawn[position :: len(group)] for position in range(len(group))]
 
 
-def _dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> torch.dtype:
+def compute_dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> torch.dtype:
+    """The dtype that a leaf is merged in."""
     return tree.compute_dtype(base[path], *(leaves[path] for leaves in experts.values()))
 
 

@@ -1,6 +1,6 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
-from ._common import Piece, add, apply_vector, merge_pieces, pieces, zeroed
+from ._common import CHUNK, Piece, add, apply_vector, compute_dtype, delta_of, merge_pieces, pieces, zeroed
 from ._inputs import Experts, Leaves, check, coef_problems
 
 
@@ -113,27 +113,29 @@ def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -
     """One cut for every floating-point leaf and, in their order, every expert."""
     leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
     cuts: Cuts = {path: [] for path in leaves}
-    for name, expert in experts.items():
+    dtypes = {path: compute_dtype(path, base, experts) for path in leaves}
+    for expert in experts.values():
         groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
         for group in filter(None, groups):
-            magnitudes = _magnitudes({path: leaves[path] for path in group}, {name: expert})
+            magnitudes = _magnitudes({path: leaves[path] for path in group}, expert, dtypes)
             cut = (_exact if scope == "tensor" else _threshold)(magnitudes, int(magnitudes.numel() * keep))
             for path in group:
                 cuts[path].append(cut)
     return cuts
 
 
-def _magnitudes(leaves: Leaves, expert: dict[str, Leaves]) -> Tensor:
+def _magnitudes(leaves: Leaves, expert: Leaves, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """|δ| of some leaves, one after the other, in the widest of the dtypes that they are merged in."""
     # one buffer filled piece by piece: a list of pieces joined at the end would take the memory twice
-    offsets, size = {}, 0
-    for path, leaf in leaves.items():
-        offsets[path], size = size, size + leaf.numel()
-    dtypes = [leaf.dtype for flat in (leaves, *expert.values()) for path, leaf in flat.items() if path in leaves]
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    wide = torch.float64 if torch.float64 in {dtypes[path] for path in leaves} else torch.float32
+    size = sum(leaf.numel() for leaf in leaves.values())
     out = torch.empty(size, dtype=wide, device=next(iter(leaves.values())).device)
-    for piece in pieces(leaves, expert):
-        first = offsets[piece.path] + piece.start
-        out[first : first + piece.deltas[0].numel()] = piece.deltas[0].abs_()
+    rest = out
+    for path, leaf in leaves.items():
+        own, rest = rest[: leaf.numel()], rest[leaf.numel() :]
+        parts = (flat.reshape(-1).split(CHUNK) for flat in (expert[path], leaf, own))
+        for theirs, start, target in zip(*parts, strict=True):
+            target.copy_(delta_of(theirs, start, dtypes[path]).abs_())
     return out
 
 

@@ -11,6 +11,8 @@ from . import launch
 from .library import reweight_into
 from .plan import Numbers, first_tiles
 
+_PIECE = 1 << 20  # coordinates that are widened at a time
+
 
 @torch.no_grad()
 def finish(
@@ -47,8 +49,17 @@ def finish(
     if max_norm is not None:
         factor = clip_factor(norm, max_norm)
         for source, target in zip(sources, targets, strict=True):
-            torch.mul(source, factor.to(source.device, tree.compute_dtype(source)), out=target)
+            _scale(source, factor.to(source.device, tree.compute_dtype(source)), target)
     return out, norm.float()
+
+
+def _scale(source: Tensor, factor: Tensor, target: Tensor) -> None:
+    """``source * factor``, rounded once: on a device torch would round a 0-d factor to the dtype of source first."""
+    if source.dtype == factor.dtype:
+        torch.mul(source, factor, out=target)
+        return
+    for own, there in zip(source.view(-1).split(_PIECE), target.view(-1).split(_PIECE), strict=True):
+        there.copy_(own.to(factor.dtype).mul_(factor))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

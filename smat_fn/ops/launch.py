@@ -136,7 +136,7 @@ def _table(
     flags = [int(masked[i]) for i in group.members]
     rows = list(zip(*columns, sizes, offsets, first[:-1], flags, group.members, strict=True))
     device = leaves[group.members[0]].device
-    return _send(torch.tensor(rows, dtype=torch.int64), device), _owner(tuple(counts), device), first[-1]
+    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device), _owner(tuple(counts), device), first[-1]
 
 
 _owners: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -147,7 +147,8 @@ def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
     if (counts, device) not in _owners:
         if len(_owners) >= 32:
             _owners.pop(next(iter(_owners)))
-        owner = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        places = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+        owner = places.repeat_interleave(torch.tensor(counts, device="cpu"))
         _owners[counts, device] = owner.to(device)
     return _owners[counts, device]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .. import tree
 from ..simulation import Draw, reweight, simulate
@@ -15,6 +16,7 @@ from ..types import Where
 
 def base_shards(module: nn.Module) -> dict[str, Tensor]:
     """theta_0: copies of the local shards of a sharded module's trainable parameters, as they are now."""
+    _reshard(module)
     return {path: _local(p).detach().clone() for path, p in _leaves(module).items()}
 
 
@@ -53,6 +55,7 @@ def simulated_shards(
 
     Args: base: of `base_shards`; where: the masked set, by path.
     """
+    _reshard(module)
     shards = {path: _local(p).detach() for path, p in _leaves(module).items()}
     kept = {path: shard.clone() for path, shard in shards.items()}  # FSDP2 owns the storage: it is written in place
     with torch.no_grad():
@@ -63,6 +66,7 @@ def simulated_shards(
         with torch.no_grad():
             for path, shard in shards.items():
                 shard.copy_(kept[path])
+        _reshard(module)
 
 
 def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None) -> None:
@@ -71,6 +75,13 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
     starts = {path: start for path, start in starts_of(module).items() if path in grads}
     with torch.no_grad():
         reweight(grads, drawn, where=where, out=grads, starts=starts)
+
+
+def _reshard(module: nn.Module) -> None:
+    """Of weights that a forward pass without a backward one left gathered: the next pass would run on those."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _leaves(module: nn.Module) -> dict[str, Any]:

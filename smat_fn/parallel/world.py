@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
+    hosts: Any = None  # the group in which the processes talk without waiting for their devices
 
     @property
     def leads(self) -> bool:
@@ -25,26 +27,25 @@ class World(NamedTuple):
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
 
     def largest(self, number: int) -> int:
         """The largest of the processes' numbers."""
         if self.size == 1:
             return number
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        found = torch.tensor(number, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        found = torch.tensor(number, device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.hosts)
         return int(found)
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """The first process runs the block before the others do, which then find what it left in caches."""
         if not self.leads:
-            dist.barrier()
+            dist.barrier(self.hosts)
         yield
         if self.leads and self.size > 1:
-            dist.barrier()
+            dist.barrier(self.hosts)
 
 
 ALONE = World()
@@ -61,6 +62,8 @@ def joined() -> Iterator[World]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        yield World(dist.get_rank(), size)
+        # what the first process prepares may take long; if it ends, torchrun ends the others
+        hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        yield World(dist.get_rank(), size, hosts)
     finally:
         dist.destroy_process_group()

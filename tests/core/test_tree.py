@@ -2,7 +2,7 @@
 
 import math
 import random as python_random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ TREES = {
     "tuple": ((t(1), {"k": t(2)}), ["0", "1.k"]),
     "namedtuple": (Pair(t(1), Pair([t(2)], t(3))), ["left", "right.left.0", "right.right"]),
     "ordered": (OrderedDict(z=t(1), a=t(2)), ["z", "a"]),
+    "default": (defaultdict(list, z=t(1), a=t(2)), ["z", "a"]),
     "proxy": (MappingProxyType({"z": t(1)}), ["z"]),
     "int keys": ({3: t(1), 1: t(2)}, ["3", "1"]),
     "bare tensor": (t(2), [""]),
@@ -271,6 +272,16 @@ def test_global_norm_over_more_than_one_group():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_global_norm_is_exact_where_the_sum_is(leaves, norm, dtype):
     assert tree.global_norm([torch.tensor(leaf, dtype=dtype) for leaf in leaves]).item() == norm
+
+
+def test_a_strided_leaf_is_copied_once(monkeypatch):
+    leaf, copies = gaussian(1500, 2000).T, []
+    reshape = torch.Tensor.reshape
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda own, *shape: copies.append(own) or reshape(own, *shape))
+    norm = tree.global_norm([leaf])
+    monkeypatch.undo()
+    assert len(copies) == 1
+    assert torch.equal(norm, tree.global_norm([leaf.contiguous()]))
 
 
 def test_global_norm_does_not_depend_on_nesting_or_strides():

@@ -21,6 +21,7 @@ from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.optim import adamw
+from smat_fn.simulation import simulate
 from smat_fn.where import block_linear
 
 transformers = pytest.importorskip("transformers")
@@ -132,6 +133,57 @@ def test_all_off_is_the_plain_trainer_bit_for_bit(tmp_path):
         trainer.train()
     assert handle.draw is None
     assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), off.model.parameters(), strict=True))
+
+
+def test_training_again_simulates_the_weights_of_now(tmp_path):
+    seen = []
+
+    def watched(*args, **options):
+        seen.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+        return inner(*args, **options)
+
+    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
+    inner, trainer.training_step = trainer.training_step, watched
+    handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for _ in range(2):
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        wanted = simulate(before, base, handle.draw, where=block_linear(trainer.model))
+        assert all(torch.equal(seen[-1][name], leaf) for name, leaf in wanted.items())
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p.add_(1.0)
+    assert len(seen) == 2
+
+
+def test_a_step_that_fails_simulates_anew_when_it_is_tried_again(tmp_path):
+    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
+    inner, seen = trainer.training_step, []
+
+    def failing(*args, **options):
+        seen.append(trainer.model.model.norm.weight.detach().clone())
+        if len(seen) == 1:
+            raise RuntimeError("out of memory")
+        return inner(*args, **options)
+
+    trainer.training_step = failing
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    with torch.no_grad():
+        trainer.model.model.norm.weight.add_(1.0)
+    trainer.train()
+    assert not torch.allclose(seen[0], seen[1], atol=0.1)
+
+
+def test_the_base_may_have_another_dtype_than_the_model(tmp_path):
+    module = tiny_llama()
+    base = {name: p.detach().clone() for name, p in module.named_parameters()}
+    trainer = trainer_of(module.to(torch.bfloat16), tmp_path)
+    attach(trainer, key=KEY, base=base, **STRENGTHS)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
 
 
 def saved(folder):

@@ -47,6 +47,16 @@ def squares(module, batch):
     return (module(batch) ** 2).mean(), None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_an_expert_is_read_to_the_cpu_wherever_its_base_lies(setting, tmp_path):
+    base, adapter, _, moved = setting
+    lora.save_peft(tmp_path / "adapter", moved, adapter, base="tiny", manifest={"kind": "expert"})
+    there, here = ({name: leaf.to(place) for name, leaf in base.items()} for place in ("cuda", "cpu"))
+    found, wanted = (lora.load_expert(tmp_path / "adapter", own)[0] for own in (there, here))
+    assert all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
+
+
 def test_the_start_is_the_base_and_every_matrix_of_a_block_has_adapters(setting, model):
     base, adapter, start, _ = setting
     assert adapter.paths == tuple(f"layers.{i}.{n}.weight" for i in range(2) for n in ("up", "down"))

@@ -210,6 +210,22 @@ def test_merged_state_rebuilt_from_the_view_of_every_expert(case, family):
             np.testing.assert_allclose(merged[path].numpy().reshape(-1), rebuilt, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("seed", range(20))
+def test_ties_cuts_in_the_dtype_that_it_merges_in(scope, seed):
+    # the deltas of the float32 expert are float64 ones, for another expert is float64
+    generator = torch.Generator().manual_seed(seed)
+    base, other, wide = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
+    trees = {"a": {"w": (base + 30 * other).float()}, "b": {"w": base + wide}}
+    vector = merge.ties_vector({"w": base.float()}, trees, keep=0.02, scope=scope)
+    own = {name: {"w": tree["w"].double()} for name, tree in trees.items()}
+    expected, _ = reference_ties({"w": base.float().double()}, own, keep=0.02, aggregate="sum", scope=scope)
+    np.testing.assert_array_equal(vector["w"].numpy(), expected["w"])
+    assert merge.ties_density({"w": base.float()}, trees, keep=0.02, scope=scope) == (
+        {"a": 0.02, "b": 0.02} if scope == "tensor" else {"a": 0.04, "b": 0.04}
+    )
+
+
 def test_fields_of_the_reference_are_those_of_random():
     stream = random.leaf_streams(random.fold_in(KEY, "qa"), ["a.b"])[0, 0]
     assert mask_fields("qa", "a.b", 21).tolist() == random.bits(stream, 21).tolist()

@@ -127,6 +127,20 @@ def test_shards_simulate_what_one_process_does_bit_for_bit(found):
         torch.testing.assert_close(found[0]["sharded"]["params"][path], p.detach(), rtol=0, atol=2e-6)
 
 
+def test_forward_passes_alone_meet_the_shards(found):
+    module = worker.model(torch.float32)
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    expert = {path: leaf + 0.5 for path, leaf in base.items()}
+    merged = simulate(expert, base, draw(KEY, **STRENGTHS), where=worker.masked)
+    x = worker.batch(0)[0].float()
+    wanted = [torch.func.functional_call(module, params, (x,)) for params in (expert, merged, expert)]
+    for one in found:
+        outputs, shapes = one["evaluated"]
+        for got, want in zip(outputs, wanted, strict=True):
+            torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-6)
+        assert all(now == before for now, before in shapes.values())
+
+
 @pytest.mark.parametrize(("weights", "size"), [((3, 3, 2, 2), 2), ((5, 1, 1), 2), ((4,), 3)])
 def test_shares_add_up_to_the_weighted_mean(weights, size):
     parts = [Micro(float(i + 1), weight) for i, weight in enumerate(weights)]

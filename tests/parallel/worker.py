@@ -103,6 +103,24 @@ def sharded():
     return {"states": states, "params": {path: p.full_tensor().detach() for path, p in module.named_parameters()}}
 
 
+def evaluated():
+    """Outputs of forward passes alone, before, inside and after a simulated state; the root has weights of its own."""
+    module = model(torch.float32)
+    fully_shard(module[0])
+    fully_shard(module)
+    x, drawn = batch(0)[0].float(), draw(KEY, **STRENGTHS)
+    base = parallel.base_shards(module)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.to_local().add_(0.5)
+        outputs = [module(x)]
+        with parallel.simulated_shards(module, base, drawn, where=masked):
+            outputs.append(module(x))
+        outputs.append(module(x))
+    again = parallel.base_shards(module)
+    return outputs, {path: (leaf.shape, base[path].shape) for path, leaf in again.items()}
+
+
 def drawn(*, rank=None, size=1):
     """The weights that the loss meets in a simulated step that starts from given ones."""
     module = model(torch.float32)
@@ -191,6 +209,7 @@ def main(rank, folder):
     found = {name: trained(name, rank=rank, size=2) for name in ("ft", "smat", "asam")}
     found["independent"] = independent(rank)
     found["sharded"] = sharded()
+    found["evaluated"] = evaluated()
     found["drawn"] = drawn(rank=rank, size=2)
     found["wrapped"] = wrapped(rank=rank)
     found["interrupted"] = interrupted(rank, Path(folder))

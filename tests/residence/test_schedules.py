@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from smat_fn import ModuleLoss, optim, random, where
+from smat_fn.grad import reparametrised
+from smat_fn.masters import with_masters
 from smat_fn.mat import smat
+from smat_fn.parallel import replicated
 from smat_fn.testing import assert_trees_equal
 
 KEY = random.key(2**33 + 5)
@@ -220,6 +223,8 @@ def test_bad_residences_are_named(network):
     for residence, loss_fn, options, text in [
         ("disk", ModuleLoss(network, loss), {}, "residence is 'disk', choose host, device, stream, or None"),
         ("device", lambda p, b: (p, b), {}, "residence 'device' rebuilds the weights of modules: give a smat_fn"),
+        ("device", reparametrised(ModuleLoss(network, loss), lambda p: p), {}, "or take residence 'host' for adapters"),
+        ("stream", with_masters(replicated(ModuleLoss(network, loss))), {}, "residence 'stream' rebuilds the weights"),
         ("stream", ModuleLoss(network, loss), {"engine": "func"}, "residence 'stream' needs engine 'autograd', not"),
     ]:
         with pytest.raises(ValueError, match=text):

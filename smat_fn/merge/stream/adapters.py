@@ -110,6 +110,8 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         f"which is no plain LoRA of a leaf of base{_tied(name)}"
         for name, *more in unknown.values()
     ]
+    if any(_no_numbers(config)):
+        halves.clear()  # nothing to compute their ranks and scales with, as is told
     for (module, embedding), names in halves.items():
         try:
             leaf, pair = _pair(label, module, embedding, names, shapes, config, base)
@@ -143,9 +145,15 @@ def _config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
         if name in _USED or value not in (None, False, {}, []):
             out = "merge it into its base with peft, and give the result"
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
-    for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), (int, float)):
-            yield f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?"
+    yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
+    """What should be a number and is none."""
+    numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        numbers |= {f"{name}[{key!r}]": value for key, value in (config.get(name) or {}).items()}
+    return (name for name, value in numbers.items() if not isinstance(value, (int, float)) or isinstance(value, bool))
 
 
 def _pair(

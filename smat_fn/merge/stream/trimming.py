@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import tree
 from ...config import Breadcrumbs, Ties
 from .._common import delta_of
 from ..ties import Cut, Cuts
@@ -100,7 +99,7 @@ def _trim(job: Job, name: str, group: Sequence[str]) -> Trim:
     config, folder = job.config, job.experts[name]
     assert isinstance(config, Ties)
     assert config.keep is not None
-    kinds = {path: tree.compute_dtype(job.base.leaves[path], folder.leaves[path]) for path in group}
+    kinds = {path: compute_dtype(job, path) for path in group}
     wide = torch.float64 if torch.float64 in kinds.values() else torch.float32
     size = sum(job.base.leaves[path].numel() for path in group)
 

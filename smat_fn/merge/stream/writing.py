@@ -130,14 +130,14 @@ def exclusive(out: Path) -> Iterator[None]:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.parent / f".{out.name}.lock"
-    mine = f"{socket.gethostname()} {os.getpid()}"
+    mine = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}"
     if (holder := _holder(lock)) is not None and not _alive(holder):
         stale = lock.with_name(f"{lock.name}.{os.getpid()}")
-        lock.rename(stale)  # one of several that try this wins; the others find no lock, or a new one, below
-        taken = stale.read_text(encoding="utf-8")
-        if taken != holder:
-            os.link(stale, lock)
-        stale.unlink()
+        with suppress(FileNotFoundError):
+            lock.rename(stale)  # one of several that try this wins; the others find no lock, or a new one, below
+            if stale.read_text(encoding="utf-8") != holder:
+                os.link(stale, lock)
+            stale.unlink()
     try:
         descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -161,7 +161,7 @@ def _holder(lock: Path) -> str | None:
 
 
 def _alive(holder: str) -> bool:
-    host, _, pid = holder.rpartition(" ")
+    host, pid, started = [*holder.split(" "), "", ""][:3]
     if host != socket.gethostname() or not pid.isdigit():
         return True  # of another machine, or not written yet
     try:
@@ -170,7 +170,17 @@ def _alive(holder: str) -> bool:
         return False
     except PermissionError:
         pass
-    return True
+    # a machine that was started anew gives the same numbers to other processes, to this one perhaps
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks of the system's clock; nothing where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return words.rpartition(")")[2].split()[19]
 
 
 def work_folder(out: Path) -> Path:

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -200,6 +201,22 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'base_model.model.model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"r": None}, "r"),
+        ({"lora_alpha": "4"}, "lora_alpha"),
+        ({"alpha_pattern": {"up": "8"}}, "alpha_pattern['up']"),
+        ({"rank_pattern": {"up": True}}, "rank_pattern['up']"),
+    ],
+)
+def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))}, **settings)
+    told = f"expert 'x': its adapter_config.json has no number {name}: is it a LoRA adapter?"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        merged(folders, base, folder, tmp_path)
 
 
 def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,28 @@ def test_two_merges_into_one_folder_exclude_each_other(inputs, tmp_path):
     (tmp_path / ".out.lock").write_text(f"{socket.gethostname()} {ended.stdout.strip()}")
     merge_folders(TA, *inputs, out, overwrite=True)
     assert leftovers(tmp_path) == []
+
+
+def test_a_lock_of_this_pid_before_the_machine_was_started_anew_is_taken_over(inputs, tmp_path, monkeypatch):
+    lock = tmp_path / ".out.lock"
+    with writing.exclusive(tmp_path / "out"):
+        mine = lock.read_text()
+    host, pid, started = mine.split()
+    assert (host, pid) == (socket.gethostname(), str(os.getpid()))
+    lock.write_text(f"{host} {pid} {int(started) - 1}")
+    merge_folders(TA, *inputs, tmp_path / "out")
+    assert leftovers(tmp_path) == []
+    # another merge takes a dead lock away between the two looks
+    lock.write_text(f"{host} {pid} {int(started) - 1}")
+    rename = Path.rename
+
+    def taken(path, target):
+        path.unlink()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with writing.exclusive(tmp_path / "out"):
+        assert lock.read_text() == mine
 
 
 def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
