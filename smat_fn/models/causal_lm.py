@@ -14,7 +14,7 @@ from .. import tree
 from ..grad import ModuleLoss
 from ..types import Batch, Where
 from ..where import block_linear
-from .modules import FullLoss
+from .modules import FullLoss, sent
 from .pretrained import DeviceMap, checkpoint_blocks, read
 
 IGNORED = -100  # label of a position that is not predicted
@@ -67,7 +67,7 @@ def next_token_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns: (loss, n).
     """
     device = next(module.parameters()).device
-    ids, mask, labels = (batch[name].to(device) for name in ("input_ids", "attention_mask", "labels"))
+    ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
     logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
     # the labels are shifted, not the logits: those are large, and a slice of them would be copied
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
-from .modules import FullLoss
+from .modules import FullLoss, sent
 from .pretrained import checkpoint_blocks
 
 _TOGETHER = 256  # texts encoded in one pass
@@ -145,9 +145,9 @@ def classify(
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         pixels, labels = batch
         weight = next(module.parameters())
-        pooled = module(pixel_values=values(pixels.to(weight.device)).to(weight.dtype)).pooler_output
+        pooled = module(pixel_values=values(sent(pixels, weight.device)).to(weight.dtype)).pooler_output
         unit = F.normalize(projection(pooled.to(projection.weight.dtype)), dim=-1)
         logits = unit @ head.to(unit).T
-        return F.cross_entropy(logits, labels.to(logits.device)), logits.detach()
+        return F.cross_entropy(logits, sent(labels, logits.device)), logits.detach()
 
     return loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
-from .modules import FullLoss
+from .modules import FullLoss, sent
 from .packing import pooled, texts
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
@@ -123,7 +123,7 @@ def classify(weight: Tensor, bias: Tensor, *, normalize: bool, pad: int) -> Call
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         features = pooled(module, batch, normalize=normalize, pad=pad)
         logits = features @ weight.to(features).T + bias.to(features)
-        return F.cross_entropy(logits, batch.labels.to(logits.device)), logits.detach()
+        return F.cross_entropy(logits, sent(batch.labels, logits.device)), logits.detach()
 
     return loss
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
-from .modules import FullLoss
+from .modules import FullLoss, sent
 from .pretrained import checkpoint_blocks
 
 _HEAD = "classifier"
@@ -108,8 +108,8 @@ def classify(head: Tensor, values: Callable[[Tensor], Tensor]) -> Callable[[nn.M
 
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         pixels, labels = batch
-        unit = unit_features(module, values(pixels.to(next(module.parameters()).device)))
+        unit = unit_features(module, values(sent(pixels, next(module.parameters()).device)))
         logits = F.linear(unit, head[:, :-1].to(unit), head[:, -1].to(unit))
-        return F.cross_entropy(logits, labels.to(logits.device)), logits.detach()
+        return F.cross_entropy(logits, sent(labels, logits.device)), logits.detach()
 
     return loss

@@ -1,7 +1,8 @@
-"""Modules whose weights are all arguments."""
+"""Modules whose weights are all arguments, and batches on their way to them."""
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from ..grad import ModuleLoss
@@ -11,6 +12,15 @@ from ..types import Aux
 def parameters(module: nn.Module) -> dict[str, Tensor]:
     """Detached copies of a module's trainable parameters by name, tied weights once."""
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def sent(batch: Tensor, device: torch.device) -> Tensor:
+    """A batch on the device; from pinned memory, for which a host that runs ahead of its GPU need not wait."""
+    if device.type != "cuda" or not batch.is_cpu or torch.compiler.is_compiling():
+        return batch.to(device)
+    if torch._C._functorch.is_functorch_wrapped_tensor(batch):  # it has no memory of its own
+        return batch.to(device)
+    return batch.pin_memory().to(device, non_blocking=True)
 
 
 class FullLoss(ModuleLoss):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import tree
+from .modules import sent
 
 ROOM = 160  # tokens of a row: attention costs its square, and shorter rows differ more in length
 
@@ -45,11 +46,11 @@ def pooled(module: nn.Module, batch: Texts, *, normalize: bool, pad: int) -> Ten
         given = _filled([torch.cat([parts[i] for i in row]) for row in rows], 0)
         owners = _filled([torch.tensor(row).repeat_interleave(lengths[row]) for row in rows], -1)
         alone = owners[:, None, :, None] == owners[:, None, None]  # (R, 1, T, T)
-        options = {"inputs_embeds": given.to(like), "attention_mask": alone.to(like.device)}
+        options = {"inputs_embeds": sent(given, like.device).to(like), "attention_mask": sent(alone, like.device)}
     else:
         owners = _filled([torch.full_like(own, i) for i, own in enumerate(parts)], -1)
         options = {"input_ids": _filled(parts, pad), "attention_mask": (owners >= 0).long()}
-        options = {name: value.to(like.device) for name, value in options.items()}
+        options = {name: sent(value, like.device) for name, value in options.items()}
     hidden = module(**options).last_hidden_state.flatten(0, 1)
     hidden = hidden.to(tree.compute_dtype(hidden))
     share = (owners.flatten() == torch.arange(len(lengths))[:, None]) / lengths[:, None]

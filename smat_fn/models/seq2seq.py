@@ -15,7 +15,7 @@ from ..grad import ModuleLoss
 from ..types import Batch, Params, Where
 from ..where import block_linear
 from .causal_lm import IGNORED
-from .modules import FullLoss
+from .modules import FullLoss, sent
 from .pretrained import DeviceMap, check_tokenizer, checkpoint_blocks, read
 
 
@@ -135,7 +135,7 @@ def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns: (loss, n).
     """
     device = next(module.parameters()).device
-    ids, mask, labels = (batch[name].to(device) for name in ("input_ids", "attention_mask", "labels"))
+    ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
     before = module.prepare_decoder_input_ids_from_labels(labels=labels)
     logits = module(input_ids=ids, attention_mask=mask, decoder_input_ids=before, use_cache=False).logits
     logits = logits.to(tree.compute_dtype(logits))

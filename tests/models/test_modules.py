@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from smat_fn.models import FullLoss, parameters
+from smat_fn.models.modules import sent
 
 
 def module():
@@ -45,3 +46,23 @@ def test_missing_and_unknown_names_are_listed(drop, add, message):
     params = {n: p for n, p in parameters(net).items() if n not in drop} | {n: torch.zeros(1) for n in add}
     with pytest.raises(ValueError, match=message):
         FullLoss(net, squared)(params, torch.ones(1, 3))
+
+
+def test_a_batch_on_its_way_keeps_its_values_and_its_transforms():
+    batch = torch.arange(6).view(2, 3)
+    assert sent(batch, batch.device) is batch
+    assert torch.equal(torch.func.vmap(lambda own: sent(own, batch.device) + 1)(batch), batch + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_host_does_not_wait_for_a_batch():
+    batch, device = torch.arange(2**22).view(2, -1), torch.device("cuda")
+    sent(batch, device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = sent(batch, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(there.cpu(), batch)
+    assert torch.equal(torch.func.vmap(lambda own: sent(own, device) + 1)(batch).cpu(), batch + 1)
