@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops, random, tree
 from ..ops.plan import Numbers
 from ..types import Params, Where
-from .draws import Draw
+from .draws import Draw, table_on
 
 
 def simulate(
@@ -151,7 +151,8 @@ def parts_of(
         devices.setdefault(leaf.device, []).append(path)
     for device, paths in devices.items():
         # the host does not wait for copies to a device; copies from one are waited for
-        key, scale, drop_prob, sigma, noise = (field.to(device, non_blocking=device.type == "cuda") for field in draw)
+        key, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in draw[:-1])
+        noise = table_on(draw.noise, device)
         numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
         masked = [where is None or where(path, leaves[path]) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])

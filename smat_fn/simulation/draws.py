@@ -85,6 +85,22 @@ def quantiles(noise: Noise) -> Tensor:
 quantiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_SENT: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def table_on(noise: Tensor, device: torch.device) -> Tensor:
+    """A draw's table on a device; one of `quantiles` is sent there once, not at every step."""
+    if noise.device == device or torch.compiler.is_compiling():
+        return noise.to(device)
+    name = next((name for name, table in _TABLES.items() if table is noise), "")
+    if (name, device) in _SENT:
+        return _SENT[name, device]
+    there = noise.to(device, non_blocking=device.type == "cuda")
+    if name and type(there) is Tensor:  # no stand-in of a transform
+        _SENT[name, device] = there
+    return there
+
+
 def _quantiles(noise: Noise) -> Tensor:
     upper = [(32768.5 + i) / 65536 for i in range(32768)]
     if noise == "gaussian":

@@ -8,7 +8,7 @@ import torch
 
 from smat_fn import random
 from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
-from smat_fn.simulation.draws import quantiles
+from smat_fn.simulation.draws import quantiles, table_on
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
 OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
@@ -94,6 +94,16 @@ def test_all_uniform_noise_values_have_mean_zero_and_the_stated_variance(every_f
     steps = values.diff()
     assert_trees_close({"step": steps}, {"step": torch.full_like(steps, 2 * math.sqrt(3) * sigma / 65536)}, rtol=1e-9)
     assert math.isclose(values.square().mean().item(), sigma**2 * (1 - 2.0**-32), rel_tol=1e-13)
+
+
+def test_a_noise_table_is_sent_to_a_device_once():
+    place = torch.device("meta")
+    first, second = (table_on(quantiles("laplace"), place) for _ in range(2))
+    assert first is second
+    assert first.device == place
+    other = torch.zeros(65536)
+    assert table_on(other, place) is not table_on(other, place)
+    assert table_on(other, other.device) is other
 
 
 def test_noise_tables_are_the_closed_form_quantiles_of_mean_zero_and_rms_one(every_field):
