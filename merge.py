@@ -86,7 +86,7 @@ class Merge:
     base: Annotated[Path | None, NONE] = None
     """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
-    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names."""
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them."""
     search: bool = False
     """Choose coefficients that are left out by dev scores. Ended and called again, it goes on."""
     calibrate: bool = False

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's main vision experiment: experts of all five methods, merged by all five mergers, one table.
 #
-#   MODEL=openai/clip-vit-base-patch32 DATA=yanggangu/SMAT-CLIP8 OUT=runs/vit-b32 bash examples/clip_main.sh
+#   MODEL=openai/clip-vit-base-patch32 DATA=yanggangu/SMAT-CLIP8 bash examples/clip_main.sh
 #
 # PRESET=clip-vit-l14 is the larger backbone; examples/common.sh has the other variables.
 PRESET=${PRESET:-clip-vit-b32}

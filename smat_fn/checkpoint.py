@@ -19,7 +19,7 @@ from torch import Tensor
 from . import tree
 from .types import Params
 
-WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
+WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 BASE = "base"  # the folder of the base beside its experts
 
 
@@ -78,13 +78,27 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
 
 
 def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(leaves by path, manifest) of a checkpoint, unchecked. Raises: ValueError for no such folder or a broken file."""
+    """(leaves by path, manifest) of a checkpoint, of one file or several, unchecked.
+
+    Raises: ValueError for no such folder or a broken file.
+    """
     manifest, file = load_manifest(path), Path(path) / WEIGHTS
+    leaves: dict[str, Tensor] = {}
     try:
-        with safe_open(file, framework="pt") as store:
-            return {name: store.get_tensor(name) for name in store.keys()}, manifest  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
+        for file in _weight_files(Path(path)):
+            with safe_open(file, framework="pt") as store:
+                leaves |= {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{file} cannot be read ({error}): train or merge it again") from error
+    return leaves, manifest
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / WEIGHTS]
+    placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [folder / name for name in sorted(set(placed.values()))]
 
 
 def load_manifest(path: str | Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .statistics import Estimate
-from .tables import COLUMNS, Cell, MainTable
+from .tables import Cell, MainTable
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
@@ -36,7 +36,7 @@ def drawable(table: MainTable) -> bool:
 
 
 def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "") -> None:
-    """Bars of experts, the five mergers and their mean, methods beside each other: a PNG of 1800 x 900 pixels.
+    """Bars of experts, mergers and the mean of the paper's five, methods beside each other: a PNG of 1800 x 900 pixels.
 
     Every bar carries its number, the mean over seeds; whiskers are one standard deviation. The axis is 0 to 100.
     Raises: ValueError for an empty table and for more than five methods that have no colour of their own in `COLOURS`.
@@ -50,10 +50,10 @@ def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "")
 
     figure = _figure(9, 4.5)
     axes = figure.add_subplot()
-    count = len(table.cells)
+    count, columns = len(table.cells), table.columns
     width = 0.86 / count
     for index, (method, line) in enumerate(table.cells.items()):
-        x = np.array([COLUMNS.index(column) for column in line]) + (index - (count - 1) / 2) * width
+        x = np.array([columns.index(column) for column in line]) + (index - (count - 1) / 2) * width
         means = [cell.mean for cell in line.values()]
         errors = [cell.sd or 0.0 for cell in line.values()]
         axes.bar(
@@ -80,11 +80,12 @@ def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "")
                 path_effects=[withStroke(linewidth=2, foreground="white")],
             )
     # mergers stand apart from the experts before them and the mean after them
-    for border in (0.5, len(COLUMNS) - 1.5):
+    for border in [0.5] * ("Expert" in columns) + [len(columns) - 1.5] * ("Avg" in columns):
         axes.axvline(border, ymax=100 / 106, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(COLUMNS)), ["Experts", *COLUMNS[1:-1], "Avg of 5"], fontsize=10)
+    names = {"Expert": "Experts", "Avg": "Avg of 5"}
+    axes.set_xticks(range(len(columns)), [names.get(column, column) for column in columns], fontsize=10)
     axes.tick_params(axis="x", length=0)
-    axes.set(xlim=(-0.5, len(COLUMNS) - 0.5), ylim=(0, 106), yticks=range(0, 101, 20))
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(0, 106), yticks=range(0, 101, 20))
     axes.set_ylabel(f"mean {table.split} score over tasks (0 to 100)", fontsize=10)
     if any(cell.sd for line in table.cells.values() for cell in line.values()):
         axes.set_xlabel("bars: means over seeds; whiskers: one standard deviation", fontsize=8)

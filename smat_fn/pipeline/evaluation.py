@@ -54,6 +54,7 @@ def evaluate(
         with another, before any is scored; for weights that are not finite and scores that are no number.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    named: dict[Path, str] = {}
     suites: dict[str, Suite] = {}
     prints: dict[str, str] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
@@ -65,18 +66,25 @@ def evaluate(
                 f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
                 "evaluate one of them, or train one with another --label"
             )
-        recipe = manifest.get("suite")
+        # experts of others name no suite, nor does what is merged of them
+        recipe = manifest.get("suite") or ({"seed": 0} if "name" in (options or {}) else None)
         if not recipe:
-            problems.append(f"{folder} names no suite: only checkpoints of a suite can be scored by name")
+            problems.append(f"{folder} names no suite: say --suite-options name NAME, and its model and data")
             continue
-        name = json.dumps(recipe)
+        name = named[folder] = json.dumps(recipe)
         if name not in suites:
             suites[name] = load_suite(**{**recipe, **(options or {})})
             prints[name] = checkpoint.fingerprint(suites[name].base)
         if manifest.get("base_fingerprint") != prints[name]:
             problems.append(
                 f"{folder} was made from another base than suite {suites[name].name!r} gives here: "
-                "other library versions or threads pretrain another one, train again"
+                "other library versions or threads pretrain another one, train again (experts of others: give their "
+                "own base and its dtype as --suite-options model, dtype)"
+            )
+        if strange := [task for task in _tasks(manifest) if task not in suites[name].tasks]:
+            problems.append(
+                f"{folder} is of {', '.join(strange)}, no tasks of suite {suites[name].name!r}: merge again with "
+                f"experts named as its tasks, NAME=FOLDER, {', '.join(suites[name].tasks)}"
             )
     tree.raise_problems(problems)
     rows, records = [], Records(keep)
@@ -85,13 +93,13 @@ def evaluate(
             name: Scorer(suite, records, about={"base": prints[name]}, answers=keep is not None, bar=bar)
             for name, suite in suites.items()
         }
-        for manifest in manifests.values():
-            scorer = scorers[json.dumps(manifest["suite"])]
+        for folder, manifest in manifests.items():
+            scorer = scorers[named[folder]]
             scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
-            scorer, model = scorers[json.dumps(manifest["suite"])], _model(manifest)
+            scorer, model = scorers[named[folder]], _model(manifest)
             params, _ = lora.load_expert(folder, scorer.suite.base)
             tree.check_finite(tree.flatten(params), str(folder))
             tasks = scorer.suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)

@@ -45,7 +45,7 @@ def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
 
 def manifests_of(experts: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The manifests of those experts that train.py wrote, by folder."""
-    return {str(path): manifest for path in experts if (manifest := manifest_of(path))}
+    return {str(path): manifest for _, path in map(named, experts) if (manifest := manifest_of(path))}
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -54,11 +54,19 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and "kind" in found else {}
 
 
+def named(expert: Path) -> tuple[str | None, Path]:
+    """An expert as it is given, ``FOLDER`` or ``NAME=FOLDER``: its name, if it has one, and its folder or hub name."""
+    name, _, rest = str(expert).partition("=")
+    if not rest or not name or "/" in name or expert.exists():
+        return None, expert
+    return name, Path(rest).expanduser()
+
+
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
     Folders of train.py are known by their manifests. All others are read as a merge on disk reads them: sharded ones,
-    hub names, LoRA adapters; such an expert is of the task that its folder is named after.
+    hub names, LoRA adapters; such an expert is of the task that its folder is named after, or `named`.
 
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
         that are not finite, and every task that comes twice.
@@ -73,7 +81,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     fingerprint = None if origin is None else checkpoint.fingerprint(origin)
     loaded: dict[str, dict[str, Tensor]] = {}
     manifests: dict[str, dict[str, Any]] = {}
-    for path in experts:
+    for name, path in map(named, experts):
         try:
             if manifest_of(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
@@ -84,9 +92,9 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
         except ValueError as error:
             problems += str(error).split("; ")
             continue
-        task = manifest.get("task", path.name)
+        task = name or manifest.get("task", path.name)
         if task in loaded:
-            problems.append(f"{path}: there is another expert named {task!r}, give each task once")
+            problems.append(f"{path}: there is another expert named {task!r}, give each once, or name it: NAME={path}")
         if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
             problems.append(f"{path} was trained from another base than {base}")
         loaded[task], manifests[task] = params, manifest

@@ -121,7 +121,7 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
     suite = known or load_suite(**{**first, **options})
     tree.raise_problems(
         [
-            f"expert {task!r} is of no task of suite {suite.name!r}: rename its folder to one of "
+            f"expert {task!r} is of no task of suite {suite.name!r}: say which one, as NAME=FOLDER, of "
             f"{', '.join(suite.tasks)}"
             for task in inputs.experts
             if task not in suite.tasks

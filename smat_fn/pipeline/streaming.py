@@ -16,7 +16,7 @@ from ..merge.stream import SHARD_SIZE, Options, Plan, Report, merge_folders, ope
 from ..merge.stream.writing import copied, exclusive
 from .checks import refusals
 from .finished import differences, digests, is_merged, verify
-from .inputs import manifest_of
+from .inputs import manifest_of, named
 from .streaming_card import streaming_card
 
 __all__ = ["Order", "bytes_of", "mask_key", "order", "plan_run", "stream_run", "verify"]
@@ -52,19 +52,19 @@ def order(
 
     Raises: ValueError that lists experts of one name and experts of another base.
     """
-    named: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
     own, problems = manifest_of(base).get("fingerprint"), []
-    for path in experts:
+    for given, path in map(named, experts):
         manifest = manifest_of(path)
-        name = manifest.get("task", path.name)
-        if name in named:
-            problems.append(f"{path}: there is another expert named {name!r}: give each once, or rename its folder")
+        name = given or manifest.get("task", path.name)
+        if name in folders:
+            problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
         if own is not None and manifest.get("base_fingerprint", own) != own:
             problems.append(f"{path} was trained from another base than {base}")
-        named[name], manifests[name] = path, manifest
+        folders[name], manifests[name] = path, manifest
     tree.raise_problems(problems)
-    return Order(base, named, manifests, out, seed, coefs or {}, semantics, options)
+    return Order(base, folders, manifests, out, seed, coefs or {}, semantics, options)
 
 
 def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report | None]]:

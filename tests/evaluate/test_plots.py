@@ -1,11 +1,12 @@
 """The figure is a PNG that shows the table."""
 
+import io
 import struct
 
 import matplotlib.figure
 import pytest
 
-from smat_fn.evaluate import main_table
+from smat_fn.evaluate import Result, main_table
 from smat_fn.evaluate.plots import COLOURS, colours, drawable, main_plot, noise_plot, paired_plot
 from smat_fn.evaluate.statistics import estimate
 from smat_fn.evaluate.tables import COLUMNS, Cell, MainTable
@@ -54,6 +55,15 @@ def figures(monkeypatch):
         matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
     )
     return drawn
+
+
+def test_other_mergers_have_bars_of_their_own(rows, figures):
+    more = [Result("FT", "slerp", task, "test", 40.0, seed) for task in "ab" for seed in (0, 1)]
+    for given, labels in ((rows + more, ["Experts", *COLUMNS[1:-1], "SLERP", "Avg of 5"]), (more, ["SLERP"])):
+        main_plot(main_table(given), io.BytesIO())
+        (axes,) = figures[-1].axes
+        assert [label.get_text() for label in axes.get_xticklabels()] == labels
+        assert 40.0 in [bar.get_height() for bar in axes.patches]
 
 
 def test_paired_differences_have_a_dot_a_seed_and_an_interval_a_line(figures):

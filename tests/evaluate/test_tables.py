@@ -67,6 +67,20 @@ def test_other_splits_models_and_foreign_tasks_of_experts_are_left_out(rows):
     assert main_table(rows + more) == main_table(rows)
 
 
+def test_other_mergers_have_columns_where_they_were_scored(rows):
+    more = [Result("SMAT", "slerp", task, "test", score, 1) for task, score in (("a", 50.0), ("b", 70.0))]
+    table = main_table(rows + more)
+    assert table.columns == ("Expert", "WA", "TA", "TIES", "DARE", "DELLA", "SLERP", "Avg")
+    assert table.cells["SMAT"]["SLERP"].by_seed == {1: 60.0}
+    assert {**table.cells["SMAT"], "SLERP": None} == {**main_table(rows).cells["SMAT"], "SLERP": None}
+    assert "| 60.00 |" in markdown(table)
+    alone = main_table(more)
+    assert alone.columns == ("SLERP",)
+    assert markdown(alone) == "| Method | SLERP |\n| --- | ---: |\n| SMAT | 60.00 |\n"
+    with pytest.raises(ValueError, match="SMAT, SLERP, seed 1 lacks task 'b'"):
+        main_table(rows + more[:1])
+
+
 def test_methods_choose_lines_and_order(rows):
     assert list(main_table(rows, methods=["SMAT", "FT"]).cells) == ["SMAT", "FT"]
     with pytest.raises(ValueError, match="method 'ASAM' has no test scores"):

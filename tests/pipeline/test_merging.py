@@ -344,7 +344,7 @@ def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, t
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
     with pytest.raises(
-        ValueError, match="expert 'nothing' is of no task of suite 'digits': rename its folder to one of"
+        ValueError, match="expert 'nothing' is of no task of suite 'digits': say which one, as NAME=FOLDER, of"
     ):
         merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", search=True, seed=0)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from smat_fn.config import (
 )
 from smat_fn.pipeline import evaluation, streaming
 from smat_fn.pipeline.choosing import merge_one
-from smat_fn.pipeline.inputs import find_inputs, load_inputs
+from smat_fn.pipeline.inputs import find_inputs, load_inputs, named
 from smat_fn.pipeline.streaming_card import plan_text
 
 TA = TaskArithmetic(coef=0.4)
@@ -277,6 +278,21 @@ def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, t
     with pytest.raises(ValueError, match="there is another expert named") as error:
         streaming.order(base, [*experts, inputs[1][0]], out=tmp_path / "out", seed=0)
     assert f"{experts[1]} was trained from another base than {base}" in str(error.value)
+
+
+def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):
+    base, experts = inputs
+    given = [Path(f"x{i}={path}") for i, path in enumerate(experts)]
+    order = streaming.order(base, given, out=tmp_path / "out", seed=0)
+    assert order.experts == {f"x{i}": path for i, path in enumerate(experts)}
+    assert list(load_inputs(base, given).experts) == list(order.experts)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b").mkdir()
+    assert named(Path("a=b")) == (None, Path("a=b"))  # it is there
+    assert named(Path("a=org/model@main")) == ("a", Path("org/model@main"))
+    assert named(Path("a=~/b")) == ("a", Path.home() / "b")
+    for path in (Path("runs/lr=3/x"), Path("=x"), Path("x="), Path("x")):
+        assert named(path) == (None, path)
 
 
 def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):

@@ -133,10 +133,41 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     kept = ties_density(base, dict(zip(TASKS, experts, strict=True)), keep=0.5)
     assert manifest["density"] == kept
     assert f"kept: C-STANCE {kept['C-STANCE']:.6f}, " in (tmp_path / "merged/ties/README.md").read_text()
-    assert (
-        exits("eval.py", tmp_path / "merged", "--out", tmp_path / "scores", "--suite-options", "device", "cpu") is None
-    )
+    cpu = ("--suite-options", "device", "cpu")
+    assert exits("eval.py", tmp_path / "merged", "--out", tmp_path / "scores", *cpu) is None
     assert "TIES" in capsys.readouterr().out
+    # without a search: merged from disk, in several files, of experts whose folders have other names
+    for task in TASKS:
+        (tmp_path / task).rename(tmp_path / f"step-{task}")
+    words = ("--base", tmp_path / "base", "--experts", *(f"{task}={tmp_path / f'step-{task}'}" for task in TASKS))
+    more = ("--coef", manifest["hyperparameters"]["coef"], "--preset", "llama-3.2-1b", "--shard-size", "20KB")
+    assert exits("merge.py", "ties", *words, *more, "--out", tmp_path / "disk") is None
+    folder = tmp_path / "disk/ties"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert list(checkpoint.load_manifest(folder)["experts"]) == list(TASKS)
+    assert_trees_equal(
+        dict(sorted(checkpoint.load_leaves(folder)[0].items())),
+        dict(sorted(checkpoint.load_leaves(tmp_path / "merged/ties")[0].items())),
+    )
+    assert exits("eval.py", folder, *cpu).endswith("say --suite-options name NAME, and its model and data")
+    scored = ("--out", tmp_path / "again", "--suite-options", *suite, "dtype", "bfloat16")
+    assert exits("eval.py", folder, *scored) is None
+    first, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("scores", "again"))
+    assert [list(line.values()) for line in first["means"].values()] == [
+        list(line.values()) for line in second["means"].values()
+    ]
+    renamed = (
+        "--base",
+        tmp_path / "base",
+        "--experts",
+        tmp_path / "step-C-STANCE",
+        "--coef",
+        "1",
+        "--out",
+        tmp_path / "x",
+    )
+    assert exits("merge.py", "ta", *renamed) is None
+    assert "is of step-C-STANCE, no tasks of suite 'trace'" in exits("eval.py", tmp_path / "x", *scored)
 
 
 def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):

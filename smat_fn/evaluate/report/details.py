@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..scoring import EXPERT
-from ..tables import COLUMNS, cell_of
+from ..tables import cell_of
 from .found import Found
 from .section import DASH, Section, Table, spread
 from .settings import words
@@ -12,21 +12,22 @@ from .settings import words
 
 def per_task(found: Found) -> Section:
     """Every task's scores: its own expert and each merged model."""
+    columns = [column for column in found.table.columns if column != "Avg"]
     scores: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in found.rows:
         column = "Expert" if row.model == EXPERT + row.task else row.model.upper()
-        if column in COLUMNS:
+        if column in columns:
             scores.setdefault((row.method, row.task, column), {})[row.seed] = row.score
     rows, records = [], []
     for method, task in dict.fromkeys((method, task) for method, task, _ in scores):
-        line = {c: cell_of(scores[method, task, c]) for c in COLUMNS if (method, task, c) in scores}
-        rows.append([task, method, *(line[c].text() if c in line else None for c in COLUMNS[:-1])])
+        line = {c: cell_of(scores[method, task, c]) for c in columns if (method, task, c) in scores}
+        rows.append([task, method, *(line[c].text() if c in line else None for c in columns)])
         records.append({"task": task, "method": method, **spread(line)})
     rows.sort(key=lambda row: str(row[0]))
     return Section(
         "Scores by task",
         "Mean ± standard deviation over seeds.",
-        Table(["Task", "Method", *COLUMNS[:-1]], rows, records),
+        Table(["Task", "Method", *columns], rows, records),
     )
 
 
@@ -38,7 +39,7 @@ def coefficients(found: Found) -> Section | None:
             coefs.setdefault(row.method, {}).setdefault(row.model.upper(), {})[row.seed] = row.coef
     if not coefs:
         return None
-    mergers = [m for m in COLUMNS if any(m in line for line in coefs.values())]
+    mergers = [m for m in found.table.columns if any(m in line for line in coefs.values())]
     rows = [
         [label, *(", ".join(f"{c:g}" for _, c in sorted(line[m].items())) if m in line else None for m in mergers)]
         for label, line in coefs.items()

@@ -3,7 +3,6 @@
 from itertools import product
 
 from ..statistics import Estimate
-from ..tables import COLUMNS
 from .found import Found
 from .section import Section, Table
 from .words import NOTE
@@ -24,7 +23,7 @@ def paired_differences(found: Found) -> Section | None:
     rows: list[list[object]] = []
     records: list[dict[str, object]] = []
     drawn: dict[str, dict[str, Estimate]] = {}
-    for (label, other), column in product(pairs, COLUMNS):
+    for (label, other), column in product(pairs, found.table.columns):
         got = found.difference(label, column, other)
         if got is None:
             continue

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from io import BytesIO
 
-from ..tables import COLUMNS, Cell, MainTable, cell_of
+from ..tables import Cell, MainTable, cell_of
 from .costs import size, times
 from .found import Found
 from .section import DASH, Section, Table, spread
@@ -56,14 +56,15 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
     if not table.cells:
         return None
     base = found.base(muon=muon)
-    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in COLUMNS if _has(table, c)}
+    columns = table.columns
+    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in columns if _has(table, c)}
     rows, records = [], []
     for label, line in table.cells.items():
         change = found.difference(label, "Avg", base)
         cost, other = found.costs.get(label), found.costs.get(base or "")
         ratio = times(cost, other)
         row: list[object] = [label]
-        for column in COLUMNS:
+        for column in columns:
             text = line[column].text() if column in line else DASH
             row.append(
                 f"**{text}**" if column in line and len(table.cells) > 1 and line[column].mean == best[column] else text
@@ -86,13 +87,13 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
             }
         )
     against = base or found.reference
-    columns = ["Method", *COLUMNS, "Drop", f"Avg - {against}", f"Time x {against}", "Peak memory"]
+    head = ["Method", *columns, "Drop", f"Avg - {against}", f"Time x {against}", "Peak memory"]
     text = (
         "Expert: mean score of the experts on their own tasks, before merging. Avg: mean of the five mergers. Drop: "
         "Expert - Avg, what merging costs. Mean ± standard deviation over seeds; the best of each column in bold, "
         "whatever its interval."
     )
-    return Section(title, text, Table(columns, rows, records), _bars(table, title))
+    return Section(title, text, Table(head, rows, records), _bars(table, title))
 
 
 def _drop(line: Mapping[str, Cell]) -> Cell | None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
-_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py"]
+_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py"]
 
 
 def local_folder(label: str, path: Path) -> Path:

@@ -18,6 +18,7 @@ from ...checkpoint import write_text
 from .reading import DTYPES, INDEX, WEIGHTS
 
 PROGRESS = "progress.json"
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 FLUSH = 0.05  # seconds between two flushes of a shard that is being written
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _COPIED = (
@@ -33,6 +34,12 @@ _COPIED = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
     "*processor_config.json",
+    "*.spm",
+    "tekken.json",
+    "normalizer.json",
+    "modules.json",  # of sentence-transformers, and what stands in the folders that it names
+    "*sentence*.json",
+    "[0-9]_*/*",
     "*.py",
 )
 
@@ -111,7 +118,7 @@ def _flushing(descriptor: int) -> Iterator[None]:
     def flush() -> None:
         with suppress(OSError):  # the last one, by the caller, tells
             while not ended.wait(FLUSH):
-                os.fdatasync(descriptor)
+                _sync(descriptor)
 
     thread = Thread(target=flush)
     thread.start()

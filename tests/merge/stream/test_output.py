@@ -205,7 +205,7 @@ def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fdatasync", full)  # the caller's own fsync is what tells
+    monkeypatch.setattr(writing, "_sync", full)  # the caller's own fsync is what tells
     merge_folders(TA, *inputs, tmp_path / "again")
     assert digests(tmp_path / "out") == digests(tmp_path / "again")
     monkeypatch.setattr(os, "fsync", full)
@@ -225,6 +225,10 @@ def test_files_of_base_come_along_and_the_index_names_every_leaf(family, folders
         "tokenizer_config.json": "{}",
         "chat_template.jinja": "x",
         "additional_chat_templates/tool.jinja": "y",
+        "modules.json": "[]",
+        "sentence_bert_config.json": "{}",
+        "config_sentence_transformers.json": "{}",
+        "1_Pooling/config.json": "{}",
     }
     for name, text in {**texts, "manifest.json": "{}", "training_args.txt": "", "README.md": ""}.items():
         (path / name).parent.mkdir(exist_ok=True)
