@@ -1,11 +1,11 @@
 """Evaluate experts and merged models: a table, JSON lines, and a plot.
 
     python eval.py runs/ft runs/smat --out runs/scores --plot runs/scores/merging.png
+    python eval.py experts-curve runs/ft runs/smat --out runs/scores
+    python eval.py replacement --ft runs/ft --other runs/smat --out runs/scores
+    python eval.py gains runs/ft runs/smat --out runs/scores
+    python eval.py landscape --ft runs/ft --methods runs/smat --out runs/scores
     python eval.py report runs/scores --out runs/report
-    python eval.py experts-curve runs/ft runs/smat --out runs/report
-    python eval.py replacement --ft runs/ft --other runs/smat --out runs/report
-    python eval.py gains runs/ft runs/smat --out runs/report
-    python eval.py landscape --ft runs/ft --methods runs/smat --out runs/report
     python eval.py diagnose runs/smat
 
 Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on

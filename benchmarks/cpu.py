@@ -5,8 +5,6 @@ import functools
 import gc
 import json
 import multiprocessing
-import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,9 +82,16 @@ def gradients(dry_run: bool) -> list[dict[str, Any]]:
 
 def _gradient(engine: Engine, dry_run: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    run, start = _step(engine, dry_run), _peak()
+    run = _step(engine, dry_run)
+    gc.collect()
+    reset_process_peak()
+    start = process_peak() or 0
     times = timing.interleaved({"": run}, rounds=2 if dry_run else 5, clock=timing.cpu_time)[""]
-    return {"engine": engine, "s": timing.quartiles(times), "peak MiB above start": round((_peak() - start) / 2**20, 1)}
+    return {
+        "engine": engine,
+        "s": timing.quartiles(times),
+        "peak MiB above start": round(((process_peak() or 0) - start) / 2**20, 1),
+    }
 
 
 def _step(engine: Engine, dry_run: bool) -> Callable[[], Any]:
@@ -167,7 +172,3 @@ def _period(name: str, model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
             state[0], _info = method.update(key, state[0], batch)
 
     return run
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -16,7 +16,7 @@ def describe(command: str) -> dict[str, Any]:
     """`machine.describe`, with the GPU if there is one."""
     facts = machine.describe(command)
     if torch.cuda.is_available():
-        gpu = f"one {torch.cuda.get_device_name()} (driver's CUDA {torch.version.cuda})"
+        gpu = f"one {torch.cuda.get_device_name()} (torch built for CUDA {torch.version.cuda})"
         facts["hardware"] = facts["hardware"].replace("no GPU used", gpu)
     return facts
 

@@ -1,12 +1,12 @@
 """One score as one row, and rows as JSON lines."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ..checkpoint import write_text
 
 Row = TypeVar("Row")
 
@@ -52,16 +52,7 @@ def read_results(path: str | Path) -> list[Result]:
 
 def write_rows(path: str | Path, rows: Iterable[Any]) -> None:
     """`write_results` for dataclasses of any kind."""
-    path, text = Path(path), _lines(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(Path(path), _lines(rows))
 
 
 def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:

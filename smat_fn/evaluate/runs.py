@@ -43,6 +43,18 @@ def run_of(manifest: Mapping[str, Any]) -> Run:
     return Run(model=model, **{name: value for name, value in manifest.items() if name in known and value is not None})
 
 
+def once(runs: Iterable[Run]) -> list[Run]:
+    """The first row of every model; where one row is of a whole set, no rows of its experts."""
+    runs = list(runs)
+    sets = {(run.label, run.seed) for run in runs if run.model == SET}
+    kept: dict[tuple[str, str, int], Run] = {}
+    for run in runs:
+        if run.trains and run.model != SET and (run.label, run.seed) in sets:
+            continue
+        kept.setdefault((run.label, run.model, run.seed), run)
+    return list(kept.values())
+
+
 def write_runs(path: str | Path, runs: Iterable[Run]) -> None:
     """Replace a JSON lines file of runs."""
     write_rows(path, runs)

@@ -54,7 +54,7 @@ def pooled(module: nn.Module, batch: Texts, *, normalize: bool, pad: int) -> Ten
     hidden = module(**options).last_hidden_state.flatten(0, 1)
     hidden = hidden.to(tree.compute_dtype(hidden))
     share = (owners.flatten() == torch.arange(len(lengths))[:, None]) / lengths[:, None]
-    mean = share.to(hidden) @ hidden
+    mean = sent(share, hidden.device).to(hidden) @ hidden
     return F.normalize(mean, dim=-1) if normalize else mean
 
 

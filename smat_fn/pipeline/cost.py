@@ -23,8 +23,8 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
     for trial in trials:
         preset, suite, total = PRESETS[trial.preset], trial.load(), 0.0
         period = getattr(trial.method, "period", None) or 1
-        whole = (steps - 1) // period * period  # clean and simulated steps in their true proportion
-        short = replace(trial.training, steps=steps)
+        taken, whole = whole_periods(steps, period)
+        short = replace(trial.training, steps=taken)
         for task in suite.tasks:
             stamps: list[float] = []
             tick = partial(_tick, stamps)
@@ -38,6 +38,12 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
             total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(preset) * score
         found[trial.kind()] = total
     return found
+
+
+def whole_periods(steps: int, period: int) -> tuple[int, int]:
+    """(steps to take, how many of them to time): clean and simulated ones in their true proportion, the first not."""
+    taken = max(steps, period + 1)
+    return taken, (taken - 1) // period * period
 
 
 def _tick(stamps: list[float], *step: object) -> None:

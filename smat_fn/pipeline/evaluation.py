@@ -13,6 +13,7 @@ from .. import checkpoint, lora, machine, tree
 from ..data import Suite, load_suite
 from ..evaluate import Records, Result, Scorer, markdown, score_bar, score_models, write_results
 from ..evaluate.runs import RUNS, run_of, write_runs
+from ..evaluate.statistics import differences
 from ..evaluate.tables import MainTable
 
 
@@ -153,11 +154,13 @@ def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpo
 
 
 def verdict(table: MainTable) -> str:
-    """One line: each method's mean over the five mergers, and its difference from the first method's."""
-    means = {method: line["Avg"].mean for method, line in table.cells.items() if "Avg" in line}
-    if not means:
+    """One line: each method's mean over the five mergers, and its difference from the first method's, by seed."""
+    five = {method: line["Avg"] for method, line in table.cells.items() if "Avg" in line}
+    if not five:
         return "no method has all five mergers"
-    first = next(iter(means))
-    parts = [f"{method} {value:.2f}" for method, value in means.items()]
-    parts += [f"{method} - {first} {value - means[first]:+.2f}" for method, value in means.items() if method != first]
+    first, *others = five
+    parts = [f"{method} {cell.mean:.2f}" for method, cell in five.items()]
+    for method in others:
+        got = differences(five[first].by_seed, five[method].by_seed)
+        parts.append(f"{method} - {first} {'has no seed in common' if got is None else f'{got.mean:+.2f}'}")
     return "mean over five mergers: " + ", ".join(parts)

@@ -1,10 +1,12 @@
 """The training loop of one expert, the same for every method."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import lora, optim, random, tree
 from ..config import MethodConfig, Training
@@ -14,6 +16,7 @@ from ..masters import with_masters
 from ..parallel import ALONE, World, share
 from ..types import Optimizer, Params, Precision, Schedule, Where
 from .logs import Log
+from .resting import resting, rests
 from .snapshots import Interrupted, Saver, Stop, restore
 from .variants import adapters_of, arrange
 
@@ -103,6 +106,10 @@ def train_expert(
     else:
         base = params
     adapters = adapters_of(loss_fn, training)
+    kept: dict[str, Tensor] = {}  # base, where the device need not hold it
+    if adapters is None and rests(method, suite.base):
+        kept = _on_host(suite.base)
+        base = kept if base is suite.base else _on_host(base)
     optimizer = make_optimizer(training, None if adapters else suite.where)
     start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
     run = arrange(
@@ -111,31 +118,36 @@ def train_expert(
     state = run.init(start)
     if saver is not None and saver.path.exists():
         state = restore(saver.path, state)
-    del params  # a cast of the base would stay beside the state
+    del params, start, base  # a cast of the base would stay beside the state
     split = suite.split or split_rows
-    if log is not None:
-        if state.step < training.steps:
-            suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
-        log.watch.skip()
-    for step in range(state.step, training.steps):
-        if stop is not None and (number := world.largest(stop.signal or 0)):
-            raise _interrupted(number, state, task, log, saver, world)
-        batch = given = suite.batch(task, key, step)
-        if world.size > 1:
-            given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
-        elif training.accumulate > 1:
-            given = split(batch, training.accumulate)
-        state, info = run.update(key, state, given)
+    with resting(suite.base, kept) if kept else nullcontext():
         if log is not None:
-            log.step(step, info, batch)
-        if on_step is not None:
-            on_step(step, info)
-        if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
-            saver.save(state, log.progress())
+            if state.step < training.steps:
+                suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
             log.watch.skip()
+        for step in range(state.step, training.steps):
+            if stop is not None and (number := world.largest(stop.signal or 0)):
+                raise _interrupted(number, state, task, log, saver, world)
+            batch = given = suite.batch(task, key, step)
+            if world.size > 1:
+                given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
+            elif training.accumulate > 1:
+                given = split(batch, training.accumulate)
+            state, info = run.update(key, state, given)
+            if log is not None:
+                log.step(step, info, batch)
+            if on_step is not None:
+                on_step(step, info)
+            if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
+                saver.save(state, log.progress())
+                log.watch.skip()
     if adapters is not None:
         return state.params
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+
+
+def _on_host(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()}
 
 
 def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Saver | None, world: World) -> Interrupted:

@@ -1,7 +1,7 @@
 """Find what a report is made from in folders: scores, facts of runs, trials of studies, analyses."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ..analyses import results as analyses
 from ..analyses.plots import draw
 from ..evaluate import Result, read_results
 from ..evaluate.report import Section, Table, with_muon
-from ..evaluate.runs import RUNS, SET, Run, read_runs, run_of
+from ..evaluate.runs import RUNS, SET, Run, once, read_runs, run_of
 from .commands import COMMANDS
 from .trials import OUTCOME, rows_of
 
@@ -56,7 +56,7 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
         names = ", ".join(map(str, paths)) or "no folder"
         problems = [f"{names}: no scores there: run eval.py on the checkpoints with --out, then report on that folder"]
     tree.raise_problems(problems)
-    return Sources(found.rows, _once(found.runs), found.facts, found.analyses)
+    return Sources(found.rows, once(found.runs), found.facts, found.analyses)
 
 
 def _below(folder: Path, besides: Path | None) -> list[Path]:
@@ -133,15 +133,3 @@ def _add(facts: dict[str, Any], more: Mapping[str, Any]) -> None:
             facts[name] = old if new in old.split("; ") else f"{old}; {new}"
         else:
             facts.setdefault(name, new)
-
-
-def _once(runs: Iterable[Run]) -> list[Run]:
-    """The first row of every model; where one row is of a whole set, no rows of its experts."""
-    runs = list(runs)
-    sets = {(run.label, run.seed) for run in runs if run.model == SET}
-    kept: dict[tuple[str, str, int], Run] = {}
-    for run in runs:
-        if run.trains and run.model != SET and (run.label, run.seed) in sets:
-            continue
-        kept.setdefault((run.label, run.model, run.seed), run)
-    return list(kept.values())

@@ -2,8 +2,11 @@
 
 import json
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -97,16 +100,35 @@ def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print
     waiting = [job for job in wanted if not _ended_well(job)]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed = []
-    for number, (job, status) in enumerate(launch(waiting), 1):
-        if status == 0:
-            checkpoint.write_text(_mark(job), json.dumps(job.command) + "\n")
-        else:
-            failed.append(job)
-        report(f"[{number}/{len(waiting)}] {job.name}: {'done' if status == 0 else f'failed with status {status}'}")
+    with _leaving_on_sigterm():
+        for number, (job, status) in enumerate(launch(waiting), 1):
+            if status == 0:
+                checkpoint.write_text(_mark(job), json.dumps(job.command) + "\n")
+            else:
+                failed.append(job)
+            how = "done" if status == 0 else f"failed with status {status}"
+            report(f"[{number}/{len(waiting)}] {job.name}: {how}")
     if failed:
         raise ValueError(
             f"{len(failed)} runs failed, run again after a look at {', '.join(str(j.log) for j in failed)}"
         )
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, so that a launcher ends the processes it started."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def progress(out: Path) -> list[Progress]:

@@ -60,5 +60,6 @@ class Trial(NamedTuple):
         own = {name: value for name, value in settings(self.method).items() if default.get(name) != value}
         if self.training.muon_lr is not None:
             own["muon_lr"] = self.training.muon_lr
-        values = "".join(f", {name} {value:g}" for name, value in {"lr": self.training.lr, **own}.items())
+        shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in own.items()}
+        values = "".join(f", {name} {value}" for name, value in {"lr": f"{self.training.lr:g}", **shown}.items())
         return f"{self.label}{values}, seed {self.seed}"

@@ -77,7 +77,8 @@ def quantiles(noise: Noise) -> Tensor:
     Returns: float32 (65536,), antisymmetric; empty for uniform noise, which needs no table.
     """
     if noise not in _TABLES:
-        _TABLES[noise] = torch.empty(0) if noise == "uniform" else _quantiles(noise)
+        with torch.inference_mode(False):  # it is kept, and may be needed where gradients are taken
+            _TABLES[noise] = torch.empty(0) if noise == "uniform" else _quantiles(noise)
     return _TABLES[noise]
 
 
@@ -95,9 +96,12 @@ def table_on(noise: Tensor, device: torch.device) -> Tensor:
     name = next((name for name, table in _TABLES.items() if table is noise), "")
     if (name, device) in _SENT:
         return _SENT[name, device]
-    there = noise.to(device, non_blocking=device.type == "cuda")
-    if name and type(there) is Tensor:  # no stand-in of a transform
-        _SENT[name, device] = there
+    if not name:
+        return noise.to(device, non_blocking=device.type == "cuda")
+    with torch.inference_mode(False):
+        there = noise.to(device)  # once, so that the host may wait: every stream finds it there
+    if type(there) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(there):
+        _SENT[name, device] = there  # no stand-in of a mode or a transform
     return there
 
 

@@ -1,6 +1,7 @@
 """Scores of checkpoints: the suite's own numbers, on the right tasks, and the report of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -144,3 +145,7 @@ def test_the_verdict_is_the_five_merger_mean_and_its_difference():
     assert verdict(both) == "mean over five mergers: FT 30.00, SMAT 31.10, SMAT - FT +1.10"
     assert verdict(main_table(made("FT", (10, 20, 30, 40, 50)))) == "mean over five mergers: FT 30.00"
     assert verdict(main_table(made("FT", (10, 20)))) == "no method has all five mergers"
+    # one has a seed more, and differences are those of the seeds that both have
+    more = [replace(row, seed=1, score=90.0) for row in made("FT", (10, 20, 30, 40, 50))]
+    part = main_table(made("FT", (10, 20, 30, 40, 50)) + more + made("SMAT", (11, 21, 31, 41, 51)))
+    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00"

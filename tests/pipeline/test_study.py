@@ -17,7 +17,7 @@ from smat_fn.config import DIGITS, Dare, Ties, Training
 from smat_fn.data import digits, load_suite
 from smat_fn.data.digits_base import Examples
 from smat_fn.evaluate import Result, Scorer, main_table, markdown, read_results
-from smat_fn.pipeline import merging, training
+from smat_fn.pipeline import cost, merging, training
 from smat_fn.pipeline.choosing import calibrate
 from smat_fn.pipeline.inputs import find_inputs, load_inputs
 from smat_fn.pipeline.study import as_json, choose_lr, paired, preset_trial, run_study
@@ -151,6 +151,15 @@ def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path):
     assert one.folder(tmp_path) == Trial(*one).folder(tmp_path)
     assert str(others[3]) == "SMAT, lr 0.001, muon_lr 0.001, seed 21"
     assert str(others[1]) == "SMAT, lr 0.001, sigma 0.02, seed 21"
+    worded = one._replace(method=replace(one.method, noise="laplace", residence="host"))
+    assert str(worded) == "SMAT, lr 0.001, noise laplace, residence host, seed 21"
+
+
+@pytest.mark.parametrize(
+    ("steps", "period", "taken", "counted"), [(12, 1, 12, 11), (12, 4, 12, 8), (12, 11, 12, 11), (12, 30, 31, 30)]
+)
+def test_whole_periods_are_timed(steps, period, taken, counted):
+    assert cost.whole_periods(steps, period) == (taken, counted)
 
 
 def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """Many runs from one command: one a device, again only what has not ended well, and a table of it."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,26 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
         pass
     running.close()
     assert (tmp_path / "slow.log").read_text() == "up\nsaved\n"
+
+
+def test_a_sweep_that_is_asked_to_end_ends_its_runs(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    parent = (
+        "import sys; from pathlib import Path; from smat_fn.pipeline.sweep import Sweep, sweep;"
+        "here = Path(sys.argv[1]); sweep(Sweep(here / 'out', methods=('ft',), seeds=(0,)), script=here / 'train.py')"
+    )
+    root, pid = Path(__file__).parents[2], tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", parent, str(tmp_path)], cwd=root, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (pid.exists() and pid.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its logs open

@@ -3,20 +3,22 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import stdev
 
 import pytest
 import torch
 
-from smat_fn import checkpoint, optim, random
-from smat_fn.config import DIGITS, Smat, Training
+from smat_fn import checkpoint, optim, random, tree
+from smat_fn.config import DIGITS, Asam, Finetune, Mergopt, Smat, Training
 from smat_fn.data import task_names
-from smat_fn.pipeline import loop, stopwatch
+from smat_fn.pipeline import loop, resting, stopwatch
 from smat_fn.pipeline.logs import Log
 from smat_fn.pipeline.loop import train_expert
 from smat_fn.simulation import probe
 from smat_fn.testing import assert_trees_close
 
+SMAT = partial(Smat, alpha_min=0.2, drop_prob=0.5, sigma=0.01, period=2, noise="uniform")
 SIX = Training(steps=6, lr=5e-4)
 TIMED = {
     "seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes",
@@ -312,6 +314,55 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
         train_expert(suite._replace(batch=batch), "rot90", DIGITS.methods["ft"], SIX, seed=3, log=log)
         assert log.cost()["seconds"] == 6.0
     assert prepared == [0, *range(6)]
+
+
+@pytest.mark.parametrize("precision", [None, "mixed", "fp32"])
+@pytest.mark.parametrize(
+    "method",
+    [Finetune(), Asam(rho=0.5), Mergopt(b=1e-3, k_max=3), *(SMAT(residence=r) for r in ("host", "stream"))],
+    ids=["ft", "asam", "mergopt", "host", "stream"],
+)
+def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, suite, monkeypatch):
+    base = tree.clone(suite.base)
+    module = suite.loss_fn("rot90").module
+    own = {name: p.data for name, p in module.named_parameters() if name in base}
+    for name, p in module.named_parameters():  # as a language model's, whose base is the module's own weights
+        if name in base:
+            p.data = base[name]
+    four = Training(steps=4, lr=5e-4, precision=precision)
+    resting_suite, sizes = suite._replace(base=base), []
+    wanted = train_expert(suite, "rot90", method, four, seed=3)
+    assert not resting.rests(method, base)  # on a CPU there is nothing to give back
+
+    def on_device(method, leaves):
+        return method.name != "orthoreg"
+
+    def look(step, info):
+        sizes.extend(leaf.untyped_storage().nbytes() for leaf in base.values())
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "rests", on_device)
+    try:
+        found = train_expert(resting_suite, "rot90", method, four, seed=3)
+        with pytest.raises(KeyboardInterrupt):
+            train_expert(resting_suite, "rot90", method, four, seed=3, on_step=look)
+    finally:
+        for name, p in module.named_parameters():
+            p.data = own.get(name, p.data)
+    assert same(found, wanted)
+    assert set(sizes) == {0}
+    assert same(base, suite.base)
+
+
+def test_memory_that_others_share_stays():
+    both = torch.arange(6.0)
+    part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
+    with resting.resting({"part": part, "alone": alone}, kept):
+        assert both.tolist() == [0, 1, 2, 3, 4, 5]
+        assert alone.untyped_storage().nbytes() == 0
+    assert both.tolist() == [7, 8, 2, 3, 4, 5]
+    assert torch.equal(alone, torch.zeros(3))
 
 
 def test_weight_decay_needs_adamw(suite):

@@ -140,7 +140,7 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     for task in TASKS:
         (tmp_path / task).rename(tmp_path / f"step-{task}")
     words = ("--base", tmp_path / "base", "--experts", *(f"{task}={tmp_path / f'step-{task}'}" for task in TASKS))
-    more = ("--coef", manifest["hyperparameters"]["coef"], "--preset", "llama-3.2-1b", "--shard-size", "20KB")
+    more = ("--coef", manifest["hyperparameters"]["coef"], "--preset", "llama-3.2-1b", "--shard-size", "4KB")
     assert exits("merge.py", "ties", *words, *more, "--out", tmp_path / "disk") is None
     folder = tmp_path / "disk/ties"
     assert len(list(folder.glob("model-*.safetensors"))) > 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smat_fn import random
-from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
+from smat_fn.simulation import NOISES, draw, draws, materialise, participation, simulate
 from smat_fn.simulation.draws import quantiles, table_on
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
@@ -94,6 +94,26 @@ def test_all_uniform_noise_values_have_mean_zero_and_the_stated_variance(every_f
     steps = values.diff()
     assert_trees_close({"step": steps}, {"step": torch.full_like(steps, 2 * math.sqrt(3) * sigma / 65536)}, rtol=1e-9)
     assert math.isclose(values.square().mean().item(), sigma**2 * (1 - 2.0**-32), rel_tol=1e-13)
+
+
+def test_tables_made_in_inference_mode_serve_gradients(monkeypatch):
+    monkeypatch.setattr(draws, "_TABLES", {})
+    monkeypatch.setattr(draws, "_SENT", {})
+    for noise in NOISES:
+        with torch.inference_mode():
+            there = table_on(quantiles(noise), torch.device("meta"))
+        assert not quantiles(noise).is_inference()
+        assert not there.is_inference()
+    params = {"w": torch.ones(3, requires_grad=True)}
+    simulate(params, {"w": torch.zeros(3)}, draw(random.key(0), **FULL))["w"].sum().backward()
+    assert params["w"].grad is not None
+
+
+def test_a_stand_in_of_a_transform_is_not_kept(monkeypatch):
+    monkeypatch.setattr(draws, "_SENT", {})
+    table, place = quantiles("gaussian"), torch.device("meta")
+    torch.func.grad(lambda x: (x * table_on(table, place).sum()).sum())(torch.ones(2, device="meta"))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(kept) for kept in draws._SENT.values())
 
 
 def test_a_noise_table_is_sent_to_a_device_once():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...tree import raise_problems
 from ..results import Result
-from ..runs import Run
+from ..runs import Run, once
 from ..statistics import Estimate, differences
 from ..tables import MainTable, main_table
 from .costs import Cost, costs_of
@@ -78,7 +78,8 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     """
     scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
-    facts = [run for run in facts if (run.label, run.seed) in scored]
+    # one model may have been told of under two labels, before its Muon was
+    facts = [run for run in once(facts) if (run.label, run.seed) in scored]
     problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]
     raise_problems(problems)

@@ -171,6 +171,11 @@ def test_muon_has_a_table_and_a_reference_of_its_own(make, sections, full):
     pairs = list(dict.fromkeys(column(found["Paired differences"], "Difference")))
     assert pairs == ["SMAT - FT", "FT Muon - FT", "SMAT Muon - FT Muon", "SMAT Muon - FT"]
     assert "Muon" not in sections(*studies[:2])
+    # scores of eval.py say "(Muon)", the manifests beside them do not: the same runs all the same
+    rows, runs = make("FT (Muon)", [40.0, 41.0], optimizer="muon", seconds=5.0)
+    twice = runs + [replace(run, label="FT") for run in runs]
+    once, doubled = (sections((rows, given))["Training cost"].table.records for given in (runs, twice))
+    assert once == doubled
     alone = sections(*studies[2:])
     assert "Main results" not in alone
     assert column(alone["Muon"], "Avg - FT Muon") == [None, "+5.00"]

@@ -196,7 +196,7 @@ def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp
 def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, monkeypatch):
     flushed, threads, write = [], threading.active_count(), writing.write_piece
     monkeypatch.setattr(writing, "FLUSH", 0.001)
-    monkeypatch.setattr(os, "fdatasync", flushed.append)
+    monkeypatch.setattr(writing, "_sync", flushed.append)
     monkeypatch.setattr(run, "write_piece", lambda *args: (write(*args), time.sleep(0.01)))
     merge_folders(TA, *inputs, tmp_path / "out")
     assert flushed
