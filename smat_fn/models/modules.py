@@ -18,7 +18,7 @@ def sent(batch: Tensor, device: torch.device) -> Tensor:
     """A batch on the device; from pinned memory, for which a host that runs ahead of its GPU need not wait."""
     if device.type != "cuda" or not batch.is_cpu or torch.compiler.is_compiling():
         return batch.to(device)
-    if torch._C._functorch.is_functorch_wrapped_tensor(batch):  # it has no memory of its own
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # in a transform it may have no memory of its own
         return batch.to(device)
     return batch.pin_memory().to(device, non_blocking=True)
 

@@ -93,6 +93,8 @@ def table_on(noise: Tensor, device: torch.device) -> Tensor:
     """A draw's table on a device; one of `quantiles` is sent there once, not at every step."""
     if noise.device == device or torch.compiler.is_compiling():
         return noise.to(device)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # what comes out belongs to the transform
+        return noise.to(device)
     name = next((name for name, table in _TABLES.items() if table is noise), "")
     if (name, device) in _SENT:
         return _SENT[name, device]
@@ -100,8 +102,8 @@ def table_on(noise: Tensor, device: torch.device) -> Tensor:
         return noise.to(device, non_blocking=device.type == "cuda")
     with torch.inference_mode(False):
         there = noise.to(device)  # once, so that the host may wait: every stream finds it there
-    if type(there) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(there):
-        _SENT[name, device] = there  # no stand-in of a mode or a transform
+    if type(there) is Tensor:  # no stand-in of a mode
+        _SENT[name, device] = there
     return there
 
 
