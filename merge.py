@@ -89,6 +89,8 @@ class Merge:
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them."""
     search: bool = False
     """Choose coefficients that are left out by dev scores. Ended and called again, it goes on."""
+    grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0)")] = ()
+    """The coefficients that --search tries."""
     calibrate: bool = False
     """First choose the sparsity of TIES, DARE and DELLA by dev scores, at the paper's reference coefficients."""
     coefs: Annotated[dict[str, float], arg(metavar="[GLOB NUMBER ...]", help_behavior_hint="(default: none)")] = field(
@@ -189,6 +191,8 @@ def main(args: Merge) -> None:
     base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
     preset = preset_of(args.preset or trained_by(manifests_of(experts)))
     configs = mergers(args, preset)
+    if args.grid and not args.search:
+        raise ValueError("--grid is of a search: say --search")
     if args.search or args.calibrate:
         in_memory(args, preset, configs, base, experts)
     else:
@@ -222,6 +226,7 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
         seed=args.seed,
         overwrite=args.overwrite,
         options=args.suite_options,
+        coefs=args.grid,
     )
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"

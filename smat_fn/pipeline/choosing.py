@@ -106,8 +106,15 @@ def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> Mapping[
     return merge.vector_by(config, inputs.base, inputs.experts, key=key)
 
 
-def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, scorer: Scorer | None = None) -> Merged:
-    """One merged model; with a scorer, a coefficient that is left open is searched on its dev split.
+def merge_one(
+    config: MergerConfig,
+    inputs: Inputs,
+    *,
+    seed: int,
+    scorer: Scorer | None = None,
+    coefs: Sequence[float] = merge.COEFS,
+) -> Merged:
+    """One merged model; with a scorer, a coefficient that is left open is searched among ``coefs`` on its dev split.
 
     The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
     the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`).
@@ -116,7 +123,7 @@ def merge_one(config: MergerConfig, inputs: Inputs, *, seed: int, scorer: Scorer
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), coef_of(config), {}, ())
-    candidates = [config] if fixed else [_with(config, coef=coef) for coef in merge.COEFS]
+    candidates = [config] if fixed else [_with(config, coef=coef) for coef in sorted(coefs)]
     found, tried = _rank(candidates, models, scorer, list(inputs.experts), seed)
     curve = () if fixed else _curve(found.curve, "coef")
     finals = _curve(found.finals, "coef") if curve and scorer.suite.repeats else ()

@@ -1,5 +1,6 @@
 """Merge experts on disk: checked inputs, an optional search on dev, merged checkpoints with a card each."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def merge_run(
     seed: int,
     overwrite: bool = False,
     options: Mapping[str, Any] | None = None,
+    coefs: Sequence[float] = (),
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
@@ -41,11 +43,12 @@ def merge_run(
 
     Args: search: choose open coefficients on dev, and score every merged model there; calibration: first choose the
         sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks; options: of the suite,
-        instead of those in the experts' manifests.
+        instead of those in the experts' manifests; coefs: that a search tries, none: `merge.COEFS`.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    problems = []
+    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
+    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
     for config in configs:
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
@@ -63,6 +66,7 @@ def merge_run(
             "search": search,
             "calibration": (calibration or {}).get(config.name),
             "suite": dict(options or {}),
+            **({"coefs": sorted(coefs)} if coefs else {}),
         }
         for config in configs
     }
@@ -88,7 +92,8 @@ def merge_run(
                 assert scorer is not None
                 found = calibrate(config, inputs, scorer, coef=calibration[config.name], seed=seed)
                 config = found.config
-            merged = merge_one(config, inputs, seed=seed, scorer=scorer)._replace(calibration=found)
+            merged = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=coefs or merge.COEFS)
+            merged = merged._replace(calibration=found)
             facts = {**sources, "asked": asked[config.name]}
             write_merged(folder, config, inputs, merged, seed=seed, overwrite=overwrite, facts=facts)
             done[folder] = merged

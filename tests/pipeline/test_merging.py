@@ -245,6 +245,19 @@ def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_pa
     assert slerp.dev == {task: suite.score(slerp.params, task, "dev") for task in TWO}
 
 
+def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path):
+    given = {"out": tmp_path, "search": True, "seed": 0}
+    (model,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.35, 0.05), **given).values()
+    assert [coef for coef, _ in model.curve] == [0.05, 0.35]
+    assert model.coef in (0.05, 0.35)
+    (kept,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.05, 0.35), **given).values()
+    assert kept.kept
+    with pytest.raises(ValueError, match="ta holds another merge: its asked"):
+        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), **given)
+    with pytest.raises(ValueError, match=r"coefficient inf to search is not finite; .*\[inf, inf\]: name each once"):
+        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(math.inf, math.inf), **given)
+
+
 def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_path, monkeypatch):
     def save(name, **facts):
         checkpoint.save_expert(tmp_path / name, suite.base, {"kind": "expert", "task": name, **facts})
