@@ -118,5 +118,6 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "digits_methods": digits_methods,
+    "minilm_methods": minilm_methods,
     "merge": merge,
 }
