@@ -11,8 +11,7 @@
 without() {
   trained "$1" "$2" smat "${@:3}"
   for merger in wa ta ties dare della; do
-    coef=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["hyperparameters"].get("coef", ""))' \
-      "$OUT/seed$1/smat/merged/$merger/manifest.json")
+    coef=$(grep -m1 -o '"coef": [0-9.]*' "$OUT/seed$1/smat/merged/$merger/manifest.json" | cut -d ' ' -f 2 || true)
     "$PYTHON" merge.py "$merger" --run "$run" --out "$run/merged" ${coef:+--coef "$coef"}
   done
   runs+=("$run")

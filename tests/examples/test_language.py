@@ -102,6 +102,13 @@ def test_ablations_have_the_parts_that_they_name(experiment, inputs):
     }
     whole = settings.pop("smat")
     assert list(settings.values()) == [whole | part for part in ({"alpha_min": 1}, {"drop_prob": 0}, {"sigma": 0})]
+    for merger in ("wa", "ta", "ties", "dare", "della"):
+        own, full = (
+            manifest(inputs / "parts" / "seed0" / run / "merged" / merger)["hyperparameters"]
+            for run in ("smat-no-mask", "smat")
+        )
+        assert own.get("coef") == full.get("coef")
+        assert ("coef" in own) == (merger != "wa")
     text = (inputs / "parts" / "ablations" / "report" / "report.md").read_text(encoding="utf-8")
     assert "SMAT without Perturb" in text
 
