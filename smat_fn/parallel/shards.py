@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from .. import tree
 from ..simulation import Draw, reweight, simulate
@@ -79,6 +78,8 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
 
 def _reshard(module: nn.Module) -> None:
     """Of weights that a forward pass without a backward one left gathered: the next pass would run on those."""
+    from torch.distributed.fsdp import FSDPModule  # takes long, and not every torch has it
+
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

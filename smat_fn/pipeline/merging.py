@@ -148,15 +148,15 @@ def write_merged(
     *,
     seed: int,
     overwrite: bool = False,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any],
 ) -> None:
     """Save a merged model with its manifest and a card for people.
 
-    Args: facts: more of the manifest, what it is made of among them; None: that alone.
+    Args: facts: more of the manifest, what it is made of among them.
     """
     manifests = inputs.manifests.values()
     facts = {
-        **(facts or _sources(inputs, seed)),
+        **facts,
         "kind": "merged",
         "merger": config.name,
         "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},
