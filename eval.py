@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from smat_fn.pipeline import cli
-from smat_fn.pipeline.commands import COMMANDS
+from smat_fn.scripts import cli
+from smat_fn.scripts.analyse.commands import COMMANDS
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -67,9 +67,9 @@ def main(args: Eval) -> None:
     import torch
     from rich.console import Console
 
-    from smat_fn.evaluate.plots import main_plot
-    from smat_fn.evaluate.tables import main_table, terminal
-    from smat_fn.pipeline import evaluation
+    from smat_fn.report.plots import main_plot
+    from smat_fn.report.tables import main_table, terminal
+    from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
     folders = evaluation.find_checkpoints(args.checkpoints)
@@ -89,8 +89,8 @@ def main(args: Eval) -> None:
 def report(args: Report) -> None:
     if not args.sources:
         raise ValueError("give at least one folder of scores")
-    from smat_fn.evaluate.report import write_full_report
-    from smat_fn.pipeline.reporting import read_sources
+    from smat_fn.report import write_full_report
+    from smat_fn.scripts.evaluate.reporting import read_sources
 
     found = read_sources(args.sources, besides=args.out)
     page = write_full_report(

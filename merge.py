@@ -44,8 +44,8 @@ from smat_fn.config import (
     resolve,
     with_semantics,
 )
-from smat_fn.pipeline import cli
-from smat_fn.pipeline.globs import by_glob
+from smat_fn.scripts import cli
+from smat_fn.scripts.merge.globs import by_glob
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -185,7 +185,7 @@ def main(args: Merge) -> None:
         raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
     import torch
 
-    from smat_fn.pipeline.inputs import find_inputs, manifests_of, trained_by
+    from smat_fn.scripts.merge.inputs import find_inputs, manifests_of, trained_by
 
     torch.set_num_threads(args.threads)
     base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
@@ -211,7 +211,7 @@ def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
 
 def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
     from smat_fn.merge import CALIBRATION_COEFS
-    from smat_fn.pipeline import merging
+    from smat_fn.scripts.merge import merging
 
     defaults: dict[str, object] = {f.name: {} if f.name == "coefs" else f.default for f in fields(Merge)}
     if extra := [f"--{name.replace('_', '-')}" for name in ON_DISK if getattr(args, name) != defaults[name]]:
@@ -237,9 +237,9 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
 def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
     import torch
 
-    from smat_fn.merge.stream import chunk_of
-    from smat_fn.pipeline import streaming
-    from smat_fn.pipeline.streaming_card import plan_text, rounding
+    from smat_fn.folders import chunk_of
+    from smat_fn.scripts.merge import streaming
+    from smat_fn.scripts.merge.streaming_card import plan_text, rounding
 
     order = streaming.order(
         base,
@@ -272,7 +272,7 @@ def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[
 
 
 def verify(args: Verify) -> None:
-    from smat_fn.pipeline import streaming
+    from smat_fn.scripts.merge import streaming
 
     count, problems = streaming.verify(args.path)
     for problem in problems:
@@ -285,7 +285,7 @@ def verify(args: Verify) -> None:
 def export(args: Export) -> None:
     import torch
 
-    from smat_fn.pipeline import exporting, streaming
+    from smat_fn.scripts.merge import exporting, streaming
 
     torch.set_num_threads(1)  # of each worker
     report = exporting.export(
@@ -306,7 +306,7 @@ def export(args: Export) -> None:
 def extract(args: ExtractLora) -> None:
     import torch
 
-    from smat_fn.merge import extract_lora
+    from smat_fn.folders import extract_lora
 
     torch.set_num_threads(args.threads)
     made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)

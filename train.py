@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg, subcommand
 
 from smat_fn.config import Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, Training, preset_of, resolve
-from smat_fn.pipeline import cli
-from smat_fn.pipeline.sweep import Status, Sweep, status, sweep
+from smat_fn.scripts import cli
+from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ def train(args: Train, world: "parallel.World") -> None:
     preset = preset_of(args.preset)
     import torch
 
-    from smat_fn.data import load_suite, task_names
-    from smat_fn.pipeline.checks import check_run
-    from smat_fn.pipeline.dry_run import dry_run
-    from smat_fn.pipeline.snapshots import Interrupted, on_signals
-    from smat_fn.pipeline.training import train_run
+    from smat_fn.scripts.train.checks import check_run
+    from smat_fn.scripts.train.dry_run import dry_run
+    from smat_fn.scripts.train.snapshots import Interrupted, on_signals
+    from smat_fn.scripts.train.training import train_run
+    from smat_fn.suites import load_suite, task_names
 
     torch.set_num_threads(args.threads)
     method = resolve(args.method, preset.methods)

@@ -12,7 +12,7 @@ BENCHMARKS = {
     "vmap": "sweeps over merged models in batches against a loop, on digits (one CPU thread, about a minute)",
     "sass": "every kernel variant compiled for sm_90, no GPU needed (about 2 minutes)",
     "kernels": "the kernels against a copy of the same bytes and two baselines (a CUDA device, about 3 minutes)",
-    "steps": "steps of SMAT and FT, true shapes, every residence (a CUDA device, about 5 minutes)",
+    "steps": "steps of SMAT and FT, true shapes, every offload (a CUDA device, about 5 minutes)",
     "train-features": "every way to train beside plain fine-tuning: steps/s and memory (2 cores, about 7 minutes)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "readme": "tables of README.md from the stored results (runs nothing)",

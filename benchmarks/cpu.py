@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from smat_fn.checkpoint import write_text
-from smat_fn.pipeline.memory import process_peak, reset_process_peak
+from smat_fn.scripts.train.memory import process_peak, reset_process_peak
 from smat_fn.types import Engine
 
 from . import timing
@@ -151,7 +151,7 @@ def _period(name: str, model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
     """Four steps of one of `OPTIONS`, going on from the last ones."""
     from smat_fn import optim, random, tree
     from smat_fn.data.batching import split_rows
-    from smat_fn.masters import with_masters
+    from smat_fn.grad import with_master_weights
     from smat_fn.mat import finetune, smat
     from smat_fn.models import FullLoss
     from smat_fn.models.modules import parameters
@@ -161,7 +161,7 @@ def _period(name: str, model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
     loss: Any = FullLoss(model, lambda module, ids: (module(input_ids=ids, labels=ids).loss, None))
     base = tree.cast(parameters(model), torch.float32 if precision == "fp32" else torch.bfloat16)
     params = tree.cast(base, torch.float32) if precision == "mixed" else base
-    loss = with_masters(loss) if precision == "mixed" else loss
+    loss = with_master_weights(loss) if precision == "mixed" else loss
     build = functools.partial(smat.build, period=4) if simulated else finetune.build
     method = build(loss, optim.adam(1e-5, fused=True), base, where=block_linear(model), donate=True)
     state, key = [method.init(params)], random.key(0)

@@ -8,10 +8,11 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks.study.study import as_json, paired, run_study
 from smat_fn.checkpoint import write_text
 from smat_fn.config import DIGITS
-from smat_fn.evaluate import main_table, markdown, read_results, write_results
-from smat_fn.pipeline.study import as_json, paired, run_study
+from smat_fn.evaluate import read_results, write_results
+from smat_fn.report.tables import main_table, markdown
 
 from . import machine
 from .readme import between, fill
@@ -24,7 +25,7 @@ COMMAND = "python -m benchmarks digits"
 
 def main(arguments: list[str]) -> None:
     """Run the protocol, or with ``--report`` only write its report."""
-    from smat_fn.data.digits import TASKS
+    from smat_fn.suites.digits import TASKS
 
     if arguments == ["--report"]:
         publish()
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> None:
 
 def publish() -> None:
     """The stored results as the table of README.md and docs/results/digits.png."""
-    from smat_fn.evaluate.plots import main_plot
+    from smat_fn.report.plots import main_plot
 
     result, table = (
         json.loads((ROOT / "benchmarks/results/digits.json").read_text()),

@@ -37,7 +37,7 @@ import sys, torch
 from pathlib import Path
 from smat_fn import random
 from smat_fn.config import *
-from smat_fn.merge.stream import merge_folders
+from smat_fn.folders import merge_folders
 config, base, out, *experts = sys.argv[1:]
 torch.set_num_threads(1)
 inputs = Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out)

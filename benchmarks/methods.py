@@ -11,13 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from benchmarks.study.study import paired
+from benchmarks.study.trial import Trial
+from benchmarks.study.trials import Outcome, rows_of, run_trials
 from smat_fn import merge
 from smat_fn.checkpoint import write_text
 from smat_fn.config import PRESETS, MethodConfig, Training, settings
-from smat_fn.evaluate import Result, main_table, markdown, write_results
-from smat_fn.pipeline.study import paired
-from smat_fn.pipeline.trial import Trial
-from smat_fn.pipeline.trials import Outcome, rows_of, run_trials
+from smat_fn.evaluate import Result, write_results
+from smat_fn.report.tables import main_table, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")

@@ -73,8 +73,8 @@ def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
 
 def _absolute(model: str, data: str) -> tuple[tuple[str, Any], ...]:
     # a trial is named by its options: the same files under another name are the same trial
-    from smat_fn.data.short_text_recipe import resolve_data
-    from smat_fn.data.sources import absolute
+    from smat_fn.suites.short_text_recipe import resolve_data
+    from smat_fn.suites.sources import absolute
 
     found = resolve_data(data)
     return ("model", absolute(model)), ("data", found if isinstance(found, str) else dict(found))

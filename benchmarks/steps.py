@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from smat_fn import random
-from smat_fn.mat import _simulated, _step, finetune, smat
-from smat_fn.ops import storage
+from smat_fn.mat import finetune, smat
+from smat_fn.mat import step as _step
+from smat_fn.mat.offload import simulated as _simulated
+from smat_fn.mat.offload import storage
 from smat_fn.types import Method
 
 from . import timing
@@ -31,13 +33,13 @@ from .shapes import SHAPES, Setup, set_up
 
 PERIOD = 4
 SECONDS, LIMIT = 8, 300  # of rounds for a row; after the limit no other row is started
-RESIDENCES = (None, "host", "device", "stream")
+OFFLOADS = (None, "cpu", "recompute", "stream")
 RESULTS = Path(__file__).parent / "results/steps.json"
 
 
-def simulated(setup: Setup, residence: Any) -> Method:
-    """SMAT with the paper's strengths; its base is where the residence wants it."""
-    kept_there = residence in (None, "device")
+def simulated(setup: Setup, offload: Any) -> Method:
+    """SMAT with the paper's strengths; its base is where the offload wants it."""
+    kept_there = offload in (None, "recompute")
     base = {path: leaf.clone() if kept_there else leaf.cpu() for path, leaf in setup.state.params.items()}
     return smat.build(
         setup.loss,
@@ -47,7 +49,7 @@ def simulated(setup: Setup, residence: Any) -> Method:
         max_grad_norm=setup.shape.clip,
         period=PERIOD,
         drop_prob=0.5,
-        residence=residence,
+        offload=offload,
         engine="autograd",
         donate=True,
         **setup.shape.strengths,
@@ -182,7 +184,7 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
 
 
 def measure(name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool) -> list[dict[str, Any]]:
-    """Rows of one model: FT against FT, then SMAT against FT by residence; none is started after the deadline."""
+    """Rows of one model: FT against FT, then SMAT against FT by offload; none is started after the deadline."""
     setup = set_up(SHAPES[name], device, dry_run)
     trainer, rates = Trainer(setup, device), bandwidths(device, 1 << (16 if dry_run else 30))
     ft = finetune.build(
@@ -196,11 +198,11 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
     size = sum(leaf.nbytes for leaf in setup.state.params.values())
     common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}
     rows, memory = [], None
-    for residence in ("FT", *RESIDENCES):
+    for offload in ("FT", *OFFLOADS):
         if time.monotonic() > deadline:
-            print(f"steps: {name}, residence {residence}, not started, {LIMIT} s are over")
+            print(f"steps: {name}, offload {offload}, not started, {LIMIT} s are over")
             break
-        method = ft if residence == "FT" else simulated(setup, residence)
+        method = ft if offload == "FT" else simulated(setup, offload)
         period, baseline = functools.partial(trainer.period, method), functools.partial(trainer.period, ft)
         baseline()
         period()
@@ -212,8 +214,8 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
         ratio, low, high = interval(times, reference)
         row = {
             **common,
-            "method": "FT" if residence == "FT" else "SMAT",
-            "residence": str(residence) if residence != "FT" else "",
+            "method": "FT" if offload == "FT" else "SMAT",
+            "offload": str(offload) if offload != "FT" else "",
             "ms a step": timing.quartiles(times, 1e3 / PERIOD),
             "FT ms": timing.quartiles(reference, 1e3 / PERIOD),
             "ratio": round(ratio, 5),
@@ -226,14 +228,14 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
             "peak GB": peak / 1e9,
             "memory ratio": peak / memory if memory else 1.0,
         }
-        if residence == "FT":
+        if offload == "FT":
             row["resolves 0.2 %"] = str(0.998 <= low <= 1 <= high <= 1.002)
         else:
             # theta and theta_0 read, theta~ written; rebuilt weights nearly all once more in backward
-            passes = 1 if residence in (None, "host") else 2
+            passes = 1 if offload in (None, "cpu") else 2
             row["simulate floor ms"] = round(1e3 * passes * 3 * size / rates["device"], 4)
             row["copies floor ms"] = round(
-                1e3 * {None: 0, "host": 1, "device": 0, "stream": 2}[residence] * size / rates["link"], 4
+                1e3 * {None: 0, "cpu": 1, "recompute": 0, "stream": 2}[offload] * size / rates["link"], 4
             )
         rows.append({**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}})
         del method, period

@@ -18,14 +18,15 @@ from torch import nn
 
 from smat_fn import draw, optim, parallel, random, where
 from smat_fn.config import Adapters, Finetune, MethodConfig, Smat, Training
-from smat_fn.data import Suite, text
+from smat_fn.data import text
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import smat
 from smat_fn.mat.smat import is_simulated
 from smat_fn.models.causal_lm import next_token_loss
-from smat_fn.pipeline.logs import Log
-from smat_fn.pipeline.loop import train_expert
-from smat_fn.pipeline.snapshots import Saver
+from smat_fn.scripts.train.logs import Log
+from smat_fn.scripts.train.loop import train_expert
+from smat_fn.scripts.train.snapshots import Saver
+from smat_fn.suites import Suite
 
 PERIOD, CLIP, LR, DECAY = 4, 1.0, 2e-5, 1e-3
 STRENGTHS: dict[str, Any] = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3}

@@ -18,7 +18,7 @@ from torch import Tensor
 from smat_fn import merge, random
 from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, score_jobs
 from smat_fn.checkpoint import write_text
-from smat_fn.data import load_suite
+from smat_fn.suites import load_suite
 
 from . import timing
 

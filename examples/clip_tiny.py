@@ -21,16 +21,16 @@ import tyro
 
 from smat_fn import optim, random
 from smat_fn.config import preset_of
-from smat_fn.data import Suite, batch_indices, load_suite, pixels, task_names
+from smat_fn.data import batch_indices, pixels
 from smat_fn.data.rows import load_rows, take
-from smat_fn.data.templates import DEFAULT, TEMPLATES, prompts
-from smat_fn.evaluate import markdown
-from smat_fn.evaluate.tables import main_table
 from smat_fn.mat import finetune
 from smat_fn.models import FullLoss, parameters
-from smat_fn.pipeline.evaluation import evaluate, find_checkpoints, verdict, write_report
-from smat_fn.pipeline.merging import load_inputs, merge_run
-from smat_fn.pipeline.training import train_run
+from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.merge.merging import load_inputs, merge_run
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import Suite, load_suite, task_names
+from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
 
 CPU = {"device": "cpu"}
 

@@ -20,12 +20,11 @@ import tyro
 
 from smat_fn import random
 from smat_fn.config import preset_of
-from smat_fn.data import Suite, load_suite, task_names
-from smat_fn.evaluate import markdown
-from smat_fn.evaluate.tables import main_table
-from smat_fn.pipeline.evaluation import evaluate, find_checkpoints, verdict, write_report
-from smat_fn.pipeline.merging import load_inputs, merge_run
-from smat_fn.pipeline.training import train_run
+from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.merge.merging import load_inputs, merge_run
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import Suite, load_suite, task_names
 
 
 @dataclass(frozen=True)

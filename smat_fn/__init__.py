@@ -36,15 +36,16 @@ __all__ = [
 ]
 
 _FROM_GRAD = {"ModuleLoss", "apply_fn", "value_and_grad"}
-_ROOMS = {
-    *("checkpoint", "config", "data", "evaluate", "grad", "masters", "mat", "merge", "models", "optim", "pipeline"),
-    *("random", "simulation", "testing", "tree", "types", "where"),
+_SUBMODULES = {
+    *("analyses", "checkpoint", "config", "data", "errors", "evaluate", "folders", "grad", "integrations", "lora"),
+    *("mat", "merge", "models", "ops", "optim", "parallel", "random", "report", "scripts", "simulation", "suites"),
+    *("testing", "tree", "types", "where"),
 }
 
 
 def __getattr__(name: str) -> Any:
     # on first use, so that a script's --help does not wait for torch
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in __all__:
         return getattr(importlib.import_module(".grad" if name in _FROM_GRAD else ".simulation", __name__), name)
@@ -52,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_ROOMS})
+    return sorted({*__all__, *_SUBMODULES})

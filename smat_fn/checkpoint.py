@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import tree
+from . import errors, tree
 from .types import Params
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
@@ -73,7 +73,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
         tree.check_same(expected, "the expected tree", **{str(path): leaves})
     except ValueError as error:
         problems.append(f"{error}; was it made from another base?")
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     return tree.unflatten(like, leaves), manifest
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import raise_problems, shortened
 from .types import Params, Where
 
-MANY = 12  # problems of one kind that are listed one by one
 NORM_BLOCK = 4096
 
 
@@ -73,20 +73,6 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, (list, tuple)):
         return [(str(index), child) for index, child in enumerate(node)]
     return None
-
-
-def raise_problems(problems: Sequence[str]) -> None:
-    """Raises: ValueError that joins the problems, if there are any."""
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def shortened(problems: Sequence[str], rest: str) -> list[str]:
-    """Problems of one kind: all of them up to `MANY`; of more the first few, and ``rest`` with the number left."""
-    if len(problems) <= MANY:
-        return list(problems)
-    few = MANY // 2
-    return [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
 
 
 def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:

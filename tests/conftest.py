@@ -12,6 +12,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+SHAPES = {  # every kind of shape that a merger must accept
+    "scalar": (),
+    "one": (1,),
+    "column": (5, 1),
+    "row": (1, 7),
+    "vector": (9,),
+    "matrix": (6, 11),
+    "conv": (2, 3, 2, 3),
+    "empty": (0, 4),
+    "void": (3, 0),
+}
 ALLOWED_SKIPS = ("no GPU", "no ../shared", "mergekit is not installed", "slow")
 
 
@@ -33,3 +44,28 @@ def pytest_sessionfinish(session):
     if unexpected:
         reporter.write_line("unexpected skips: " + "; ".join(unexpected), red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
+    """(base, {name: expert}): flat trees; with ``grid`` all values are multiples of it, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaves(scale):
+        drawn = {
+            path: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for path, shape in SHAPES.items()
+        }
+        return {path: (leaf / grid).round() * grid if grid else leaf for path, leaf in drawn.items()}
+
+    buffers = {"steps": torch.tensor(7), "causal": torch.tensor([True, False, True])}
+    base = leaves(1.0)
+    names = ["sum", "cstance", "qa", "fomc"][:count]
+    deltas = {name: leaves(scale) for name in names}
+    trees = {name: {path: base[path] + delta[path] for path in base} for name, delta in deltas.items()}
+    cast = {name: {path: leaf.to(dtype) for path, leaf in tree.items()} for name, tree in {"": base, **trees}.items()}
+    full = {name: {**tree, **{path: leaf.clone() for path, leaf in buffers.items()}} for name, tree in cast.items()}
+    return full.pop(""), full
+
+
+@pytest.fixture
+def family():
+    return _family

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import merge, tree
+from .. import errors, merge, tree
 from ..types import Params, Where
 
 KINDS = ("embeddings", "attention", "mlp", "norms", "biases", "head", "other")
@@ -105,7 +105,7 @@ def suggested_sigma(whole: Group) -> float | None:
 
 def _floating(base: Params, kinds: Mapping[str, str]) -> dict[str, Tensor]:
     leaves = {path: leaf for path, leaf in tree.flatten(base).items() if leaf.is_floating_point()}
-    tree.raise_problems([f"leaf {path!r} has no kind: name every leaf" for path in leaves if path not in kinds])
+    errors.raise_problems([f"leaf {path!r} has no kind: name every leaf" for path in leaves if path not in kinds])
     return leaves
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from .. import tree
+from .. import errors
 from ..types import Params
 from .stacked import Job
 
@@ -33,7 +33,7 @@ def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
     size = len(tasks)
     problems = [] if 0 <= count <= size else [f"count is {count}, must be from 0 to {size}, the number of tasks"]
     problems += [f"tasks are {list(tasks)}: name each once"] if len(set(tasks)) < size else []
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     if count in (0, size):
         return [tuple(tasks[:count])]
     windows = [{(start + step) % size for step in range(count)} for start in range(size)]
@@ -54,7 +54,7 @@ def experts_curve(
     Raises: ValueError for fewer than two tasks, and tasks whose reference is missing or not positive.
     """
     problems = [] if len(tasks) > 1 else [f"tasks are {list(tasks)}: a merge takes at least two"]
-    tree.raise_problems(problems + reference_problems(tasks, reference))
+    errors.raise_problems(problems + reference_problems(tasks, reference))
     subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]
     jobs = [Job(partial(merge, subset), subset) for subset in subsets]
     return scored([(len(subset), subset) for subset in subsets], scores(jobs), reference)

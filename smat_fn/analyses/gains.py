@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..evaluate.tables import Cell, MainTable, cell_of
+from ..report.tables import Cell, MainTable, cell_of
 
 
 class Gain(NamedTuple):

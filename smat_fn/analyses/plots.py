@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint
-from ..evaluate.plots import COLOURS, SPARE
+from ..report.plots import COLOURS, SPARE
 from .results import Result, Row, as_csv, as_json, curves, methods
 
 MARKERS = "osD^vP"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from .. import merge, tree
+from .. import errors, merge
 from ..types import Params
 from .experts_curve import Scored, Scores, cyclic_subsets, reference_problems, scored
 from .stacked import Job
@@ -34,7 +34,7 @@ def replacement_curve(
     """
     tasks = tuple(ft)
     problems = [f"task {task!r} has only one of the two experts: give both" for task in set(ft) ^ set(other)]
-    tree.raise_problems(problems + reference_problems(tasks, reference))
+    errors.raise_problems(problems + reference_problems(tasks, reference))
     sets = replacement_sets(tasks)
 
     def mixed(replaced: tuple[str, ...]) -> Params:

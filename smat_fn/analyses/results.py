@@ -6,12 +6,12 @@ A result has ``analysis`` (its name), ``settings``, ``runs`` (what the manifests
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..evaluate.tables import Cell, cell_of
+from ..report.tables import Cell, cell_of
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
@@ -46,13 +46,7 @@ def as_csv(result: Result) -> str:
 
 def summary(result: Result) -> Summary:
     """The table of a result, means over seeds with their standard deviation."""
-    return {
-        "experts-curve": _curve,
-        "replacement": _curve,
-        "gains": _gains,
-        "landscape": _landscape,
-        "diagnose": _diagnose,
-    }[result["analysis"]](result)
+    return ANALYSES[result["analysis"]](result)
 
 
 def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -133,3 +127,13 @@ def _diagnose(result: Result) -> Summary:
     return Summary(
         title, ["Leaves", "Weights", "Update", "Partners", "Sigma / update", "Sigma / partners", "Not moved"], lines
     )
+
+
+# the analyses by the names of their commands and files
+ANALYSES: Mapping[str, Callable[[Result], Summary]] = {
+    "experts-curve": _curve,
+    "replacement": _curve,
+    "gains": _gains,
+    "landscape": _landscape,
+    "diagnose": _diagnose,
+}

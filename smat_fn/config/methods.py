@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from ..types import Noise, Residence
+from ..types import Noise, Offload
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Smat:
     """Distribution of the noise."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
-    residence: Residence | None = None
+    offload: Offload | None = None
     """Memory for time, equal results; host: pinned base, one buffer; device, stream: rebuilt block by block."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .problems import complain, name_rows
+from ..errors import complain, name_rows
 from .rows import TextRows
 from .splits import split_rows
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import raise_problems
 from ..models import seq2seq
 from ..models.causal_lm import IGNORED
 from ..models.pretrained import check_tokenizer
-from ..tree import raise_problems
 from ..types import Micro
 from .batching import split_rows
 from .text import Cut, Example, Row, fit_problems

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..errors import complain, name_rows
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
-from .problems import complain, name_rows
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".npz")
 _COLUMNS = ("prompt", "answer", "image", "label")

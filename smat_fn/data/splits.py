@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .rows import ImageRows, Rows, TextRows, name_rows
+from ..errors import name_rows
+from .rows import ImageRows, Rows, TextRows
 
 RULE = 1
 IDENTITY = MappingProxyType(

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ..errors import raise_problems
 from ..models.causal_lm import IGNORED
 from ..models.pretrained import NO_EOS, check_tokenizer
-from ..tree import raise_problems
 from ..types import Micro
 from .batching import batch_indices, split_rows
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import random
+from ..errors import raise_problems
 from ..grad import ModuleLoss
-from ..tree import raise_problems
 from .engine import Decoding, Generate, root_key
 
 TRACE = {

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ..tree import raise_problems
+from ..errors import raise_problems
 
 TextMetric: TypeAlias = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
 

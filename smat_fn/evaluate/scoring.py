@@ -13,7 +13,7 @@ from .records import Answer, Journal, Kept, Records, content_key
 from .results import Result
 
 if TYPE_CHECKING:
-    from ..data.suite import Suite
+    from ..suites.suite import Suite
 
 EXPERT = "expert:"
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tree
+from .. import errors, tree
 from ..mat.smat import is_simulated
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, simulate
@@ -116,7 +116,7 @@ def attach(
     problems += [f"the trainer shards its weights by {name}: attach cannot switch them" for name in sharded]
     leaves = leaves_of(trainer.model)
     problems += [] if leaves else ["the trainer's model has no trainable parameter"]
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     if base is None:
         base = {path: p.detach().clone() for path, p in leaves.items()}
     tree.check_same(leaves, "the trainer's model", base=base)

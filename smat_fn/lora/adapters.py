@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from .. import random, tree
+from .. import errors, random, tree
 from ..where import block_linear
 
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
@@ -54,7 +54,7 @@ def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[
         return layer.rpartition(".")[2] == target or fnmatchcase(layer, target)
 
     lost = [target for target in wanted if not any(fits(layer, target) for layer in layers.values())]
-    tree.raise_problems([f"target {target!r} fits no linear layer of a block" for target in lost])
+    errors.raise_problems([f"target {target!r} fits no linear layer of a block" for target in lost])
     chosen = tuple(p for p, layer in layers.items() if not wanted or any(fits(layer, t) for t in wanted))
     kinds = {name: type(layer).__name__ for name, layer in module.named_modules()}
     return chosen, frozenset(path for path in chosen if kinds[layers[path]] == "Conv1D")
@@ -74,7 +74,7 @@ def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tenso
             problems.append(f"the base has no leaf {path!r}")
         elif leaf.ndim != 2 or min(leaf.shape) < lora.rank:
             problems.append(f"leaf {path!r} of shape {tuple(leaf.shape)} has no adapter of rank {lora.rank}")
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     adapters = {}
     for path in lora.paths:
         leaf, layer = base[path], path.removesuffix(WEIGHT)

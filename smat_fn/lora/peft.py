@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .. import random, tree
+from .. import errors, random, tree
 from ..checkpoint import MANIFEST, atomic_folder, load_manifest
 from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, Lora, expand, init
@@ -59,7 +59,7 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     other = [name for name in UNKNOWN if config.get(name)]
     if config.get("bias", "none") != "none":
         other.append("bias")
-    tree.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
+    errors.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
     adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
     paths = tuple(name + WEIGHT for name in config["target_modules"])
     return adapters, Lora(

@@ -10,7 +10,7 @@ from .. import random
 from ..grad import value_and_grad
 from ..simulation.draws import Draw, all_off, check_strengths, draw
 from ..types import Batch, Engine, LossFn, Method, Noise, Optimizer, Params
-from . import _step
+from . import step as _step
 from .smat import Info, is_simulated
 
 

@@ -12,8 +12,8 @@ from ..simulation.apply import simulate
 from ..simulation.draws import Draw, draw
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from ..where import never
-from . import _step
-from ._step import State
+from . import step as _step
+from .step import State
 
 __all__ = ["Info", "State", "build", "offset"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from .. import tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
-from . import _step
-from ._step import State
+from . import step as _step
+from .step import State
 
 __all__ = ["Info", "State", "build", "penalty", "penalty_and_grad"]
 

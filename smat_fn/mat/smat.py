@@ -10,10 +10,11 @@ from ..grad import value_and_grad
 from ..simulation.apply import reweight
 from ..simulation.draws import Draw, all_off, check_strengths, draw
 from ..simulation.losses import check_lam
-from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Optimizer, Params, Residence, Where
-from . import _simulated, _step
-from ._simulated import Result
-from ._step import State
+from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
+from . import step as _step
+from .offload import simulated as _simulated
+from .offload.simulated import Result
+from .step import State
 
 __all__ = ["Info", "State", "build", "is_simulated"]
 
@@ -41,7 +42,7 @@ def build(
     period: int = 4,
     noise: Noise = "uniform",
     lam: float | None = None,
-    residence: Residence | None = None,
+    offload: Offload | None = None,
     engine: Engine = "autograd",
     donate: bool = False,
 ) -> Method:
@@ -56,9 +57,9 @@ def build(
 
     Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0; where: the masked set S, None masks every leaf;
         max_grad_norm: clip by global norm after reweighting; alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw`;
-        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; residence: where
-        theta_0 and theta~ live, bits being equal. None: base as it is, theta~ a new tree. "host": theta_0 in pinned
-        memory, prefetched during clean steps into one reusable buffer that becomes theta~. "device": theta_0 on the
+        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; offload: where
+        theta_0 and theta~ live, bits being equal. None: base as it is, theta~ a new tree. "cpu": theta_0 in pinned
+        memory, prefetched during clean steps into one reusable buffer that becomes theta~. "recompute": theta_0 on the
         device, theta~ rebuilt block by block in forward and backward, no second copy. "stream": the same with
         theta_0 streamed from pinned memory, no copy at all. engine: of `value_and_grad`;
         donate: reuse the state's buffers (the state passed in is then spent), same bits.
@@ -74,12 +75,12 @@ def build(
             check_lam(lam)
         except ValueError as error:
             problems.append(str(error))
-    problems += _simulated.problems(loss_fn, residence, engine)
+    problems += _simulated.problems(loss_fn, offload, engine)
     if problems:
         raise ValueError("smat: " + "; ".join(problems))
     at = value_and_grad(loss_fn, engine=engine)
     at_simulated = _simulated.build(
-        loss_fn, base, where=where, residence=residence, period=1 if lam is not None else period, engine=engine
+        loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
     )
     off = all_off(alpha_min, drop_prob, sigma)
 
@@ -106,7 +107,7 @@ def build(
         )
         return state, Info(loss, aux, norm, scale, weight > 0)
 
-    if residence in ("host", "stream"):
+    if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return Method(_step.init(optimizer, base, donate=donate), update)

@@ -21,27 +21,18 @@ from . import tsv_merge as _tsv_merge
 from . import weight_average as _weight_average
 from . import weighted_average as _weighted_average
 from . import wise_ft as _wise_ft
-from ._common import apply_vector, task_vector
-from ._configured import BASELESS, RANDOM, merge_by, vector_by
-from ._inputs import Experts
 from .breadcrumbs import breadcrumbs, breadcrumbs_vector
 from .coefs import Rules, apply_rules, coef_of, coefs_of
+from .common import apply_vector, task_vector
+from .configured import BASELESS, RANDOM, merge_by, vector_by
 from .dare import dare, dare_vector
 from .dare_ties import dare_ties, dare_ties_vector
 from .della import della, della_vector
+from .inputs import Experts
 from .magmax import magmax, magmax_vector
 from .model_stock import model_stock, model_stock_ratios, model_stock_vector
-from .select import (
-    CALIBRATION_COEFS,
-    COEFS,
-    DROP_PROBS,
-    TIES_KEEPS,
-    Selection,
-    choose,
-    select_coef,
-)
+from .select import CALIBRATION_COEFS, COEFS, DROP_PROBS, TIES_KEEPS, Selection, choose, select_coef
 from .slerp import slerp
-from .stream import extract_lora
 from .task_arithmetic import task_arithmetic, task_arithmetic_vector
 from .ties import ties, ties_density, ties_vector
 from .tsv_merge import tsv_merge, tsv_merge_vector
@@ -93,7 +84,6 @@ __all__ = [
     "dare_vector",
     "della",
     "della_vector",
-    "extract_lora",
     "magmax",
     "magmax_vector",
     "merge_by",

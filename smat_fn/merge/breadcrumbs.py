@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from ._common import add, apply_vector
-from ._inputs import Experts, Leaves, check, coef_problems
-from ._leaves import merge_leaves
+from .common import add, apply_vector
+from .inputs import Experts, Leaves, check, coef_problems
+from .leaves import merge_leaves
 
 
 def breadcrumbs(base: Params, experts: Experts, *, coef: float, drop_smallest: float, drop_largest: float) -> Params:

@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from .. import tree
+from .. import errors, tree
+from ..errors import all_at_once, problems_of
 from ..types import Params
-from ._common import apply_vector
-from ._inputs import problems_of
-from ._leaves import all_at_once
+from .common import apply_vector
 
 Rules: TypeAlias = float | Mapping[str, float]
 
@@ -52,7 +51,7 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
             shadowed = any(fnmatchcase(path, glob) for path in paths)
             reason = "earlier rules match all of its leaves, put it before them" if shadowed else "it matches no leaf"
             problems.append(f"rule {glob!r} decides for no leaf: {reason}")
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     return {path: float(table[glob]) for path, glob in deciding.items() if glob is not None}
 
 

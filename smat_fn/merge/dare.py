@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import array, loops_for
-from ..ops import fused
+from ..ops import cpu_loops as fused
 from ..types import Params
-from ._common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
-from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+from .common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
+from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
 def dare(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob: float) -> Params:

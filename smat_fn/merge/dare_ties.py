@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from ..types import Aggregate, Params
-from ._common import Piece, agreeing, apply_vector, elected, merge_pieces
-from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+from .common import Piece, agreeing, apply_vector, elected, merge_pieces
 from .dare import dropped
+from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
 def dare_ties(

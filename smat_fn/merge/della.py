@@ -9,8 +9,8 @@ from torch import Tensor
 from .. import random
 from ..compiled import array, loops_for
 from ..types import Params
-from ._common import Piece, agreeing, apply_vector, elected, merge_pieces, row_length, zeroed
-from ._inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+from .common import Piece, agreeing, apply_vector, elected, merge_pieces, row_length, zeroed
+from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from ._common import Piece, apply_vector, merge_pieces
-from ._inputs import Experts, Leaves, check, coef_problems
+from .common import Piece, apply_vector, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems
 
 
 def magmax(base: Params, experts: Experts, *, coef: float) -> Params:

@@ -6,9 +6,9 @@ from itertools import combinations
 from torch import Tensor
 
 from ..types import Params
-from ._common import Piece, add, apply_vector, merge_pieces
-from ._inputs import Experts, Leaves, check, coef_problems
-from ._leaves import cosine, count_problems, gram
+from .common import Piece, add, apply_vector, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems
+from .leaves import cosine, count_problems, gram
 
 
 def model_stock(base: Params, experts: Experts, *, coef: float = 1.0) -> Params:

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from ..types import Params
-from ._common import apply_vector
+from .common import apply_vector
 
 T = TypeVar("T")
 

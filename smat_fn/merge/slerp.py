@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from .. import tree
+from ..errors import all_at_once
 from ..types import Params
-from ._inputs import Experts, check_alone, coef_problems
-from ._leaves import all_at_once, cosine, count_problems, gram
+from .inputs import Experts, check_alone, coef_problems
+from .leaves import cosine, count_problems, gram
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 

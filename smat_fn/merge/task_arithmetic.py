@@ -1,8 +1,8 @@
 """Task arithmetic: the sum of the task vectors."""
 
 from ..types import Params
-from ._common import add, apply_vector, merge_pieces
-from ._inputs import Experts, Leaves, check, coef_problems
+from .common import add, apply_vector, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems
 
 
 def task_arithmetic(base: Params, experts: Experts, *, coef: float) -> Params:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
-from ._common import CHUNK, Piece, add, apply_vector, compute_dtype, delta_of, merge_pieces, pieces, zeroed
-from ._inputs import Experts, Leaves, check, coef_problems
+from .common import CHUNK, Piece, add, apply_vector, compute_dtype, delta_of, merge_pieces, pieces, zeroed
+from .inputs import Experts, Leaves, check, coef_problems
 
 
 class Cut(NamedTuple):

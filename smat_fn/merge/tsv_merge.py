@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from ._common import add, apply_vector
-from ._inputs import Experts, Leaves, check, coef_problems
-from ._leaves import merge_leaves
+from .common import add, apply_vector
+from .inputs import Experts, Leaves, check, coef_problems
+from .leaves import merge_leaves
 
 
 def tsv_merge(base: Params, experts: Experts, *, coef: float) -> Params:

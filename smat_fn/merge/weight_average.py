@@ -6,8 +6,8 @@ from torch import Tensor
 
 from .. import tree
 from ..types import Params
-from ._common import add
-from ._inputs import Experts, check_alone
+from .common import add
+from .inputs import Experts, check_alone
 
 
 def weight_average(experts: Experts) -> Params:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from .. import tree
+from ..errors import all_at_once
 from ..types import Params
-from ._common import add
-from ._inputs import Experts, check_alone
-from ._leaves import all_at_once
+from .common import add
+from .inputs import Experts, check_alone
 
 
 def weighted_average(

@@ -1,9 +1,9 @@
 """WiSE-FT: a point on the line from the base to one expert."""
 
 from ..types import Params
-from ._common import apply_vector, merge_pieces
-from ._inputs import Experts, Leaves, check, coef_problems
-from ._leaves import count_problems
+from .common import apply_vector, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems
+from .leaves import count_problems
 
 
 def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .. import tree
+from .. import errors
 
 # as ``from_pretrained`` takes it: a device by module, "auto", "balanced" or "sequential"; or the JSON file of a mapping
 DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
@@ -114,7 +114,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int) -> None:
             f"the embedding has {vocabulary} rows, too few for the tokenizer ({', '.join(outside)}): "
             "take the model's own tokenizer, or resize the embedding and save the result as the base"
         )
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
 
 
 def checkpoint_blocks(module: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import tree
+from .. import errors, tree
 from ..evaluate.decoding import generator
 from ..evaluate.engine import Decoding
 from ..grad import ModuleLoss
@@ -44,7 +44,7 @@ def seq2seq(module: nn.Module, tokenizer: Any, *, batch_size: int = 16) -> Seq2S
         )
     elif config.decoder_start_token_id is None:
         problems.append("the config has no decoder_start_token_id: set it to the token that answers begin with")
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     params = {name: p.detach() for name, p in module.eval().named_parameters() if p.requires_grad}
     loss_fn = FullLoss(module, answer_loss)

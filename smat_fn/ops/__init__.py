@@ -4,7 +4,7 @@ Only this room imports triton, and only when a kernel is first launched.
 """
 
 from . import plain
-from .faces import reweight, simulate
+from .autograd import reweight, simulate
 from .finish import finish
 from .library import reweight_into, simulate_into
 

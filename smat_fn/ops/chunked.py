@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from . import fused
+from . import cpu_loops as fused
 from .plan import Numbers, kept_scale, noise_step
 
 BLOCKS = 1 << 15  # Philox blocks that are worked on at once: scratch of 1.5 MB

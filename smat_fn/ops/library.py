@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import errors
 from . import chunked, launch
 from .plan import Numbers
 
@@ -108,7 +108,7 @@ def check_out(out: Sequence[Tensor], like: Sequence[Tensor]) -> None:
             problems.append(
                 f"leaf {i} of out is {target.dtype} {tuple(target.shape)}, must be {leaf.dtype} {tuple(leaf.shape)}"
             )
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
 
 
 def _simulate(

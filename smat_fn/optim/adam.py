@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
-from .. import tree
+from .. import errors, tree
 from ..types import Optimizer, Params, Schedule
 from .schedules import constant
 
@@ -78,7 +78,7 @@ def _build(
         schedule = lr if callable(lr) else constant(lr)
     except ValueError as error:
         problems.append(str(error))
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
 
     def init(params: Params) -> AdamState:
         tree.check_floating(tree.flatten(params), "params")

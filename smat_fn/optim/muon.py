@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
-from .. import tree
+from .. import errors, tree
 from ..types import Optimizer, Params, Schedule, Where
 from .schedules import constant
 
@@ -54,7 +54,7 @@ def muon(
         schedule = lr if callable(lr) else constant(lr)
     except ValueError as error:
         problems.append(str(error))
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
 
     def split(flat: dict[str, Tensor], like: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         matrices = {p for p, leaf in like.items() if leaf.ndim == 2 and (where is None or where(p, leaf))}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tree
+from .. import errors
 from ..simulation import Draw, reweight, simulate
 from ..types import Where
 
@@ -38,7 +38,7 @@ def starts_of(module: nn.Module) -> dict[str, int]:
             rows = -(-p.shape[0] // mesh.size(dimension))
             first = min(rows * mesh.get_local_rank(dimension), p.shape[0])
             starts[path] = first * math.prod(p.shape[1:])
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     return starts
 
 

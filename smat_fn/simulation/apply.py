@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .. import ops, random, tree
+from .. import errors, ops, random, tree
 from ..ops.plan import Numbers
 from ..types import Params, Where
 from .draws import Draw, table_on
@@ -172,7 +172,7 @@ def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]
         return {}
     problems = [f"starts names {path!r}, which is no leaf" for path in starts if path not in leaves]
     problems += [f"starts[{path!r}] is {start}, must not be negative" for path, start in starts.items() if start < 0]
-    tree.raise_problems(problems)
+    errors.raise_problems(problems)
     return starts
 
 

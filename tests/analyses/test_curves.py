@@ -18,7 +18,7 @@ from smat_fn.analyses import (
     replacement_sets,
     score_jobs,
 )
-from smat_fn.evaluate.tables import MERGERS, MainTable, cell_of
+from smat_fn.report.tables import MERGERS, MainTable, cell_of
 
 TASKS = ("a", "b", "c", "d", "e")
 COEF, HARM = 0.3, 0.1

@@ -7,7 +7,7 @@ import torch
 
 from smat_fn import random
 from smat_fn.analyses import Job, evaluate, score_jobs, stack
-from smat_fn.data import load_suite
+from smat_fn.suites import load_suite
 
 COUNT = 7
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)

@@ -1,6 +1,6 @@
 import pytest
 
-from smat_fn.data import load_suite
+from smat_fn.suites import load_suite
 
 FEW = {"pretrain_steps": 2, "pretrain_batch": 32, "pretrain_warmup": 1, "images_per_task": 120}
 

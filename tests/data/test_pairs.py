@@ -10,14 +10,15 @@ import torch
 from smat_fn import checkpoint, random
 from smat_fn.analyses import mean_loss
 from smat_fn.config import Finetune, Training
-from smat_fn.data import load_suite, pairs
+from smat_fn.data import pairs
 from smat_fn.evaluate.decoding import generator
 from smat_fn.evaluate.engine import Decoding
 from smat_fn.evaluate.metrics import label_accuracy
 from smat_fn.grad import value_and_grad
 from smat_fn.models import language, seq2seq
-from smat_fn.pipeline import analysing
-from smat_fn.pipeline.training import train_run
+from smat_fn.scripts.analyse import analysing
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import load_suite
 
 HERE = Path(__file__).parent
 MODELS = runpy.run_path(str(HERE.parent / "models" / "test_seq2seq.py"))

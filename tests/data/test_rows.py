@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smat_fn.data.rows import ImageRows, TextRows, load_rows, name_rows, take
+from smat_fn.data.rows import ImageRows, TextRows, load_rows, take
+from smat_fn.errors import name_rows
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from smat_fn.config import PRESETS
-from smat_fn.pipeline import cli
+from smat_fn.scripts import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn.data import load_suite
+from smat_fn.suites import load_suite
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/serving.md"

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from smat_fn.data import Suite
 from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_models
 from smat_fn.evaluate.records import Answer
+from smat_fn.suites import Suite
 
 ONE = {"fingerprint": "1"}
 

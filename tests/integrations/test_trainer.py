@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 from smat_fn import random
-from smat_fn.data import load_suite
 from smat_fn.grad import ModuleLoss
 from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.optim import adamw
 from smat_fn.simulation import simulate
+from smat_fn.suites import load_suite
 from smat_fn.where import block_linear
 
 transformers = pytest.importorskip("transformers")

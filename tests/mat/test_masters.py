@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smat_fn import ModuleLoss, draw, optim, random, simulate, testing, tree, value_and_grad
-from smat_fn.masters import with_masters
-from smat_fn.mat import _simulated, finetune, smat
+from smat_fn.grad import with_master_weights
+from smat_fn.mat import finetune, smat
+from smat_fn.mat.offload import simulated as _simulated
 from smat_fn.types import Optimizer
 
 SHAPES = {"blocks.0.w": (16, 8), "blocks.1.w": (8, 8), "bias": (8,)}
@@ -68,7 +69,7 @@ def module_trees():
 def test_the_loss_is_at_the_rounded_parameters_and_its_gradient_is_widened(engine):
     _, params = trees()
     rounded = tree.cast(params, torch.bfloat16)
-    (loss, _), grads = value_and_grad(with_masters(network), engine=engine)(params, data()[0])
+    (loss, _), grads = value_and_grad(with_master_weights(network), engine=engine)(params, data()[0])
     (want, _), inner = value_and_grad(network, engine=engine)(rounded, data()[0])
     assert torch.equal(loss, want)
     testing.assert_trees_equal(grads, tree.cast(inner, torch.float32))
@@ -88,7 +89,7 @@ def test_every_method_keeps_masters_and_moments_in_float32(name, engine):
     states = {}
     for donate in (False, True):
         method = build(
-            with_masters(watched), optim.adam(1e-3), base, max_grad_norm=1.0, engine=engine, donate=donate,
+            with_master_weights(watched), optim.adam(1e-3), base, max_grad_norm=1.0, engine=engine, donate=donate,
             **METHODS[name],
         )  # fmt: skip
         state = method.init(params)
@@ -116,14 +117,14 @@ def test_updates_smaller_than_an_ulp_are_not_lost():
 
     # below 1 a bfloat16 ulp is 2**-8: half of it is 20 times the update
     assert train(pull, torch.bfloat16).tolist() == [1.0] * 4
-    masters = train(with_masters(pull), torch.float32)
+    masters = train(with_master_weights(pull), torch.float32)
     assert masters.tolist() == pytest.approx([0.99] * 4, abs=1e-5)
     assert (masters.bfloat16() < 1).all()
 
 
-@pytest.mark.parametrize("residence", [None, "host"])
+@pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_simulated_state_is_rounded_once_from_masters(residence, base_dtype):
+def test_the_simulated_state_is_rounded_once_from_masters(offload, base_dtype):
     base, params = trees(base_dtype)
     seen = []
 
@@ -132,7 +133,7 @@ def test_the_simulated_state_is_rounded_once_from_masters(residence, base_dtype)
         return network(p, batch)
 
     method = smat.build(
-        with_masters(watched), optim.adam(1e-3), base, period=1, sigma=0.01, drop_prob=0.5, residence=residence
+        with_master_weights(watched), optim.adam(1e-3), base, period=1, sigma=0.01, drop_prob=0.5, offload=offload
     )
     method.update(KEY, method.init(params), data()[0])
     drawn = draw(random.fold_in(KEY, 0), alpha_min=0.2, drop_prob=0.5, sigma=0.01)
@@ -147,7 +148,7 @@ def test_with_a_bf16_base_the_simulated_state_is_the_buffer_itself():
         places.append({path: leaf.data_ptr() for path, leaf in p.items()})
         return network(p, batch)
 
-    method = smat.build(with_masters(watched), optim.adam(1e-3), base, period=2, sigma=0.01, residence="host")
+    method = smat.build(with_master_weights(watched), optim.adam(1e-3), base, period=2, sigma=0.01, offload="cpu")
     state = method.init(params)
     for batch in data(6):
         state, _ = method.update(KEY, state, batch)
@@ -163,26 +164,26 @@ def test_only_one_block_of_the_simulated_state_is_ever_in_float32(monkeypatch):
         return lambda paths, base: made.append(tuple(paths)) or make(paths, base)
 
     monkeypatch.setattr(_simulated, "_simulator", counted)
-    method = smat.build(with_masters(network), optim.adam(1e-3), base, period=1, sigma=0.01)
+    method = smat.build(with_master_weights(network), optim.adam(1e-3), base, period=1, sigma=0.01)
     method.update(KEY, method.init(params), data()[0])
     assert made == [("blocks.0.w",), ("blocks.1.w",), ("bias",)]
 
 
 @pytest.mark.parametrize("micro", [False, True])
-def test_residences_have_equal_bits(micro):
+def test_offload_modes_are_bit_identical(micro):
     base, params = module_trees()
     batches = [testing.random_tree(seed, {"x": (4, 8)})["x"] for seed in range(6)]
     found = {}
-    for residence in (None, "host", "device", "stream"):
+    for offload in (None, "cpu", "recompute", "stream"):
         method = smat.build(
-            with_masters(module_loss()), optim.adam(1e-2), base, period=2, sigma=0.01, drop_prob=0.3,
-            residence=residence, max_grad_norm=1.0, donate=True,
+            with_master_weights(module_loss()), optim.adam(1e-2), base, period=2, sigma=0.01, drop_prob=0.3,
+            offload=offload, max_grad_norm=1.0, donate=True,
         )  # fmt: skip
         state = method.init(params)
         for x in batches:
             state, _ = method.update(KEY, state, [x[:2], x[2:]] if micro else x)
-        found[residence] = state.params
-    for other in ("host", "device", "stream"):
+        found[offload] = state.params
+    for other in ("cpu", "recompute", "stream"):
         testing.assert_trees_equal(found[other], found[None])
 
 
@@ -190,7 +191,7 @@ def test_checkpointed_layers_meet_the_rounded_weights_in_backward():
     _, params = module_trees()
     x = testing.random_tree(3, {"x": (4, 8)})["x"]
     plain, checkpointed = (
-        value_and_grad(with_masters(module_loss(c)), engine="autograd")(params, x) for c in (False, True)
+        value_and_grad(with_master_weights(module_loss(c)), engine="autograd")(params, x) for c in (False, True)
     )
     assert torch.equal(plain[0][0], checkpointed[0][0])
     testing.assert_trees_equal(plain[1], checkpointed[1])
@@ -199,7 +200,7 @@ def test_checkpointed_layers_meet_the_rounded_weights_in_backward():
 def test_micro_batches_are_added_without_a_rounding_to_bf16():
     params = {"w": torch.ones(2)}
     recorder = Optimizer(lambda params: None, lambda grads, state, params, **_: (params, tree.clone(grads)))
-    method = finetune.build(with_masters(lambda p, b: ((p["w"] * b.bfloat16()).sum(), None)), recorder, params)
+    method = finetune.build(with_master_weights(lambda p, b: ((p["w"] * b.bfloat16()).sum(), None)), recorder, params)
     batches = [torch.full((2,), value) for value in (256.0, 1.0, 1.0, 1.0)]
     state, _ = method.update(KEY, method.init(params), batches)
     # bfloat16 has 64.5 and 65 there
@@ -208,8 +209,8 @@ def test_micro_batches_are_added_without_a_rounding_to_bf16():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"torch\.int8 is no floating-point dtype"):
-        with_masters(network, torch.int8)
-    loss = with_masters(module_loss())
+        with_master_weights(network, torch.int8)
+    loss = with_master_weights(module_loss())
     assert isinstance(loss, ModuleLoss)
     with pytest.raises(ValueError, match="leaf 'other' is no parameter of the module"):
         loss({"other": torch.zeros(2)}, torch.zeros(4, 8))

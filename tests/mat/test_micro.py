@@ -16,7 +16,7 @@ METHODS = {
     "ft": ("finetune", {}),
     "smat": ("smat", {"period": 2, "sigma": 0.01}),
     "smat mixed": ("smat", {"lam": 0.3, "sigma": 0.01}),
-    "smat host": ("smat", {"period": 1, "sigma": 0.01, "residence": "host"}),
+    "smat host": ("smat", {"period": 1, "sigma": 0.01, "offload": "cpu"}),
     "asam": ("asam", {"rho": 0.05}),
     "mergopt": ("mergopt", {"b": 0.01, "k_max": 4}),
     "orthoreg": ("orthoreg", {"lambda_reg": 0.01}),

@@ -46,7 +46,7 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
     base, experts = family(dtype)
     merged = example.median(base, experts, coef=0.5)
     applied = merge.apply_vector(base, example.median_vector(base, experts), coef=0.5)
-    monkeypatch.setattr("smat_fn.merge._common.CHUNK", 7)
+    monkeypatch.setattr("smat_fn.merge.common.CHUNK", 7)
     for path, leaf in base.items():
         alone = {name: {path: expert[path]} for name, expert in reversed(experts.items())}
         assert torch.equal(example.median({path: leaf}, alone, coef=0.5)[path], merged[path])
@@ -57,6 +57,6 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
 
 def test_the_page_names_what_exists():
     internal = {"check", "coef_problems", "key_problems", "check_alone"}, {"merge_pieces", "apply_vector"}
-    for module, names in zip(("_inputs", "_common"), internal, strict=True):
+    for module, names in zip(("inputs", "common"), internal, strict=True):
         assert all(hasattr(getattr(merge, module), name) and f"`{name}" in TEXT for name in names)
-    assert all(hasattr(merge._leaves, name) and f"`{name}" in TEXT for name in ("gram", "merge_leaves"))
+    assert all(hasattr(merge.leaves, name) and f"`{name}" in TEXT for name in ("gram", "merge_leaves"))

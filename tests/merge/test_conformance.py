@@ -9,7 +9,7 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "stream", "coefs"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "leaves", "configured"}
 
 
 def some(experts, count):
@@ -201,7 +201,7 @@ def test_nested_trees_keep_their_structure(run, family):
 def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     base, experts = family()
     whole = run(base, experts, KEY)
-    monkeypatch.setattr("smat_fn.merge._common.CHUNK", chunk)
+    monkeypatch.setattr("smat_fn.merge.common.CHUNK", chunk)
     same(run(base, experts, KEY), whole)
 
 

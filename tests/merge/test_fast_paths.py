@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.merge._common import agreeing, elected, fields_of, mask_keys, zeroed
+from smat_fn.merge.common import agreeing, elected, fields_of, mask_keys, zeroed
 from smat_fn.merge.della import ascending
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), float("nan")]

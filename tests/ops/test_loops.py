@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
 from smat_fn.merge.dare import add_dropped
-from smat_fn.ops import fused
+from smat_fn.ops import cpu_loops as fused
 from smat_fn.ops.chunked import centered_fields
 from smat_fn.testing import assert_trees_equal
 
@@ -227,7 +227,7 @@ LOADED = "; import sys; print([name for name in ('numba', 'smat_fn._loops') if s
 
 def test_numba_is_loaded_on_first_use_and_not_needed(monkeypatch):
     expected = str(random.bits(random.fold_in(random.key(4), 2), 9))
-    rooms = "import smat_fn.merge.stream, smat_fn.mat, smat_fn.simulation"
+    rooms = "import smat_fn.folders, smat_fn.mat, smat_fn.simulation"
     assert python(f"{rooms}{LOADED}; {DRAW}{LOADED}") == f"[]\n{expected}\n['numba', 'smat_fn._loops']"
     assert python(f"import sys; sys.modules['numba'] = None; {DRAW}{LOADED}") == f"{expected}\n[]"
     # no folder for compiled code

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from smat_fn import draw, lora, optim, random, reweight, simulate, testing, tree
-from smat_fn.grad import ModuleLoss
-from smat_fn.masters import with_masters
+from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.models.causal_lm import next_token_loss
-from smat_fn.pipeline import snapshots
-from smat_fn.pipeline.snapshots import Saver
+from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.snapshots import Saver
 from smat_fn.where import block_linear
 
 from .devices import FIRST, SECOND, Placed, Places
@@ -96,7 +95,7 @@ def check(build, base, start, batches, **options):
 def test_every_method_trains_to_the_bits_of_one_device(name, masters):
     module, base, start, batches = setting()
     loss_fn = ModuleLoss(module, squares)
-    loss_fn = with_masters(loss_fn) if masters else loss_fn
+    loss_fn = with_master_weights(loss_fn) if masters else loss_fn
     kind, hyper = METHODS[name]
 
     def build(base, **options):
@@ -170,14 +169,14 @@ def test_the_states_and_gradients_lie_where_their_leaves_lie():
     assert float(before) == float(optim.clip(start, None)[1])
 
 
-@pytest.mark.parametrize("residence", ["host", "device", "stream"])
-def test_a_residence_needs_one_device_and_says_so(residence):
+@pytest.mark.parametrize("offload", ["cpu", "recompute", "stream"])
+def test_an_offload_mode_needs_one_device_and_says_so(offload):
     module, base, start, batches = setting()
     smat = importlib.import_module("smat_fn.mat.smat")
     with Places():
-        own = {"residence": residence, "period": 1, **STRENGTHS}
+        own = {"offload": offload, "period": 1, **STRENGTHS}
         method = smat.build(ModuleLoss(module, squares), optim.adam(1e-2), spread(base), **own)
-        with pytest.raises(ValueError, match=r"leaves lie on lazy:0, lazy:1: .* use residence=None"):
+        with pytest.raises(ValueError, match=r"leaves lie on lazy:0, lazy:1: .* use offload=None"):
             method.update(KEY, method.init(spread(start)), batches[0])
 
 

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, optim, parallel, random, reweight, simulate
 from smat_fn.config import Smat, Training
-from smat_fn.data import Suite
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import asam, finetune, smat
 from smat_fn.parallel import World
-from smat_fn.pipeline import snapshots
-from smat_fn.pipeline.training import train_run
+from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import Suite
 from smat_fn.types import Micro, Optimizer
 
 KEY, STEPS = random.key(8), 4

@@ -1,24 +1,41 @@
-"""The scripts as a user runs them, in this process."""
-
-import runpy
-import sys
-from pathlib import Path
+"""One small digits suite, one FT run and one SMAT run on it, shared by all tests of this folder."""
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from smat_fn.config import DIGITS, Training
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import load_suite
+
+RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
+SIX = Training(steps=6, lr=5e-4)
 
 
-@pytest.fixture
-def exits(monkeypatch):
-    """``exits(script, *words)``: what the script exits with, None where it ends well."""
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
 
-    def run(script, *words):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as exit_:
-            return exit_.code
-        return None
+
+@pytest.fixture(scope="session")
+def suite(_own_cache):
+    return load_suite("digits", progress=False, **RECIPE)
+
+
+@pytest.fixture(scope="session")
+def train(suite):
+    """``train(out, name, ...)``: six steps of a method of the preset on every task."""
+
+    def run(out, name="smat", *, method=None, suite=suite, tasks=suite.tasks, training=SIX, seed=21, **options):
+        method = DIGITS.methods[name] if method is None else method
+        return train_run(suite, method, training, seed=seed, tasks=tasks, out=out, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def runs(train, tmp_path_factory):
+    """The folders of the two runs, to be read only."""
+    folders = {name: tmp_path_factory.mktemp("runs") / name for name in ("ft", "smat")}
+    for name, folder in folders.items():
+        train(folder, name)
+    return folders

@@ -1,0 +1,1 @@
+"""Protocols and trials: methods, seeds and mergers, run in processes, resumable."""

@@ -1,0 +1,82 @@
+"""Problems of an input, collected and raised as one ValueError."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+_SHOWN = 10
+MANY = 12  # problems of one kind that are listed one by one
+
+T = TypeVar("T")
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raises: ValueError that joins the problems, if there are any."""
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def shortened(problems: Sequence[str], rest: str) -> list[str]:
+    """Problems of one kind: all of them up to `MANY`; of more the first few, and ``rest`` with the number left."""
+    if len(problems) <= MANY:
+        return list(problems)
+    few = MANY // 2
+    return [*problems[:few], rest.replace("{}", str(len(problems) - few), 1)]
+
+
+def name_rows(indices: Sequence[int]) -> str:
+    """Rows in an error message: "row 3", "rows 3, 5 and 7", the first ten of many."""
+    shown, more = [str(i) for i in indices[:_SHOWN]], len(indices) - _SHOWN
+    if more > 0:
+        shown.append(f"{more} more")
+    return f"row {shown[0]}" if len(shown) == 1 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def complain(where: str | Path, problems: Sequence[str]) -> None:
+    """Raises: ValueError that lists the problems of a source, if there are any."""
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)} (rows count from 0)")
+
+
+def count_problems(recipe: Any, lowest: Mapping[str, int]) -> list[str]:
+    """Fields that are no integers of at least a number, in words; None may stand where it is the default."""
+    optional = {field.name for field in fields(recipe) if field.default is None}
+    given = [(name, getattr(recipe, name), low) for name, low in lowest.items()]
+    return [
+        text
+        for name, value, low in given
+        if value is not None or name not in optional
+        for text in count_problem(name, value, low)
+    ]
+
+
+def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
+    """That a value is no integer of at least ``low``, in words, or nothing."""
+    fine = type(value) is int and value >= low
+    return [] if fine else [f"{name} is {value!r}, must be an integer of at least {low}"]
+
+
+def problems_of(check: Callable[..., object], *args: Any, **options: Any) -> list[str]:
+    """The text of the ValueError that ``check(*args, **options)`` raises, or nothing."""
+    try:
+        check(*args, **options)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
+    """The result of a step that checks more. Raises: one ValueError of the given problems and the step's."""
+    try:
+        result = step()
+    except ValueError as error:
+        raise ValueError("; ".join([*problems, str(error)])) from None
+    raise_problems(problems)
+    return result
+
+
+def check_member(kind: str, value: str, known: Sequence[str]) -> None:
+    """Raises: ValueError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"{kind} {value!r} is unknown, choose one of {', '.join(map(repr, known))}")

@@ -1,0 +1,230 @@
+"""LoRA adapters as experts: base + s B A, formed a few rows at a time while a leaf is read."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from .. import errors, tree
+from .reading import INDEX, Folder, Read, Store, foreign
+from .reading import WEIGHTS as MODEL
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is no option
+_UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+_USED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),  # others change base's weights
+    "r": None,
+    "lora_alpha": None,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "use_rslora": None,
+    "fan_in_fan_out": None,
+}
+_PARTS = {
+    ".lora_A.weight": ("A", False),
+    ".lora_B.weight": ("B", False),
+    ".lora_embedding_A": ("A", True),
+    ".lora_embedding_B": ("B", True),
+}
+
+
+class _Pair(NamedTuple):
+    """ΔW = scale · left @ right, or its transpose: names in the file."""
+
+    a: str
+    b: str
+    transposed: bool
+    scale: float
+
+
+def is_adapter(path: Path) -> bool:
+    """Does a folder hold an adapter and no whole model?"""
+    return any((path / file).exists() for file in (CONFIG, WEIGHTS)) and not any(
+        (path / file).exists() for file in (MODEL, INDEX)
+    )
+
+
+def open_adapter(label: str, path: Path, base: Folder) -> Folder:
+    """The expert that a LoRA adapter makes of base: θ₀ + s·B·A in float32, whole leaves as they are stored.
+
+    s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
+    and lora_alpha of the modules that they match, as peft does. No tensor data is read.
+
+    Raises: ValueError that lists what is broken, unknown, of another kind than plain LoRA, or fits no leaf of base.
+    """
+    config, store, problems = _opened(label, path)
+    if store is None:
+        raise ValueError("; ".join(problems))
+    headers = {name: store.header(name) for name in store.names}
+    shapes = {name: tuple(held.shape) for name, held in headers.items() if held is not None}
+    problems += [
+        f"{label}: {name!r} is stored as {store.code(name)}, which cannot be merged: save the adapter again"
+        for name, held in headers.items()
+        if held is None
+    ]
+    halves: dict[tuple[str, bool], dict[str, str]] = {}
+    unknown: dict[str, list[str]] = {}
+    leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
+    for name in shapes:
+        ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
+        if ending is not None:
+            part, embedding = _PARTS[ending]
+            halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
+            continue
+        leaf = _leaf(name.replace(".base_layer.", "."), base)
+        kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
+        if leaf is None or kind:
+            unknown.setdefault(kind[0] if kind else name, []).append(name)
+            continue
+        held = headers[name]
+        assert held is not None
+        leaves[leaf], made[leaf] = held, _stored(store, name)
+    problems += [
+        f"{label}: {WEIGHTS} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
+        f"which is no plain LoRA of a leaf of base{_tied(name)}"
+        for name, *more in unknown.values()
+    ]
+    if any(_no_numbers(config)):
+        halves.clear()  # nothing to compute their ranks and scales with, as is told
+    for (module, embedding), names in halves.items():
+        try:
+            leaf, pair = _pair(label, module, embedding, names, shapes, config, base)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        origin, read = leaves[leaf], made[leaf]
+        leaves[leaf] = origin.to(tree.compute_dtype(origin))
+        made[leaf] = _changed(store, pair, read, leaves[leaf])
+    errors.raise_problems(problems)
+    return Folder(label, leaves, {}, {path / WEIGHTS: store, path / CONFIG: None}, path, made)
+
+
+def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | None, list[str]]:
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        store = Store(path / WEIGHTS) if (path / WEIGHTS).exists() else None
+        assert isinstance(config, dict)
+    except (OSError, ValueError, AssertionError, SafetensorError) as error:
+        return {}, None, [f"{label}: {path} is no adapter that can be read ({error}): copy or download it again"]
+    if store is None:
+        return {}, None, [f"{label}: {path} {foreign(path)}"]
+    return config, store, list(_config_problems(label, config))
+
+
+def _config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        allowed = _USED.get(name)
+        if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
+            continue
+        if name in _USED or value not in (None, False, {}, []):
+            out = "merge it into its base with peft, and give the result"
+            yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
+    yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
+    """What should be a number and is none."""
+    numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        numbers |= {f"{name}[{key!r}]": value for key, value in (config.get(name) or {}).items()}
+    return (name for name, value in numbers.items() if not isinstance(value, (int, float)) or isinstance(value, bool))
+
+
+def _pair(
+    label: str,
+    module: str,
+    embedding: bool,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    base: Folder,
+) -> tuple[str, _Pair]:
+    leaf = _leaf(f"{module}.weight", base)
+    if len(names) < 2:
+        raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other half in {WEIGHTS}: save it again")
+    if leaf is None:
+        raise ValueError(
+            f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{_tied(module + '.weight')}"
+        )
+    a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit: convolutions are not read here")
+    fits = [transposed for transposed in (False, True) if wanted == ((a[1], b[0]) if transposed else (b[0], a[1]))]
+    if not fits:
+        raise ValueError(
+            f"{label}: B A of {module!r} has shape {(b[0], a[1])}, leaf {leaf!r} of base {wanted}: "
+            "was it trained from another base?"
+        )
+    asked = bool(config.get("fan_in_fan_out")) or embedding
+    name = module.removeprefix(PREFIX)
+    rank = _of_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _of_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    if rank != a[0]:
+        raise ValueError(f"{label}: {module!r} has rank {a[0]}, its {CONFIG} says {rank}: they are of two adapters")
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return leaf, _Pair(names["A"], names["B"], asked if asked in fits else fits[0], scale)
+
+
+def _tied(name: str) -> str:
+    return ", whose head is its embeddings: adapt those" if name.endswith("lm_head.weight") else ""
+
+
+def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first expression that a module's path ends with, as in peft."""
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _leaf(name: str, base: Folder) -> str | None:
+    """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
+    bare = name.removeprefix(PREFIX)
+    return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
+
+
+def _stored(store: Store, name: str) -> Read:
+    return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
+
+
+def _changed(store: Store, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
+    columns = leaf.shape[1]
+    height = max(1, BLOCK // columns)
+
+    def read(start: int, stop: int) -> Tensor:
+        a, b = store.get_tensor(pair.a), store.get_tensor(pair.b)
+        left, right = (a.T, b.T) if pair.transposed else (b, a)
+        right = right.float().contiguous()
+        out = origin(start, stop).to(leaf.dtype, copy=True)
+        # whole blocks, always the same ones: a product's last bit depends on its shape
+        for first in range(start // columns // height * height, -(-stop // columns), height):
+            block = (left[first : first + height].float().contiguous() @ right).mul_(pair.scale).view(-1)
+            begin = first * columns
+            low, high = max(start, begin), min(stop, begin + block.numel())
+            out[low - start : high - start] += block[low - begin : high - begin]
+        return out
+
+    return read

@@ -1,0 +1,159 @@
+"""The other way: a LoRA adapter whose product is as near as its rank allows to what an expert changed in base."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import checkpoint, errors
+from ..errors import problems_of
+from ..merge.inputs import fit_problems
+from .adapters import CONFIG, PREFIX, WEIGHTS
+from .inputs import open_inputs
+from .reading import Folder
+
+ROWS = 4096  # of a matrix that are in float64 at a time
+_EMBEDDINGS = "embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embed_positions", "embed_in"
+_CONV1D = "c_attn", "c_proj", "c_fc", "q_attn"  # GPT-2's, whose weights are (in, out)
+
+
+class Extracted(NamedTuple):
+    """What an adapter holds of an expert's changes."""
+
+    errors: dict[str, float]  # ‖Δ − B A‖ / ‖Δ‖ of every changed leaf; 0 where it is stored whole
+    error: float  # of all of them together
+    whole: tuple[str, ...]  # leaves that are stored as the expert has them: they are no matrices
+    left_out: tuple[str, ...]  # changed leaves of adapted modules that are no matrices: biases
+    bytes: int
+
+
+def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: bool = False) -> Extracted:
+    """B A = argmin over matrices of rank ``rank`` of ‖Δ − B A‖_F, for every changed 2-D weight: a folder for peft.
+
+    Δ V Vᵀ, V the eigenvectors of the float64 ΔᵀΔ with the largest eigenvalues; both factors share the singular values,
+    float32, scaling 1. Changed leaves that are no matrices (norms) are stored whole as ``modules_to_save``. The folder
+    appears whole or not at all. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its short side.
+
+    Args: base, expert: folders or hub names, leaves of the same names and shapes; rank: at least 1; a leaf has at most
+        its own.
+    Raises: ValueError that lists every problem of options and headers; for values that are not finite.
+    Source: Eckart & Young, 1936; Hu et al., "LoRA", 2022.
+    """
+    problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
+    problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
+    start, found = open_inputs(base, {"expert": expert}, "error", problems)
+    if start is not None:
+        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    errors.raise_problems(problems)
+    assert start is not None
+    conv1d = _CONV1D if _model_type(start).startswith(("gpt2", "openai-gpt", "imagegpt")) else ()
+    stored: dict[str, Tensor] = {}
+    rests: dict[str, tuple[float, float]] = {}  # ‖Δ − B A‖² and ‖Δ‖²
+    ranks: dict[str, int] = {}
+    others: list[str] = []
+    for path, leaf in start.leaves.items():
+        delta = _delta(path, start, found["expert"]) if leaf.is_floating_point() else None
+        if delta is None or not bool(delta.any()):
+            continue
+        module = path.removesuffix(".weight")
+        if leaf.ndim != 2 or module == path:
+            others.append(path)
+            rests[path] = (size := _square(delta)), size
+            continue
+        left, right = low_rank(delta, rank)
+        rests[path] = _rest(delta, left, right), _square(delta)
+        ranks[module] = left.shape[1]
+        stored |= _named(module, left, right, conv1d)
+    whole = tuple(path for path in others if path.rpartition(".")[0] not in ranks)
+    for path in whole:
+        stored[path] = found["expert"].read(path, 0, start.leaves[path].numel()).view(start.leaves[path].shape)
+        rests[path] = 0.0, rests[path][1]
+    config = _config(base, rank, ranks, whole) | {"fan_in_fan_out": any(_last(module) in conv1d for module in ranks)}
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
+        tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    rest, size = (sum(pair[i] for pair in rests.values()) for i in (0, 1))
+    return Extracted(
+        {path: math.sqrt(rest / size) for path, (rest, size) in rests.items()},
+        math.sqrt(rest / size) if size else 0.0,
+        whole,
+        tuple(path for path in others if path not in whole),
+        sum(tensor.nbytes for tensor in stored.values()),
+    )
+
+
+def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(left, right) float32, (rows, r) and (r, columns), r = min(rank, rows, columns): the nearest product."""
+    if matrix.shape[0] < matrix.shape[1]:
+        left, right = low_rank(matrix.T, rank)
+        return right.T, left.T
+    gram = torch.zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float64)
+    for rows in matrix.split(ROWS):
+        gram.addmm_(rows.double().T, rows.double())
+    vectors = torch.linalg.eigh(gram).eigenvectors[:, -min(rank, matrix.shape[1]) :].flip(1)
+    left = torch.cat([rows.double() @ vectors for rows in matrix.split(ROWS)])
+    # an eigenvalue is the square of a length, and less exact
+    share = left.square().sum(0).sqrt_().sqrt_()
+    return (left / share.where(share > 0, 1)).float(), (vectors * share).T.float()
+
+
+def _config(base: Path, rank: int, ranks: Mapping[str, int], whole: Sequence[str]) -> dict[str, Any]:
+    lower = {module: r for module, r in ranks.items() if r < rank}
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": lower,
+        "alpha_pattern": lower,
+        "target_modules": sorted(ranks),
+        "modules_to_save": sorted({path.rpartition(".")[0] for path in whole} - {""}) or None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+
+
+def _named(module: str, left: Tensor, right: Tensor, conv1d: Sequence[str]) -> dict[str, Tensor]:
+    """The factors of Δ = left @ right under peft's names."""
+    if _last(module) in _EMBEDDINGS:
+        return {f"{module}.lora_embedding_A": left.T, f"{module}.lora_embedding_B": right.T}
+    b, a = (right.T, left.T) if _last(module) in conv1d else (left, right)
+    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _delta(path: str, base: Folder, expert: Folder) -> Tensor:
+    leaf = base.leaves[path]
+    delta = expert.read(path, 0, leaf.numel()).float() - base.read(path, 0, leaf.numel()).float()
+    if not bool(delta.isfinite().all()):
+        raise ValueError(
+            f"leaf {path!r} holds values that are NaN or infinite in base or the expert: nothing is written"
+        )
+    return delta.view(leaf.shape)
+
+
+def _square(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def _rest(delta: Tensor, left: Tensor, right: Tensor) -> float:
+    parts = zip(delta.split(ROWS), left.split(ROWS), strict=True)
+    return sum(_square(part.double() - rows.double() @ right.double()) for part, rows in parts)
+
+
+def _model_type(base: Folder) -> str:
+    try:
+        config: Any = json.loads((base.root / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, Mapping) else ""

@@ -1,0 +1,223 @@
+"""Merging of one leaf of mapped folders, piece by piece, with the arithmetic of the pure mergers."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import errors, tree
+from ..config import MergerConfig
+from ..merge.common import Fuse, Piece, fields_of, groups, mask_keys
+from ..merge.configured import BASELESS
+from ..merge.dare import add_dropped
+from .reading import Folder
+from .scratch import Scratch
+
+SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
+
+
+class Job(NamedTuple):
+    """What is merged, checked."""
+
+    config: MergerConfig
+    coefs: dict[str, float]  # γ of every floating-point leaf; empty for mergers without one
+    key: Tensor | None
+    base: Folder
+    experts: dict[str, Folder]
+    dtype: torch.dtype | None  # of the floating-point output; None: base's
+    chunk: int  # coordinates, over all experts together, of one worker
+    device: torch.device  # that pieces are merged on
+    scratch: Scratch  # of this merge
+    notes: tuple[str, ...] = ()  # what a user should know of the inputs
+    workers: int = 1  # threads
+
+
+class Rule(NamedTuple):
+    """How a merger sees leaves: by ``fuse``, or by ``total`` or ``drop_prob`` where it only adds."""
+
+    fuse: Callable[[str], Fuse] | None = None  # of a leaf
+    total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
+    drop_prob: float | None = None  # of DARE, which adds them one by one, too
+    based: bool = True  # a piece holds task vectors and gives one; else it holds weights and gives weights
+    rows: bool = False  # no row is cut
+    whole: bool = False  # no leaf is cut
+
+
+class Written(NamedTuple):
+    """Output coordinates from ``start`` on, valid until this thread merges its next piece.
+
+    Beside them squared norms of the rounding error and of the merged change.
+    """
+
+    start: int
+    values: Tensor
+    error: float = 0.0
+    change: float = 0.0
+
+
+def target(job: Job, path: str) -> torch.dtype:
+    """The dtype that a leaf is written in."""
+    leaf = job.base.leaves[path]
+    return job.dtype if job.dtype is not None and leaf.is_floating_point() else leaf.dtype
+
+
+def spans(leaf: Tensor, limit: int, *, rows: bool = False) -> Iterator[tuple[int, int]]:
+    """Flat ranges of at most ``limit`` coordinates (or one row) that cover a leaf; with ``rows`` no row is cut."""
+    return ((start, stop) for group in groups([leaf], max(1, limit), rows) for _, start, stop in group)
+
+
+def compute_dtype(job: Job, path: str, *, based: bool = True) -> torch.dtype:
+    """The dtype that a leaf is merged in."""
+    leaves = [folder.leaves[path] for folder in ([job.base] if based else []) + list(job.experts.values())]
+    return tree.compute_dtype(*leaves)
+
+
+def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Flat coordinates [start, stop) of every expert's leaf, not to be written to, until the thread's next piece."""
+    for i, folder in enumerate(job.experts.values()):
+        yield job.scratch.cast(f"part {i}", folder.read(path, start, stop), dtype, job.device)
+
+
+def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Flat coordinates [start, stop) of every expert's task vector, until the thread's next piece."""
+    return _vectors(job, path, start, _origin(job, path, start, stop, dtype))
+
+
+def _vectors(job: Job, path: str, start: int, origin: Tensor) -> Iterator[Tensor]:
+    stop, dtype = start + len(origin), origin.dtype
+    for i, weights in enumerate(weights_of(job, path, start, stop, dtype)):
+        yield torch.sub(weights, origin, out=job.scratch.take(f"part {i}", len(origin), dtype, job.device))
+
+
+def _origin(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    return job.scratch.cast("origin", job.base.read(path, start, stop), dtype, job.device)
+
+
+def _in_turn(job: Job, path: str, start: int, origin: Tensor, *, based: bool) -> Iterator[Tensor]:
+    """`vectors_of`, or `weights_of`, for a sum: the first may be written to, each other one only until the next."""
+    stop, dtype = start + len(origin), origin.dtype
+    for i, folder in enumerate(job.experts.values()):
+        values = folder.read(path, start, stop)
+        room = job.scratch.take("part" if i else "total", stop - start, dtype, job.device)
+        if based:
+            yield room.copy_(values).sub_(origin)
+        else:
+            yield job.scratch.cast("part", values, dtype, job.device) if i else room.copy_(values)
+
+
+def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
+    """Tasks that give every coordinate of one output leaf, in order, on the CPU; independent of each other.
+
+    Tasks raise: ValueError that lists all values of all inputs that are not finite (or, for buffers of mergers
+        without a base, differ) on meeting one.
+    """
+    if job.base.leaves[path].is_floating_point():
+        return _merged(job, rule, path)
+    return _copied(job, rule, path)
+
+
+def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
+    leaf, out = job.base.leaves[path], target(job, path)
+    dtype = compute_dtype(job, path, based=rule.based)
+    drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
+    fuse = None if rule.fuse is None else rule.fuse(path)
+
+    def dropped(origin: Tensor, start: int, stop: int) -> Tensor:
+        assert drawn is not None
+        assert rule.drop_prob is not None
+        total = None
+        for folder, (mask,) in zip(job.experts.values(), drawn, strict=True):
+            part = folder.read(path, start, stop).to(job.device)
+            room = job.scratch.take("total", len(origin), dtype, job.device)
+            total, finite = add_dropped(total, part, origin, mask, start, rule.drop_prob, out=room)
+            if not finite:
+                refuse_values(job, path, list(vectors_of(job, path, start, stop, dtype)))
+        assert total is not None
+        return total
+
+    def merge(start: int, stop: int) -> Written:
+        origin = _origin(job, path, start, stop, dtype)
+
+        def parts() -> Iterator[Tensor]:
+            return _vectors(job, path, start, origin) if rule.based else weights_of(job, path, start, stop, dtype)
+
+        if rule.total is not None:
+            merged = rule.total(_in_turn(job, path, start, origin, based=rule.based))
+        elif rule.drop_prob is not None:
+            merged = dropped(origin, start, stop)
+        else:
+            assert fuse is not None
+            every = list(parts())
+            if not all(math.isfinite(part.sum()) for part in every):
+                refuse_values(job, path, every)
+            fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
+            merged = fuse(Piece(path, start, every, fields))
+        room = job.scratch.take("change", stop - start, merged.dtype, job.device)
+        if not rule.based:
+            change = torch.sub(merged, origin, out=room)
+        elif fuse is None:  # a total, which nobody else has
+            change = merged.mul_(job.coefs[path])
+        else:
+            change = torch.mul(merged, job.coefs[path], out=room)
+        size = _square(change)
+        if fuse is None and not math.isfinite(size):  # sums keep what is not finite
+            refuse_values(job, path, list(parts()))
+        exact = change.add_(origin) if rule.based else merged
+        values = job.scratch.cast("values", exact, out, job.device)
+        # sub_ would take new memory to widen the values
+        error = 0.0 if out == dtype else _square(exact.sub_(job.scratch.cast("part", values, exact.dtype, job.device)))
+        if not (math.isfinite(error or values.sum()) or bool(values.isfinite().all())):
+            raise ValueError(f"leaf {path!r}: merged values exceed the range of {out}: choose a wider out_dtype")
+        return Written(start, values.cpu(), error, size)
+
+    room = job.chunk if fuse is None else job.chunk // len(job.experts)  # a sum holds one expert at a time
+    limit = leaf.numel() if rule.whole else min(room, SPAN)
+    return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
+
+
+def _copied(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
+    first, *rest = (job.base,) if rule.based else job.experts.values()
+
+    def copy(start: int, stop: int) -> Written:
+        values = first.read(path, start, stop)
+        if not all(torch.equal(values, folder.read(path, start, stop)) for folder in rest):
+            refuse_values(job, path, [])
+        return Written(start, values)
+
+    return (partial(copy, *span) for span in spans(job.base.leaves[path], job.chunk))
+
+
+def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
+    """Read everything and list what cannot be merged. Raises: ValueError, unless only a sum was too large."""
+    errors.raise_problems(list(_value_problems(job)))
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise ValueError(f"leaf {path!r}: the difference of an expert and base overflows: they are no relatives")
+
+
+def _value_problems(job: Job) -> Iterator[str]:
+    for folder in (job.base, *job.experts.values()):
+        for path, leaf in folder.leaves.items():
+            if leaf.is_floating_point():
+                bad = sum(int((~folder.read(path, *span).isfinite()).sum()) for span in spans(leaf, job.chunk))
+                if bad:
+                    yield f"leaf {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
+    if job.config.name in BASELESS:
+        first, *rest = job.experts.values()
+        for folder in rest:
+            for path, leaf in folder.leaves.items():
+                if not leaf.is_floating_point() and not all(
+                    torch.equal(first.read(path, *span), folder.read(path, *span)) for span in spans(leaf, job.chunk)
+                ):
+                    yield (
+                        f"leaf {path!r} differs between {first.label} and {folder.label}: only floating-point leaves "
+                        "are averaged, make it equal"
+                    )
+
+
+def _square(values: Tensor) -> float:
+    """Σ v²; in float64, a third as fast, only where float32 cannot hold it."""
+    found = float(values.dot(values))
+    return found if 1e-30 < found < 1e30 else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

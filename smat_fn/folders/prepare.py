@@ -1,0 +1,148 @@
+"""Checks of a merge of folders before any work."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint, errors, random
+from ..config import MergerConfig
+from ..errors import problems_of
+from ..merge.coefs import Rules, coefs_of, matches
+from ..merge.configured import BASELESS, RANDOM, merge_by
+from ..merge.inputs import coef_problems, fit_problems, short
+from .inputs import open_inputs
+from .pieces import Job, target
+from .reading import Folder
+from .scratch import Scratch
+from .tokenizers import notes
+from .vocabulary import Vocabulary
+from .writing import Shard, layout
+
+OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
+_OUT: dict[str, torch.dtype | None] = {
+    "same": None,
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CHUNK = 1 << 19  # as the pure mergers
+SHARD_SIZE = 5 * 10**9
+
+
+class Options(TypedDict, total=False):
+    """How `merge_folders` and `plan` merge: see there. Defaults stand in `prepare`."""
+
+    coef: Rules | None
+    key: Tensor | None
+    out_dtype: OutDtype
+    shard_size: int
+    chunk: int
+    workers: int
+    overwrite: bool
+    device: str
+    vocabulary: Vocabulary
+    partial: bool
+
+
+def prepare(
+    config: MergerConfig,
+    base: Path,
+    experts: Mapping[str, Path],
+    out: Path,
+    *,
+    coef: Rules | None = None,
+    key: Tensor | None = None,
+    out_dtype: OutDtype = "same",
+    shard_size: int = SHARD_SIZE,
+    chunk: int = CHUNK,
+    workers: int = 1,
+    overwrite: bool = False,
+    device: str = "cpu",
+    vocabulary: Vocabulary = "error",
+    partial: bool = False,
+) -> tuple[Job, list[Shard]]:
+    """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
+    sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers}
+    problems = [f"{name} is {value}, must be at least 1" for name, value in sizes.items() if value < 1]
+    if out_dtype not in _OUT:
+        problems.append(f"out_dtype is {out_dtype!r}, must be one of {', '.join(_OUT)}")
+    problems += _device_problems(device)
+    rules = getattr(config, "coef", None) if coef is None else coef
+    problems += _merger_problems(config, list(experts), rules, key)
+    problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
+    problems += [
+        f"out is {out}, which is, holds or lies in {path}: choose another folder"
+        for path in map(Path, (base, *experts.values()))
+        if _overlap(out, path)
+    ]
+    start, found = open_inputs(base, experts, vocabulary, problems, partial=partial)
+    floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
+    if start is not None:
+        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+        if config.name in BASELESS:
+            problems += _buffer_problems(start, found)
+        if isinstance(rules, Mapping) and hasattr(config, "coef"):
+            if config.coef is not None and any(not matches(path, rules) for path in floating):
+                rules = {**rules, "*": config.coef}
+            problems += problems_of(lambda: coefs_of(floating, rules))
+    errors.raise_problems(problems)
+    assert start is not None
+    coefs = {} if rules is None else coefs_of(floating, rules)
+    masks = key if config.name in RANDOM else None
+    told = tuple(notes(start.root, {folder.label: folder.root for folder in found.values()}))
+    each = max(1, chunk // workers)
+    place = torch.device(device)
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers)
+    like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
+    return job, layout(like, shard_size)
+
+
+def _merger_problems(config: MergerConfig, experts: list[str], rules: Rules | None, key: Tensor | None) -> list[str]:
+    problems = []
+    if not hasattr(config, "coef"):
+        problems += [] if rules is None else [f"coef is {rules}, but {config.name} has none: leave it out"]
+    elif rules is None:
+        problems.append("coef is not set: pass one")
+    elif not isinstance(rules, Mapping):
+        problems += coef_problems(rules)
+    unset = [name for name, value in vars(config).items() if value is None and name != "coef"]
+    problems += [f"{name} of {config.name} is not set: smat_fn.config.resolve takes it from a preset" for name in unset]
+    if key is None and config.name in RANDOM:
+        problems.append("key is not set: make one by smat_fn.random.key(seed)")
+    if unset:
+        return problems
+    # the merger itself knows the rest: on a single coordinate it costs nothing
+    one = {"w": torch.zeros(1)}
+    coef, mask_key = (1.0 if hasattr(config, "coef") else None), (random.key(0) if key is None else key)
+    return problems + problems_of(lambda: merge_by(config, one, dict.fromkeys(experts, one), key=mask_key, coef=coef))
+
+
+def _device_problems(device: str) -> list[str]:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        return [f"device is {device!r}: give cpu or cuda"]
+    if kind not in ("cpu", "cuda"):
+        return [f"device is {device!r}: give cpu or cuda"]
+    missing = kind == "cuda" and not torch.cuda.is_available()
+    return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
+
+
+def _overlap(out: Path, path: Path) -> bool:
+    a, b = out.resolve(), path.resolve()
+    return a == b or a in b.parents or b in a.parents
+
+
+def _buffer_problems(start: Folder, experts: Mapping[str, Folder]) -> list[str]:
+    """Mergers without a base take non-floating leaves from the experts."""
+    return [
+        f"leaf {path!r} is {short(folder.leaves[path])} in {folder.label} but {short(leaf)} in base: cast one of them"
+        for folder in experts.values()
+        for path, leaf in start.leaves.items()
+        if not leaf.is_floating_point() and path in folder.leaves
+        if not folder.leaves[path].is_floating_point() and folder.leaves[path].dtype != leaf.dtype
+    ]

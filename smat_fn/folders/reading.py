@@ -1,0 +1,201 @@
+"""Checkpoint folders in Hugging Face's layout: headers first, then flat ranges of leaves from mapped files."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..checkpoint import INDEX, WEIGHTS
+from ..merge.inputs import short
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_PICKLES = "*.bin", "*.pt", "*.pth", "*.ckpt"
+_QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compressed-tensors, fp8, HQQ, MXFP4
+    *("qweight", "qzeros", "g_idx"),
+    *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
+)
+_SAFE = "save the model again with save_pretrained, which writes safetensors"
+
+Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
+
+
+class Store:
+    """A mapped safetensors file. Tensors just read stay mapped: mapping one costs as much as a small chunk."""
+
+    def __init__(self, file: Path) -> None:
+        store: Any = safe_open(file, framework="pt")
+        self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
+        self.names: list[str] = store.offset_keys()
+        self._slice = store.get_slice
+
+    def code(self, name: str) -> str:
+        """How a tensor is stored: "BF16"."""
+        return self._slice(name).get_dtype()
+
+    def header(self, name: str) -> Tensor | None:
+        """Shape and dtype of a tensor, as a meta tensor; None for a dtype that cannot be merged."""
+        code = self.code(name)
+        shape = self._slice(name).get_shape()
+        return torch.empty(shape, dtype=DTYPES[code], device="meta") if code in DTYPES else None
+
+
+class Folder(NamedTuple):
+    """A checkpoint on disk. ``leaves`` are meta tensors in the order of its files; `read` gives their values."""
+
+    label: str
+    leaves: dict[str, Tensor]
+    files: dict[str, Path]  # of every leaf that is read as it is stored
+    stores: dict[Path, Any]  # mapped files; None for one that only says how to read the others
+    root: Path = Path()
+    made: Mapping[str, Read] = MappingProxyType({})  # leaves that are formed from others while they are read
+
+    def read(self, path: str, start: int, stop: int) -> Tensor:
+        """Flat coordinates [start, stop) of a leaf, not to be written to: mostly a view of the mapped file."""
+        if path in self.made:
+            return self.made[path](start, stop)
+        return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
+
+    def reader(self, path: str) -> Read:
+        """`read` of one leaf."""
+        return lambda start, stop: self.read(path, start, stop)
+
+    def with_leaf(self, path: str, leaf: Tensor, read: Read) -> "Folder":
+        """The same checkpoint with a leaf that is read in another way."""
+        return self._replace(leaves={**self.leaves, path: leaf}, made={**self.made, path: read})
+
+    def without(self, path: str) -> "Folder":
+        """The same checkpoint without a leaf."""
+        return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name != path})
+
+
+def open_folder(label: str, path: Path) -> Folder:
+    """Read the headers of a checkpoint folder; no tensor data is read.
+
+    Raises: ValueError that lists what is missing, broken or of a kind that cannot be merged, by name.
+    """
+    problems: list[str] = []
+    wanted = _files(label, path, problems)
+    stores: dict[Path, Any] = {}
+    leaves: dict[str, Tensor] = {}
+    files: dict[str, Path] = {}
+    for file, names in wanted.items():
+        try:
+            store = Store(file)
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{label}: {file} cannot be read ({error}): copy or download it again")
+            continue
+        stores[file] = store
+        problems += [
+            f"{label}: {file} lacks leaf {name!r} that {INDEX} places there: download it again"
+            for name in sorted((names or set()) - set(store.names))
+        ]
+        problems += [
+            f"{label}: {file} holds leaf {name!r} that {INDEX} does not place there: write the checkpoint again"
+            for name in store.names
+            if names is not None and name not in names
+        ]
+        for name in store.names:
+            if (leaf := store.header(name)) is None:
+                problems.append(
+                    f"{label}: leaf {name!r} is stored as {store.code(name)}, which cannot be merged: "
+                    "convert the checkpoint to bfloat16, float16 or float32"
+                )
+                continue
+            leaves[name], files[name] = leaf, file
+    problems += _quantised(label, path, leaves)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Folder(label, leaves, files, stores, path)
+
+
+def _files(label: str, path: Path, problems: list[str]) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint and the leaves that its index places in each; None without an index."""
+    if path.is_file():
+        problems.append(f"{label}: {path} {foreign(path.parent, path.name)}")
+    elif not path.is_dir():
+        problems.append(f"{label}: {path} is no folder: give the folder of a checkpoint")
+    elif (path / WEIGHTS).exists():
+        return {path / WEIGHTS: None}
+    elif (path / INDEX).exists():
+        return _indexed(label, path, problems)
+    else:
+        problems.append(f"{label}: {path} {foreign(path)}")
+    return {}
+
+
+def _indexed(label: str, path: Path, problems: list[str]) -> dict[Path, set[str] | None]:
+    try:
+        placed = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in placed.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.append(f"{label}: {path / INDEX} is no index ({error!r}): download it again")
+        return {}
+    names: dict[str, set[str] | None] = {}
+    for name, file in pairs:
+        group = names.setdefault(file, set())
+        assert group is not None
+        group.add(name)
+    for file in sorted(names):
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
+            problems.append(f"{label}: {path / INDEX} names {file!r}, which leaves the folder: do not trust this index")
+        elif not (path / file).is_file():
+            problems.append(f"{label}: {path / file} is missing, {INDEX} names it: download it again")
+        else:
+            continue
+        del names[file]
+    return {path / file: names[file] for file in sorted(names)}
+
+
+def foreign(path: Path, only: str = "*") -> str:
+    """What a folder without safetensors weights holds instead, or what a file is."""
+    names = sorted(file.name for file in path.glob("*") if fnmatch(file.name, only))
+    verb = "holds" if only == "*" else "is"
+    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES)]:
+        return f"{verb} pickled weights ({found[0]}), which can run code when read: {_SAFE}"
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return f"{verb} a GGUF file ({found[0]}), whose weights are quantised: merge the original checkpoint"
+    if "adapter_model.safetensors" in names:
+        return "holds an adapter, not a whole model: only experts can be adapters"
+    if only != "*":
+        return "is a file: give the folder of a checkpoint"
+    return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
+
+
+def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
+    out = "merge the checkpoint it was made from"
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if isinstance(config, dict) and config.get("quantization_config"):
+        asked = config["quantization_config"]
+        method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked
+        yield f"{label}: {path} is quantised ({method}, says its config.json): {out}"
+        return
+    for name, leaf in leaves.items():
+        packed = leaf.dtype in (torch.int8, torch.uint8) and name.endswith((".weight", "_blocks"))
+        if packed or name.rpartition(".")[2] in _QUANTISED:
+            yield f"{label}: {path} is quantised (it holds leaf {name!r}, {short(leaf)}): {out}"
+            return

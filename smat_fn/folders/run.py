@@ -1,0 +1,203 @@
+"""Merging of checkpoint folders: all checks first, then shard by shard, whole or not at all."""
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, Unpack
+
+from .. import __version__, errors
+from ..checkpoint import write_text
+from ..config import MergerConfig, Ties, settings
+from ..merge.ties import Cuts
+from . import trimming
+from .estimate import memory_bound, seconds_of
+from .pieces import Job, Rule, Written, target, write_order
+from .prepare import Options, prepare
+from .rules import net_sign, rule_of
+from .workers import in_order
+from .writing import (
+    Shard,
+    exclusive,
+    fill,
+    load_progress,
+    save_progress,
+    shard_file,
+    take_place,
+    work_folder,
+    write_piece,
+)
+
+
+class Report(NamedTuple):
+    """What a merge did."""
+
+    density: dict[str, float]  # TIES: the fraction of coordinates kept of every expert, else empty
+    rounding_ratio: float  # RMS of the last rounding / RMS of the merged change of base; above 1 it drowns the change
+    seconds: float
+    bytes: int  # of tensor data written
+    inputs: dict[str, list[Path]]  # the files that were read, of "base" and "expert 'name'"
+    notes: tuple[str, ...] = ()  # what a user should know of the inputs: tokenizers that differ
+
+
+class Plan(NamedTuple):
+    """What a merge would need, from headers and a trial on one chunk."""
+
+    memory: int  # bytes, a bound of the anonymous memory at its peak, above that of an idle process
+    read: int  # bytes of all inputs' files
+    disk: int  # bytes that are written; twice as many are taken where a merge of the same name is replaced
+    seconds: float  # of computation on this machine with its present threads; disks slower than that add to it
+    shards: tuple[str, ...]
+    leaves: int
+    parameters: int
+    notes: tuple[str, ...] = ()  # as of `Report`
+
+
+Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
+
+
+def merge_folders(
+    config: MergerConfig,
+    base: Path,
+    experts: Mapping[str, Path],
+    out: Path,
+    *,
+    describe: Describe | None = None,
+    **options: Unpack[Options],
+) -> Report:
+    """What the pure merger of ``config`` gives in memory, of folders on disk, bit for bit.
+
+    The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
+    all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory, besides that of
+    libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
+    Some mergers need more of a leaf at once, 32 MiB + N x 80 bytes x the longest row for DELLA, N x 8 MiB for Model
+    Stock and SLERP, (4 N + 64) bytes x the largest leaf for TSV-Merge, for each worker, where that is more.
+
+    Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
+        LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
+        finished checkpoint and the report, the texts of more files by name, which appear with it. Options: coef: γ, or
+        {glob: γ} as in `coefs_of`, else ``config.coef``. key: int64 (2,), for random masks. out_dtype: of the
+        floating-point leaves, "same" as base's. shard_size: bytes of tensor data in one file. chunk: coordinates in
+        memory at a time, all experts together; it changes no bit. workers: threads that share the chunk; give torch one
+        thread (``torch.set_num_threads``) for each. overwrite: replace ``out``. device: where chunks are
+        merged; a GPU may round divisions by one number otherwise, in the last bit. vocabulary: what to do with
+        embeddings and heads of another number of rows than base's: "error", "base-rows" or "pad-with-base", as in
+        `fit_rows`. partial: an expert may hold a part of base's leaves and has the others of base; they count like any
+        others where a merger compares magnitudes.
+    Raises: ValueError that lists every problem of options and headers before any work; later for values that are not
+        finite, with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
+    """
+    begin = time.perf_counter()
+    job, shards = prepare(config, base, experts, out, **options)
+    size = sum(sum(_nbytes(job, path) for path in shard.offsets) for shard in shards)
+    with exclusive(out):
+        folder = work_folder(out)
+        progress = load_progress(folder, _recipe(job, shards, options.get("vocabulary")))
+        errors.raise_problems(_room_problems(folder, shards))
+        try:
+            trims, cuts, majority = _trimmings(job, folder, progress)
+            rule = rule_of(job, cuts, majority)
+            for shard in shards:
+                if shard.file not in progress["shards"]:
+                    with shard_file(folder, shard) as descriptor:
+                        sums = [0.0, 0.0]
+                        for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
+                            sums = [sums[0] + error, sums[1] + change]
+                    progress["shards"][shard.file] = sums
+                    save_progress(folder, progress)
+        except ValueError:
+            shutil.rmtree(folder, ignore_errors=True)  # it would fail again
+            raise
+        error, change = (math.sqrt(sum(sums[i] for sums in progress["shards"].values())) for i in (0, 1))
+        ratio = error / change if change else math.inf if error else 0.0
+        density = trimming.density(job, trims) if isinstance(config, Ties) else {}
+        files = fill(folder, job.base.root, shards, job.dtype, size)
+        inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
+        report = Report(density, ratio, time.perf_counter() - begin, size, inputs, job.notes)
+        for name, text in ({} if describe is None else describe(files, report)).items():
+            write_text(folder / name, text)
+        take_place(folder, out)
+    return report
+
+
+def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
+    """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
+    job, shards = prepare(config, base, experts, out, **options)
+    disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
+    errors.raise_problems(_room_problems(work_folder(out), shards))
+    return Plan(
+        memory_bound(job),
+        sum(file.stat().st_size for opened in (job.base, *job.experts.values()) for file in opened.stores),
+        disk,
+        seconds_of(job),
+        tuple(shard.file for shard in shards),
+        len(leaves),
+        sum(leaf.numel() for leaf in leaves),
+        job.notes,
+    )
+
+
+def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float]]]:
+    """Tasks that merge and write a piece each, and give the squared norms of its rounding error and change."""
+
+    def write(piece: Callable[[], Written], offset: int) -> tuple[float, float]:
+        done = piece()
+        write_piece(descriptor, done.values, offset + done.start * done.values.itemsize)
+        return done.error, done.change
+
+    for path, offset in shard.offsets.items():
+        yield from (partial(write, piece, offset) for piece in write_order(job, rule, path))
+
+
+def _trimmings(job: Job, folder: Path, progress: dict[str, Any]) -> tuple[list[list[trimming.Trim]], Cuts, int]:
+    if not isinstance(job.config, Ties):
+        return [], {}, 0
+    if "trims" not in progress:
+        progress["trims"] = trimming.find(job)
+        save_progress(folder, progress)
+    trims = [[trimming.Trim(*trim) for trim in row] for row in progress["trims"]]
+    cuts = trimming.cuts(job, trims)
+    if "majority" not in progress:
+        progress["majority"] = 1 if job.config.scope == "tensor" else net_sign(job, cuts)
+        save_progress(folder, progress)
+    return trims, cuts, progress["majority"]
+
+
+def _recipe(job: Job, shards: Sequence[Shard], vocabulary: str | None) -> str:
+    """A digest of all that decides the output's bytes; input files count by path, size and time of change."""
+    files = []
+    for name, folder in {"": job.base, **job.experts}.items():
+        for file in folder.stores:
+            stat = file.stat()
+            files.append([name, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    key = None if job.key is None else job.key.tolist()
+    headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
+    parts = [__version__, job.config.name, settings(job.config), job.coefs, key, job.device.type]
+    parts += [vocabulary, headers, files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:
+    """What speaks against writing the shards beside those that are in ``folder`` already."""
+    present = 0
+    for shard in shards:
+        for file in (folder / shard.file, folder / f"{shard.file}.part"):
+            with suppress(FileNotFoundError):
+                present += file.stat().st_blocks * 512
+    disk = next(path for path in folder.resolve().parents if path.exists())
+    needed, free = sum(shard.size for shard in shards), shutil.disk_usage(disk).free
+    if needed - present <= free:
+        return []
+    return [
+        f"{disk} has {free / 1e9:.1f} GB free, {(needed - present) / 1e9:.1f} GB are needed: make room, "
+        "or write elsewhere"
+    ]
+
+
+def _nbytes(job: Job, path: str) -> int:
+    return job.base.leaves[path].numel() * target(job, path).itemsize

@@ -1,0 +1,256 @@
+"""Shards whose bytes are written in place, in a folder that appears whole or not at all and can be resumed."""
+
+import glob
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import write_text
+from .reading import DTYPES, INDEX, WEIGHTS
+
+PROGRESS = "progress.json"
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has none
+FLUSH = 0.05  # seconds between two flushes of a shard that is being written
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
+    "*.spm",
+    "tekken.json",
+    "normalizer.json",
+    "modules.json",  # of sentence-transformers, and what stands in the folders that it names
+    "*sentence*.json",
+    "[0-9]_*/*",
+    "*.py",
+)
+
+
+class Shard(NamedTuple):
+    """One output file: its header and, in its order, the byte offsets of its leaves."""
+
+    file: str
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def layout(leaves: Mapping[str, Tensor], shard_size: int) -> list[Shard]:
+    """Shards of at most ``shard_size`` bytes, or one leaf, in the order of ``leaves``; wide dtypes first in each.
+
+    One shard is ``model.safetensors``, more are numbered as Hugging Face does.
+    """
+    groups: list[list[str]] = [[]]
+    room = shard_size
+    for path, leaf in leaves.items():
+        if leaf.nbytes > room and groups[-1]:
+            groups.append([])
+            room = shard_size
+        groups[-1].append(path)
+        room -= leaf.nbytes
+    names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    names = [WEIGHTS] if len(groups) == 1 else names
+    # wide dtypes first keep every leaf aligned to its own width
+    ordered = [sorted(group, key=lambda path: -leaves[path].itemsize) for group in groups]
+    return [_shard(name, {path: leaves[path] for path in group}) for name, group in zip(names, ordered, strict=True)]
+
+
+def _shard(file: str, leaves: Mapping[str, Tensor]) -> Shard:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends, end = {}, 0
+    for path, leaf in leaves.items():
+        ends[path] = end, end + leaf.nbytes
+        entries[path] = {"dtype": _CODES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": list(ends[path])}
+        end += leaf.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return Shard(file, header, {path: len(header) + start for path, (start, _) in ends.items()}, len(header) + end)
+
+
+def write_piece(descriptor: int, values: Tensor, offset: int) -> None:
+    """The bytes of a flat tensor at an offset of an open file."""
+    data = memoryview(values.contiguous().view(torch.uint8).numpy().data)
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+@contextmanager
+def shard_file(folder: Path, shard: Shard) -> Iterator[int]:
+    """A descriptor of a file that has its full size and header, and its name once the block ends well."""
+    part = folder / f"{shard.file}.part"
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.ftruncate(descriptor, shard.size)
+        os.pwrite(descriptor, shard.header, 0)
+        with _flushing(descriptor):
+            yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    part.rename(folder / shard.file)
+
+
+@contextmanager
+def _flushing(descriptor: int) -> Iterator[None]:
+    """What is written goes to the disk while the next pieces are merged."""
+    ended = Event()
+
+    def flush() -> None:
+        with suppress(OSError):  # the last one, by the caller, tells
+            while not ended.wait(FLUSH):
+                _sync(descriptor)
+
+    thread = Thread(target=flush)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def exclusive(out: Path) -> Iterator[None]:
+    """Hold the lock file beside ``out``. A lock whose process has ended is taken over.
+
+    Raises: ValueError if another merge holds it.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = out.parent / f".{out.name}.lock"
+    mine = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}"
+    if (holder := _holder(lock)) is not None and not _alive(holder):
+        stale = lock.with_name(f"{lock.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            lock.rename(stale)  # one of several that try this wins; the others find no lock, or a new one, below
+            if stale.read_text(encoding="utf-8") != holder:
+                os.link(stale, lock)
+            stale.unlink()
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        raise ValueError(
+            f"another merge into {out} is running ({_holder(lock) or 'it has just begun'}): wait for it, "
+            f"or delete {lock} if it is not"
+        ) from None
+    try:
+        os.write(descriptor, mine.encode())
+        os.close(descriptor)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _holder(lock: Path) -> str | None:
+    try:
+        return lock.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _alive(holder: str) -> bool:
+    host, pid, started = [*holder.split(" "), "", ""][:3]
+    if host != socket.gethostname() or not pid.isdigit():
+        return True  # of another machine, or not written yet
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    # a machine that was started anew gives the same numbers to other processes, to this one perhaps
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in ticks of the system's clock; nothing where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return words.rpartition(")")[2].split()[19]
+
+
+def work_folder(out: Path) -> Path:
+    """Where a merge into ``out`` is prepared; what an interrupted one has left there is resumed."""
+    return out.parent / f".{out.name}.merging"
+
+
+def load_progress(folder: Path, recipe: str) -> dict[str, Any]:
+    """The progress of an interrupted merge of this recipe; of any other, an emptied folder and no progress."""
+    try:
+        progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        if progress["recipe"] == recipe:
+            return progress
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    progress = {"recipe": recipe, "shards": {}}
+    save_progress(folder, progress)
+    return progress
+
+
+def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
+    """Replace the note of what is finished."""
+    write_text(folder / PROGRESS, json.dumps(progress))
+
+
+def fill(folder: Path, base: Path, shards: list[Shard], dtype: torch.dtype | None, size: int) -> list[Path]:
+    """Index, configuration and tokenizer beside the shards. Returns: all files of the checkpoint."""
+    made = [folder / shard.file for shard in shards]
+    if len(shards) > 1:
+        placed = {path: shard.file for shard in shards for path in shard.offsets}
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        made.append(folder / INDEX)
+    for file in copied(base):
+        made.append(folder / file.relative_to(base))
+        made[-1].parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, made[-1])
+    if dtype is not None and (folder / "config.json").exists():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in config}
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return made
+
+
+def copied(base: Path) -> list[Path]:
+    """The files of a checkpoint that come along: configuration, tokenizer, chat template, code."""
+    return sorted({file for pattern in _COPIED for file in base.glob(pattern) if file.is_file()})
+
+
+def take_place(folder: Path, out: Path) -> None:
+    """The finished folder takes the place of ``out``."""
+    for file in (folder / PROGRESS, *folder.glob(".*"), *folder.glob("*.part")):  # the others: of killed merges
+        file.unlink()
+    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    if out.exists():
+        out.rename(old)
+    try:
+        folder.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
+    for replaced in out.parent.glob(f".{glob.escape(out.name)}.old-*"):  # of killed merges too
+        shutil.rmtree(replaced, ignore_errors=True)

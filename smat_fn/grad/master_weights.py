@@ -1,0 +1,54 @@
+"""Mixed precision: parameters and optimizer in float32, the loss at their rounding to a narrower dtype."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import tree
+from ..types import Aux, LossFn, Params
+from .modules import ModuleLoss
+
+
+class MasterWeights:
+    """A LossFn of masters: ``loss_fn`` at params rounded to ``dtype``; made by `with_master_weights`."""
+
+    def __init__(self, loss_fn: LossFn, dtype: torch.dtype) -> None:
+        self.loss_fn, self.dtype = loss_fn, dtype
+
+    def __call__(self, params: Params, *args: Any) -> tuple[Tensor, Aux]:
+        return self.loss_fn(tree.cast(params, self.dtype), *args)
+
+
+class ModuleMasterWeights(MasterWeights, ModuleLoss):
+    """`MasterWeights` of a `ModuleLoss`, itself one: the module runs forward and backward on the rounded weights."""
+
+    def __init__(self, loss_fn: ModuleLoss, dtype: torch.dtype) -> None:
+        ModuleLoss.__init__(self, loss_fn.module, loss_fn.loss)
+        self.loss_fn: ModuleLoss = loss_fn
+        self.dtype = dtype
+
+    def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
+        """``fn(module)`` while the module's parameters are ``params``, rounded."""
+        return self.loss_fn.within(tree.cast(params, self.dtype), fn)
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Raises: ValueError as the loss function inside."""
+        self.loss_fn.check(params)
+
+
+def with_master_weights(loss_fn: LossFn, dtype: torch.dtype = torch.bfloat16) -> MasterWeights:
+    r"""A loss of float32 masters, computed in a narrower dtype: for any method and engine.
+
+    ``L(round(theta))``, one rounding to ``dtype``; its gradient is ``grad L`` at the rounded parameters, taken in
+    ``dtype`` and widened, so that methods, clipping and optimizer work in the dtype of theta. SMAT rounds theta~, not
+    theta: ``L(round(theta_0 + alpha m (.) (theta - theta_0) + epsilon))``, written straight into the rounded copy.
+
+    Args: loss_fn: (params, ...) -> (loss, aux), or a `ModuleLoss`, whose inputs must fit weights of ``dtype``.
+    Returns: a LossFn; give float32 params to ``Method.init``. The base may have either dtype.
+    Raises: ValueError for a dtype that is not floating-point.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"with_master_weights: dtype {dtype} is no floating-point dtype, choose torch.bfloat16")
+    return ModuleMasterWeights(loss_fn, dtype) if isinstance(loss_fn, ModuleLoss) else MasterWeights(loss_fn, dtype)

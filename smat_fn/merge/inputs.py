@@ -1,0 +1,138 @@
+"""What a merger is given: experts by name, checked against base, all problems in one error."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import errors, tree
+from ..errors import problems_of
+from ..types import Params
+
+Experts: TypeAlias = Mapping[str, Params] | Sequence[Params]
+Leaves: TypeAlias = dict[str, Tensor]
+
+
+def coef_problems(coef: float) -> list[str]:
+    """What speaks against a coefficient, in words."""
+    return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
+
+
+def key_problems(key: Tensor) -> list[str]:
+    """What speaks against a key, in words."""
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
+        return []
+    got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+    return [f"key must be an int64 tensor of shape (2,), got {got}: make one by smat_fn.random.key(seed)"]
+
+
+def drop_problems(drop_prob: float) -> list[str]:
+    """What speaks against a drop probability, in words."""
+    return [] if 0 <= drop_prob < 1 else [f"drop_prob is {drop_prob}, must be in [0, 1): it is the removed fraction"]
+
+
+def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple[Leaves, dict[str, Leaves]]:
+    """Detached flat leaves of base and of every expert by name; no data is read.
+
+    Raises: ValueError that lists the given problems and all of structure, shape and kind at once.
+    """
+    found = list(problems)
+    start = _flat("base", base, found)
+    flat = _flat_experts(experts, found)
+    if start is not None:
+        found += fit_problems(start, "base", flat)
+    errors.raise_problems(found)
+    assert start is not None
+    return start, flat
+
+
+def check_alone(experts: Experts) -> dict[str, Leaves]:
+    """`check` without a base: structure, dtypes and non-floating values must agree with those of the first expert."""
+    found: list[str] = []
+    flat = _flat_experts(experts, found)
+    if flat:
+        first, *rest = flat
+        start, start_name = flat[first], f"expert {first!r}"
+        found += fit_problems(start, start_name, {name: flat[name] for name in rest})
+        found += [p for name in rest for p in _value_problems(start, start_name, flat[name], f"expert {name!r}")]
+    errors.raise_problems(found)
+    return flat
+
+
+def _named(experts: Experts, problems: list[str]) -> dict[str, Params]:
+    if isinstance(experts, Mapping):
+        items = [(str(name), expert) for name, expert in experts.items()]
+    elif isinstance(experts, (list, tuple)):
+        items = [(str(position), expert) for position, expert in enumerate(experts)]
+    else:
+        problems.append(f"experts is a {type(experts).__name__}: pass a mapping {{name: tree}} or a list of trees")
+        return {}
+    if not items:
+        problems.append("experts is empty: pass at least one")
+    named = dict(items)
+    if len(named) < len(items):
+        problems.append(f"experts have equal names among {[name for name, _ in items]}: rename them")
+    problems += [
+        f"expert {name!r} is a tensor, not a tree: pass a mapping {{name: tree}} or a list of trees"
+        for name, expert in named.items()
+        if isinstance(expert, Tensor)
+    ]
+    return {name: expert for name, expert in named.items() if not isinstance(expert, Tensor)}
+
+
+def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
+    try:
+        return {path: leaf.detach() for path, leaf in tree.flatten(params).items()}
+    except ValueError as error:
+        problems.append(f"{label}: {error}")
+        return None
+
+
+def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:
+    flat = {name: _flat(f"expert {name!r}", expert, problems) for name, expert in _named(experts, problems).items()}
+    return {name: leaves for name, leaves in flat.items() if leaves is not None}
+
+
+def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> list[str]:
+    """Leaves of experts that differ from ``start`` in name, shape or kind, in words."""
+    others = {f"expert {name!r}": leaves for name, leaves in flat.items()}
+    problems = problems_of(lambda: tree.check_same(start, start_name, **others))
+    for name, leaves in others.items():
+        problems += kind_problems(start, start_name, leaves, name)
+    return problems
+
+
+def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
+    """Leaves that are floating-point in one tree and not in the other, in words."""
+    return [
+        f"leaf {path!r} is {short(leaves[path])} in {name} but {short(leaf)} in {start_name}: cast one of them"
+        for path, leaf in start.items()
+        if path in leaves and leaves[path].is_floating_point() != leaf.is_floating_point()
+    ]
+
+
+def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
+    problems = []
+    for path, leaf in start.items():
+        other = leaves.get(path)
+        if other is None or other.is_floating_point() != leaf.is_floating_point():
+            continue
+        if other.dtype != leaf.dtype:
+            problems.append(
+                f"leaf {path!r} is {short(other)} in {name} but {short(leaf)} in {start_name}: cast one of them"
+            )
+        elif (
+            not leaf.is_floating_point() and other.shape == leaf.shape and not torch.equal(other.to(leaf.device), leaf)
+        ):
+            problems.append(
+                f"leaf {path!r} ({short(leaf)}) differs between {start_name} and {name}: only floating-point leaves "
+                "are averaged, make it equal"
+            )
+    return problems
+
+
+def short(leaf: Tensor) -> str:
+    """The dtype of a leaf, "float32"."""
+    return str(leaf.dtype).removeprefix("torch.")

@@ -1,0 +1,123 @@
+"""Task by task, coefficients, tuning, settings, and where the numbers are from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..evaluate.scoring import EXPERT
+from .found import Found
+from .section import DASH, Section, Table, spread
+from .settings import words
+from .tables import cell_of
+
+
+def per_task(found: Found) -> Section:
+    """Every task's scores: its own expert and each merged model."""
+    columns = [column for column in found.table.columns if column != "Avg"]
+    scores: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in found.rows:
+        column = "Expert" if row.model == EXPERT + row.task else row.model.upper()
+        if column in columns:
+            scores.setdefault((row.method, row.task, column), {})[row.seed] = row.score
+    rows, records = [], []
+    for method, task in dict.fromkeys((method, task) for method, task, _ in scores):
+        line = {c: cell_of(scores[method, task, c]) for c in columns if (method, task, c) in scores}
+        rows.append([task, method, *(line[c].text() if c in line else None for c in columns)])
+        records.append({"task": task, "method": method, **spread(line)})
+    rows.sort(key=lambda row: str(row[0]))
+    return Section(
+        "Scores by task",
+        "Mean ± standard deviation over seeds.",
+        Table(["Task", "Method", *columns], rows, records),
+    )
+
+
+def coefficients(found: Found) -> Section | None:
+    """The coefficient of every merged model."""
+    coefs: dict[str, dict[str, dict[int, float]]] = {}
+    for row in found.rows:
+        if row.coef is not None:
+            coefs.setdefault(row.method, {}).setdefault(row.model.upper(), {})[row.seed] = row.coef
+    if not coefs:
+        return None
+    mergers = [m for m in found.table.columns if any(m in line for line in coefs.values())]
+    rows = [
+        [label, *(", ".join(f"{c:g}" for _, c in sorted(line[m].items())) if m in line else None for m in mergers)]
+        for label, line in coefs.items()
+    ]
+    records = [
+        {"method": label, "merger": merger, "seed": seed, "coef": coef}
+        for label, line in coefs.items() for merger in mergers for seed, coef in sorted(line.get(merger, {}).items())
+    ]  # fmt: skip
+    return Section(
+        "Coefficients",
+        "In order of seeds; chosen on dev where a search was made.",
+        Table(["Method", *mergers], rows, records),
+    )
+
+
+def tuning(facts: Mapping[str, Any]) -> Section | None:
+    """Dev scores of what a study chose from: learning rates, or candidates with all their settings."""
+    candidates = [
+        (label, *found)
+        for label, tried in (facts.get("dev") or {}).items()
+        for found in (_rates(label, tried, facts) if isinstance(tried, Mapping) else _candidates(label, tried, facts))
+    ]
+    if not candidates:
+        return None
+    rows, records = [], []
+    for label, what, scores, chosen in candidates:
+        cell = cell_of(dict(enumerate(scores)))
+        rows.append([label, what, cell.text(), "chosen" if chosen else ""])
+        records.append({"method": label, "candidate": what, "dev": cell.mean, "dev_sd": cell.sd, "chosen": chosen})
+    text = "The five-merger mean on dev; mean ± standard deviation over the seeds of the tuning."
+    return Section("Tuning", text, Table(["Method", "Candidate", "Dev", ""], rows, records))
+
+
+Candidate = tuple[str, list[float], bool]  # what it is, dev scores by seed, whether it was chosen
+
+
+def _rates(label: str, tried: Mapping[str, list[float]], facts: Mapping[str, Any]) -> list[Candidate]:
+    chosen = float(facts.get("lr", {}).get(label, "nan"))
+    return [(f"lr {lr}", scores, float(lr) == chosen) for lr, scores in tried.items()]
+
+
+def _candidates(label: str, tried: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[Candidate]:
+    """What all candidates of the label share is left out of their descriptions."""
+    chosen, flat = facts.get("chosen", {}).get(label, {}), [{**c["training"], **c["hyperparameters"]} for c in tried]
+    own = [k for k in dict.fromkeys(k for c in flat for k in c) if any(c.get(k) != flat[0].get(k) for c in flat)]
+    same = ("hyperparameters", "training")
+    return [
+        (words({k: c[k] for k in own if k in c}), given["dev"], all(given[k] == chosen.get(k) for k in same))
+        for given, c in zip(tried, flat, strict=True)
+    ]
+
+
+def settings(found: Found) -> Section | None:
+    """How the experts of every label were trained."""
+    if not found.settings:
+        return None
+    rows = []
+    for label, setting in found.settings.items():
+        budgets = [n for run in found.runs if run.label == label and (n := run.training.get("steps"))]
+        steps = " to ".join(map(str, sorted({min(budgets), max(budgets)}))) if budgets else None
+        rows.append([label, setting.method, words(setting.hyperparameters) or DASH, words(setting.training), steps])
+    return Section("Settings", "", Table(["Label", "Method", "Strengths", "Training", "Steps"], rows))
+
+
+def provenance(found: Found, facts: Mapping[str, Any]) -> Section:
+    """Suite, versions, hardware, commit, commands: where the numbers are from."""
+    recipes = [run.suite for run in found.runs if run.suite]
+    suite = {k: v for k, v in recipes[0].items() if k != "seed"} if recipes else {}
+    versions: dict[str, dict[str, None]] = {}  # several, where runs were made with several
+    for made in [*(run.versions for run in found.runs), facts.get("versions", {})]:
+        for name, version in made.items():
+            versions.setdefault(name, {})[version] = None
+    known = {
+        "Suite": words(suite),
+        "Versions": words({name: " and ".join(several) for name, several in versions.items()}),
+        "Hardware": facts.get("hardware"),
+        "Commit": facts.get("commit"),
+        "Command": facts.get("command") and f"`{facts['command']}`",
+    }
+    lines = [f"- {name}: {value or 'not recorded'}" for name, value in known.items()]
+    return Section("Provenance", "\n".join(lines))

@@ -1,0 +1,79 @@
+"""The parts of a report as values: a section has words, and perhaps a table and a figure."""
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .tables import Cell
+
+DASH = "–"  # noqa: RUF001 (what is not there)
+
+
+class Table(NamedTuple):
+    """A table as it is read, and the numbers behind it."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]  # texts; a float is shown with four digits, None as a dash
+    records: Sequence[Mapping[str, object]] = ()  # for the CSV, unrounded; none: the rows as they stand
+
+
+class Section(NamedTuple):
+    """One part of a report, with a heading of its own."""
+
+    title: str
+    text: str = ""  # Markdown
+    table: Table | None = None
+    png: bytes | Path | None = None  # a figure, after the table
+
+    @property
+    def slug(self) -> str:
+        """The title as a file's name."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+
+def markdown(section: Section) -> str:
+    """A heading, the text, the table, and the figure as the file ``<slug>.png``."""
+    parts = [f"## {section.title}", section.text.strip()]
+    parts += [markdown_table(section.table)] if section.table and section.table.rows else []
+    parts += [f"![{section.title}]({section.slug}.png)"] if section.png else []
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """The rows; columns that hold numbers alone stand to the right."""
+    texts = [[_text(value) for value in row] for row in table.rows]
+    right = [all(row[place][:1] in "0123456789+-−–*" for row in texts) for place in range(len(table.columns))]  # noqa: RUF001
+    rules = ["---:" if number else "---" for number in right]
+    return "\n".join(f"| {' | '.join(line)} |" for line in ([*map(_text, table.columns)], rules, *texts))
+
+
+def csv_text(table: Table) -> str:
+    """The records as CSV with a header."""
+    file = io.StringIO()
+    if table.records:
+        names = list(dict.fromkeys(name for record in table.records for name in record))
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table.records)
+    else:
+        plain = csv.writer(file, lineterminator="\n")
+        plain.writerows([table.columns, *table.rows])
+    return file.getvalue()
+
+
+def spread(line: Mapping[str, Cell]) -> dict[str, object]:
+    """Means and standard deviations of a line of cells, for a record."""
+    out: dict[str, object] = {}
+    for column, cell in line.items():
+        out |= {column: cell.mean, f"{column}_sd": cell.sd}
+    return out
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return DASH
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

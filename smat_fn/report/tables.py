@@ -1,0 +1,148 @@
+"""The main table: one line per method, experts and mergers side by side."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..config import MORE_MERGERS
+from ..evaluate.results import Result
+from ..evaluate.scoring import EXPERT
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+MERGERS = ("WA", "TA", "TIES", "DARE", "DELLA")
+COLUMNS = ("Expert", *MERGERS, "Avg")
+MORE = tuple(config.name.upper() for config in MORE_MERGERS)
+
+
+class Cell(NamedTuple):
+    """A mean over tasks, by seed."""
+
+    by_seed: dict[int, float]  # in order of seeds
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """One per seed, in order of seeds."""
+        return tuple(self.by_seed.values())
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return float(np.mean(self.scores))
+
+    @property
+    def sd(self) -> float | None:
+        """Sample standard deviation over seeds (n - 1), None for a single seed."""
+        return float(np.std(self.scores, ddof=1)) if len(self.scores) > 1 else None
+
+    def text(self, digits: int = 2, *, joint: str = " ") -> str:
+        """``mean`` or ``mean ± sd``."""
+        return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f"{joint}± {self.sd:.{digits}f}")
+
+
+class MainTable(NamedTuple):
+    """Cells by method and column of `COLUMNS` or `MORE`; what was not scored is absent."""
+
+    split: str
+    cells: dict[str, dict[str, Cell]]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`COLUMNS`; where there are other mergers too, those that were scored."""
+        scored = {column for line in self.cells.values() for column in line}
+        shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in scored)
+        return shown if scored.intersection(MORE) else COLUMNS
+
+
+def cell_of(by_seed: Mapping[int, float]) -> Cell:
+    """A cell from scores by seed, whatever their order."""
+    return Cell({seed: by_seed[seed] for seed in sorted(by_seed)})
+
+
+def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence[str] | None = None) -> MainTable:
+    """Means over tasks of the rows of one split, per method and seed.
+
+    Expert: every expert on its own task. A merger's name is matched in either case ("ta" is TA); models of none are
+    left out. Avg: the mean of the paper's five mergers, where all five are there.
+
+    Args: methods: which, in this order; None: all, in order of appearance.
+    Raises: ValueError for two scores of one thing, for models of one method that were not scored on the same tasks,
+        for columns of one method that miss a seed, and for methods without rows.
+    """
+    scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    problems = []
+    for row in rows:
+        expert = row.model == EXPERT + row.task
+        column = "Expert" if expert else row.model.upper()
+        if row.split != split or column not in (*COLUMNS, *MORE):
+            continue
+        tasks = scores.setdefault((row.method, column), {}).setdefault(row.seed, {})
+        if row.task in tasks:
+            problems.append(f"{row.method}, {row.model}, seed {row.seed} has two scores on {row.task}")
+        tasks[row.task] = row.score
+    methods = list(dict.fromkeys(method for method, _ in scores)) if methods is None else methods
+    cells = {}
+    for method in methods:
+        mine = {column: scores[method, column] for column in (*COLUMNS, *MORE) if (method, column) in scores}
+        problems += _gaps(method, split, mine)
+        cells[method] = {
+            column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})
+            for column, by_seed in mine.items()
+        }
+    if problems:
+        raise ValueError("; ".join(problems))
+    for line in cells.values():
+        if all(merger in line for merger in MERGERS):
+            five = [line[merger] for merger in MERGERS]
+            line["Avg"] = cell_of({s: float(np.mean([cell.by_seed[s] for cell in five])) for s in five[0].by_seed})
+    return MainTable(split, cells)
+
+
+def markdown(table: MainTable, *, digits: int = 2) -> str:
+    """The table in Markdown, ``mean ± sd`` where there are several seeds."""
+    lines = [["Method", *table.columns], ["---", *["---:"] * len(table.columns)]]
+    lines += [[method, *_texts(line, table.columns, digits)] for method, line in table.cells.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
+    """The table for ``rich.print``, the best of each column in bold."""
+    from rich.table import Table
+
+    best = {
+        column: max((line[column].mean for line in table.cells.values() if column in line), default=None)
+        for column in table.columns
+    }
+    drawn = Table(title=f"mean {table.split} score over tasks, 0 to 100")
+    drawn.add_column("Method", no_wrap=True)
+    for column in table.columns:
+        drawn.add_column(column, justify="right", no_wrap=True)
+    for method, line in table.cells.items():
+        texts = [
+            f"[bold]{text}[/bold]" if column in line and line[column].mean == best[column] else text
+            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint="\n"), strict=True)
+        ]
+        drawn.add_row(method, *texts)
+    return drawn
+
+
+def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:
+    return [line[column].text(digits, joint=joint) if column in line else "–" for column in columns]  # noqa: RUF001
+
+
+def _gaps(method: str, split: str, mine: dict[str, dict[int, dict[str, float]]]) -> list[str]:
+    if not mine:
+        return [f"method {method!r} has no {split} scores of experts or mergers"]
+    every_seed = {seed for column, by_seed in mine.items() if column in COLUMNS for seed in by_seed}
+    every_task = {task for by_seed in mine.values() for tasks in by_seed.values() for task in tasks}
+    # the paper's mergers are averaged, others may have been tried on some seeds
+    five = [column for column in mine if column in COLUMNS]
+    gaps = [f"{method}, {column} lacks seed {s}" for column in five for s in sorted(every_seed - set(mine[column]))]
+    return gaps + [
+        f"{method}, {column}, seed {seed} lacks task {task!r}"
+        for column, by_seed in mine.items()
+        for seed, tasks in by_seed.items()
+        for task in sorted(every_task - set(tasks))
+    ]

@@ -1,0 +1,108 @@
+"""A report as files: Markdown, CSV, PNG, and one HTML page that needs nothing else."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..evaluate.results import Result
+from ..evaluate.runs import Run
+from . import details, parts, sections
+from .costs import cost_section
+from .found import Found, find
+from .page import page
+from .pairs import paired_differences
+from .section import Section, Table, csv_text, markdown
+from .settings import words
+
+
+def build_report(
+    rows: Iterable[Result],
+    runs: Iterable[Run] = (),
+    *,
+    split: str = "test",
+    reference: str = "FT",
+    facts: Mapping[str, Any] | None = None,
+    notes: str = "",
+    extra: Iterable[tuple[Any, ...]] = (),
+) -> list[Section]:
+    """The sections that scores and runs give, in order; without runs there is less to tell.
+
+    Args: reference: the label that others are compared with, for Muon's runs its namesake among them; facts: command,
+        commit, hardware, versions as of `machine.describe`, and a study's ``dev`` with ``lr`` or ``chosen``;
+        notes: Markdown below the summary; extra: more sections, or (title, Markdown, table, png), before the settings.
+    Raises: ValueError as `find`.
+    """
+    found, facts = find(rows, runs, split=split, reference=reference), facts or {}
+    parted: list[Section | None] = [
+        sections.summary(found, notes),
+        sections.main_results(found, "Main results", muon=False),
+        sections.main_results(found, "Muon", muon=True),
+        paired_differences(found),
+        parts.ablation(found),
+        parts.noise(found),
+        *(Section(*part) for part in extra),
+        details.per_task(found),
+        details.coefficients(found),
+        cost_section(found.costs, {x: found.base(muon=found.muon(x)) for x in found.costs}),
+        details.tuning(facts),
+        details.settings(found),
+        details.provenance(found, facts),
+        scores(found),
+    ]
+    return [section for section in parted if section is not None]
+
+
+def scores(found: Found) -> Section:
+    """Where all scores are: one tidy CSV, a line a score, with the settings of its experts."""
+    records = []
+    for row in found.rows:
+        setting = found.settings.get(row.method)
+        records.append(
+            {
+                "label": row.method, "seed": row.seed, "model": row.model, "task": row.task, "split": row.split,
+                "score": row.score, "coef": row.coef, "method": setting and setting.method,
+                "optimizer": setting and setting.training.get("optimizer"),
+                "lr": setting and setting.training.get("lr"), "strengths": setting and words(setting.hyperparameters),
+            }
+        )  # fmt: skip
+    text = f"{len(records)} scores, a line each with its experts' settings: `scores.csv`."
+    return Section("Scores", text, Table((), (), records))
+
+
+def write_report(out: Path, title: str, sections: Iterable[Section]) -> Path:
+    """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one."""
+    from ..checkpoint import write_bytes, write_text
+
+    sections = _told_apart(sections)
+    text = "\n".join(markdown(section) for section in sections)
+    images = {}
+    for section in sections:
+        if section.png is not None:
+            png = section.png.read_bytes() if isinstance(section.png, Path) else section.png
+            images[f"{section.slug}.png"] = png
+        if section.table is not None:
+            write_text(out / f"{section.slug}.csv", csv_text(section.table))
+    for name, png in images.items():
+        write_bytes(out / name, png)
+    write_text(out / "report.md", f"# {title}\n\n{text}")
+    write_text(out / "report.html", page(title, text, images))
+    return out / "report.html"
+
+
+def _told_apart(sections: Iterable[Section]) -> list[Section]:
+    """Sections whose files have different names: a second "Title" is "Title 2"."""
+    found: dict[str, Section] = {}
+    for section in sections:
+        number, title = 1, section.title
+        while section.slug in found:
+            number += 1
+            section = section._replace(title=f"{title} {number}")
+        found[section.slug] = section
+    return list(found.values())
+
+
+def write_full_report(
+    out: Path, rows: Iterable[Result], runs: Iterable[Run] = (), *, title: str = "Results", **options: Any
+) -> Path:
+    """`build_report` with its options, then `write_report`."""
+    return write_report(out, title, build_report(rows, runs, **options))

@@ -1,0 +1,1 @@
+"""The application: what train.py, merge.py and eval.py do on folders."""

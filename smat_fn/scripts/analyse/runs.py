@@ -1,0 +1,191 @@
+"""Runs of train.py read for an analysis: experts, suites and chosen mergers, checked against each other."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ... import checkpoint, errors, merge, random, tree
+from ...analyses import Job, score_jobs
+from ...analyses.results import Result
+from ...config import PaperMerger, WeightAverage, preset_of
+from ...evaluate import Scorer
+from ...suites import Suite
+from ...types import Params
+from ..merge.choosing import merge_one, merged_vector
+from ..merge.inputs import Inputs, find_inputs, load_inputs, trained_by
+from ..merge.merging import common_suite
+
+
+class Run(NamedTuple):
+    """The experts of one method and seed, and the suite that they were trained on."""
+
+    path: Path
+    label: str
+    method: str
+    seed: int
+    inputs: Inputs  # tasks in the suite's order, the suite's base
+    suite: Suite
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks in the suite's order."""
+        return tuple(self.inputs.experts)
+
+
+def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None) -> list[Run]:
+    """Runs of train.py; those of one suite share one `Suite`, and those of one seed one base and the same tasks.
+
+    Args: options: of the suites, instead of those in the manifests.
+    Raises: ValueError that lists folders without experts, runs of several labels, methods or seeds, labels that come
+        twice with one seed, and runs of one seed that differ in base or tasks.
+    """
+    problems: list[str] = [] if paths else ["no runs: give at least one folder of train.py"]
+    found: list[Run] = []
+    suites: dict[str, Suite] = {}
+    for path in paths:
+        try:
+            found.append(_load(path, suites, options or {}))
+        except ValueError as error:
+            problems.append(str(error))
+    first: dict[int, Run] = {}
+    names: dict[tuple[str, int], Path] = {}
+    for run in found:
+        other = first.setdefault(run.seed, run)
+        if _fingerprint(run) != _fingerprint(other) or set(run.tasks) != set(other.tasks):
+            problems.append(
+                f"{run.path} and {other.path} are both of seed {run.seed} but differ in base or tasks: "
+                "compare runs of one suite and the same tasks"
+            )
+        if (twin := names.get((run.label, run.seed))) is not None:
+            problems.append(
+                f"{run.path} and {twin} are both {run.label} of seed {run.seed}: give one, or another --label"
+            )
+        names[run.label, run.seed] = run.path
+    errors.raise_problems(problems)
+    return found
+
+
+def standard_runs(runs: Sequence[Run]) -> dict[int, Run]:
+    """The run of plain fine-tuning of every seed. Raises: ValueError that lists seeds without one or with several."""
+    standard: dict[int, list[Run]] = {run.seed: [] for run in runs}
+    for run in runs:
+        if run.method == "ft":
+            standard[run.seed].append(run)
+    errors.raise_problems(
+        [
+            f"seed {seed} has {len(own)} runs of method ft: give one, its experts are what scores are divided by"
+            for seed, own in standard.items()
+            if len(own) != 1
+        ]
+    )
+    return {seed: run for seed, (run,) in standard.items()}
+
+
+def chosen_merger(
+    run: Run, merger: str, *, coef: float | None, preset: str | None, seed: int, memory: int | None
+) -> PaperMerger:
+    """A merger with the settings that this run keeps.
+
+    Those of the merged checkpoint of this merger and all of the run's experts below the run's folder, if there is one,
+    else those of the preset, by default that of the experts. A given coef goes first; where nothing gives one it is
+    searched on dev, in memory.
+
+    Raises: ValueError for a coef for WA, and for several merged checkpoints that differ in settings.
+    """
+    config: PaperMerger = preset_of(preset or trained_by(run.inputs.manifests)).mergers[merger]  # type: ignore[assignment]
+    if isinstance(config, WeightAverage):
+        if coef is not None:
+            raise ValueError(f"coef is {coef}, but WA has none: leave --coef out")
+        return config
+    stored = [
+        manifest["hyperparameters"]
+        for file in sorted(run.path.rglob(checkpoint.MANIFEST))
+        if (manifest := checkpoint.load_manifest(file.parent)).get("kind") == "merged"
+        and manifest["merger"] == merger
+        and manifest["experts"] == {task: m.get("fingerprint") for task, m in run.inputs.manifests.items()}
+    ]
+    if coef is None and len({json.dumps(settings, sort_keys=True) for settings in stored}) > 1:
+        raise ValueError(f"{run.path} holds {merger} models of several settings: say --coef")
+    if stored:
+        config = type(config)(**stored[0])
+    if coef is None and config.coef is None:
+        coef = _searched(run, config, seed=seed, memory=memory)
+    return config if coef is None else _with_coef(config, coef)
+
+
+def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: int) -> Params:
+    """The merged model of some of a run's experts; masks as merge.py draws them."""
+    inputs = run.inputs._replace(experts={task: run.inputs.experts[task] for task in tasks})
+    if isinstance(config, WeightAverage):
+        return tree.tree_map(
+            lambda leaf, start: leaf.to(start.device), merge.weight_average(inputs.experts), inputs.base
+        )
+    assert config.coef is not None, "chosen_merger gives one"
+    vector = merged_vector(config, random.fold_in(random.key(seed), "merge"), inputs)
+    return merge.apply_vector(inputs.base, vector, coef=config.coef)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What is worth keeping of a run's manifests, as JSON values."""
+    first = next(iter(run.inputs.manifests.values()))
+    names = ("label", "method", "hyperparameters", "seed", "suite", "base_fingerprint", "training", "versions")
+    experts = {task: manifest.get("fingerprint") for task, manifest in run.inputs.manifests.items()}
+    return {"path": str(run.path), **{n: first[n] for n in names if n in first}, "experts": experts}
+
+
+def result_of(analysis: str, runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], **settings: Any) -> Result:
+    """A result: settings, what is known of the runs, versions, rows."""
+    versions = checkpoint.describe({})["versions"]
+    return {
+        "analysis": analysis,
+        "settings": settings,
+        "runs": [facts(run) for run in runs],
+        "versions": versions,
+        "rows": list(rows),
+    }
+
+
+def _with_coef(config: PaperMerger, coef: float) -> PaperMerger:
+    changes: dict[str, Any] = {"coef": coef}
+    return replace(config, **changes)
+
+
+def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -> float | None:
+    """The coefficient of the largest mean dev score: a γ grid in one batched evaluation where the suite allows it."""
+    suite, inputs = run.suite, run.inputs
+    if suite.score_tensor is None:
+        return merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef
+    score_tensor = suite.score_tensor
+    vector = merged_vector(config, random.fold_in(random.key(seed), "merge"), inputs)
+    grid = merge.COEFS
+    jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
+    found = score_jobs(
+        jobs,
+        lambda params, task: suite.score(params, task, "dev"),
+        batched=lambda params, task: score_tensor(params, task, "dev"),
+        memory=memory,
+    )
+    means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
+    return merge.choose(grid, means.__getitem__).best
+
+
+def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> Run:
+    inputs = load_inputs(*find_inputs(path))
+    lines = {(m["label"], m["method"], m["seed"]) for m in inputs.manifests.values()}
+    if len(lines) > 1:
+        raise ValueError(f"{path} holds experts of {sorted(map(str, lines))}: give a run of one method and seed")
+    ((label, method, seed),) = lines
+    recipe = json.dumps(next(iter(inputs.manifests.values())).get("suite"))
+    suite = suites[recipe] = common_suite(inputs, options, known=suites.get(recipe))
+    order = [task for task in suite.tasks if task in inputs.experts]
+    experts = {task: inputs.experts[task] for task in order}
+    manifests = {task: inputs.manifests[task] for task in order}
+    return Run(path, label, method, seed, Inputs(suite.base, experts, manifests), suite)
+
+
+def _fingerprint(run: Run) -> str:
+    return next(iter(run.inputs.manifests.values())).get("base_fingerprint", "")

@@ -1,0 +1,1 @@
+"""eval.py: scores of checkpoints, and reports on finished runs."""

@@ -1,0 +1,182 @@
+"""Coefficients and sparsity chosen on dev: candidates in one buffer in memory, every score computed once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ... import checkpoint, merge, random
+from ...config import MergerConfig, Ties, settings
+from ...evaluate import Scorer
+from ...types import Params
+from .inputs import Inputs
+from .search import Decode, Reranked, rerank
+
+Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
+
+
+class Tried(NamedTuple):
+    """What a choice cost."""
+
+    candidates: int = 0
+    scores: int = 0  # of one task and decode each
+    kept: int = 0  # of them, known from before
+    seconds_merging: float = 0.0
+    seconds_scoring: float = 0.0
+    seconds_saved: float = 0.0  # that the kept scores had taken
+
+
+class Calibration(NamedTuple):
+    """A merger with the sparsity that did best on dev."""
+
+    config: MergerConfig
+    field: str  # "keep" or "drop_prob"
+    coef: float  # at which it was chosen
+    curve: Curve
+    tried: Tried
+
+
+class Merged(NamedTuple):
+    """A merged model and how its coefficient was found."""
+
+    params: Params
+    coef: float | None  # None for a merger without one
+    dev: dict[str, float]  # score per task on dev, empty without a scorer
+    curve: Curve  # of coefficients, empty without a search
+    finals: Curve = ()  # of those that were decoded again, where answers are sampled
+    tried: Tried | None = None
+    calibration: Calibration | None = None
+    kept: bool = False  # it was there before
+
+
+class Models:
+    """Merged models of candidates, one at a time: the next one is written over the last one.
+
+    The merged task vector is made again only where another option than coef changes; a step of coef is one pass over
+    the weights. Random masks come from ``fold_in(key(seed), "merge")``.
+    """
+
+    def __init__(self, inputs: Inputs, seed: int) -> None:
+        self.seconds = 0.0  # of merging
+        self._inputs, self._key = inputs, random.fold_in(random.key(seed), "merge")
+        self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
+        self._last: MergerConfig | None = None
+        self._buffer: Params = None
+
+    def __call__(self, config: MergerConfig) -> Params:
+        """The parameters of a merger whose options are all set, valid until the next call."""
+        if config == self._last:
+            return self._buffer
+        started = perf_counter()
+        if config.name in merge.BASELESS:
+            self._buffer = merge.merge_by(config, self._inputs.base, self._inputs.experts)
+        else:
+            coef, options = coef_of(config), _with(config, coef=None)
+            assert coef is not None
+            if self._made is None or self._made[0] != options:
+                self._made = None  # two vectors need not be in memory
+                self._made = options, merged_vector(options, self._key, self._inputs)
+            vector = self._made[1]
+            self._buffer = merge.apply_vector(self._inputs.base, vector, coef=coef, out=self._buffer)
+        self._last = config
+        self.seconds += perf_counter() - started
+        return self._buffer
+
+
+def coef_of(config: MergerConfig) -> float | None:
+    """Its coefficient: None where it is open, and for a merger without one."""
+    return getattr(config, "coef", None)
+
+
+def is_open(config: MergerConfig) -> bool:
+    """Whether a search is to choose its coefficient."""
+    return hasattr(config, "coef") and coef_of(config) is None
+
+
+def about(inputs: Inputs) -> dict[str, Any]:
+    """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
+    experts = [[name, checkpoint.fingerprint(params)] for name, params in inputs.experts.items()]
+    return {"base": checkpoint.fingerprint(inputs.base), "experts": experts}
+
+
+def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
+    """The merged task vector of a merger that has a coefficient."""
+    return merge.vector_by(config, inputs.base, inputs.experts, key=key)
+
+
+def merge_one(
+    config: MergerConfig,
+    inputs: Inputs,
+    *,
+    seed: int,
+    scorer: Scorer | None = None,
+    coefs: Sequence[float] = merge.COEFS,
+) -> Merged:
+    """One merged model; with a scorer, a coefficient that is left open is searched among ``coefs`` on its dev split.
+
+    The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
+    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`).
+    """
+    models, fixed = Models(inputs, seed), not is_open(config)
+    if scorer is None:
+        assert fixed, "merge_run checks this"
+        return Merged(models(config), coef_of(config), {}, ())
+    candidates = [config] if fixed else [_with(config, coef=coef) for coef in sorted(coefs)]
+    found, tried = _rank(candidates, models, scorer, list(inputs.experts), seed)
+    curve = () if fixed else _curve(found.curve, "coef")
+    finals = _curve(found.finals, "coef") if curve and scorer.suite.repeats else ()
+    return Merged(models(found.best), coef_of(found.best), found.scores, curve, finals, tried)
+
+
+def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
+    """The merger with the sparsity of the largest mean dev score at a fixed coefficient, ties to less pruning.
+
+    TIES keeps 0.5, 0.3, 0.2 or 0.1; DARE and DELLA drop 0.1, 0.3, 0.5, 0.7 or 0.9 (paper, sparse-merger calibration).
+    Sampled answers are decoded as in `merge_one`.
+    """
+    field, values = ("keep", merge.TIES_KEEPS) if isinstance(config, Ties) else ("drop_prob", merge.DROP_PROBS)
+    candidates = [_with(config, **{field: value, "coef": coef}) for value in values]
+    found, tried = _rank(candidates, Models(inputs, seed), scorer, list(inputs.experts), seed)
+    best = _with(config, **{field: getattr(found.best, field)})
+    return Calibration(best, field, coef, _curve(found.curve, field), tried)
+
+
+def total(*parts: Tried) -> Tried:
+    """The cost of several choices."""
+    return Tried(*map(sum, zip(*parts, strict=True)))
+
+
+def _rank(
+    candidates: Sequence[MergerConfig], models: Models, scorer: Scorer, tasks: Sequence[str], seed: int
+) -> tuple[Reranked[MergerConfig], Tried]:
+    before, merging, repeats = scorer.cost, models.seconds, scorer.suite.repeats
+    scorer.expect(len(candidates) * len(tasks) + min(2, len(candidates)) * sum(repeats.get(t, 1) - 1 for t in tasks))
+
+    def score(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
+        options = settings(config)
+        facts: Mapping[str, Any] = {"merger": config.name, "options": options, "seed": seed}
+        name = ", ".join([config.name, *(f"{option} {value}" for option, value in options.items())])
+        return [scorer.once(lambda: models(config), task, "dev", r, model=facts, name=name) for task, r in decodes]
+
+    found = rerank(candidates, score, tasks=tasks, repeats=repeats)
+    models(found.best)
+    after = scorer.cost
+    tried = Tried(
+        len(candidates),
+        after.scores - before.scores,
+        after.kept - before.kept,
+        models.seconds - merging,
+        after.seconds - before.seconds,
+        after.saved - before.saved,
+    )
+    return found, tried
+
+
+def _with(config: MergerConfig, **changes: Any) -> MergerConfig:
+    return replace(config, **changes)
+
+
+def _curve(points: Sequence[tuple[MergerConfig, float]], field: str) -> Curve:
+    return tuple((getattr(config, field), score) for config, score in points)

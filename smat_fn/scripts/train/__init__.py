@@ -1,0 +1,1 @@
+"""train.py: experts of a suite, resumable, with logs; sweeps of many runs."""

@@ -1,0 +1,175 @@
+"""The log of one expert: a JSON line every few steps, a progress bar, trackers; a loss that is not finite ends it."""
+
+import json
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...checkpoint import write_text
+from ...types import Batch
+from .memory import peak_memory
+from .stopwatch import KINDS, Stopwatch
+from .trackers import Tracker, open_tracker
+
+
+class Log:
+    """Lines of one expert, ``with Log(...) as log``: `step` after every step, `finish` after the last one.
+
+    A line: step, loss, grad_norm, learning rates, simulated, scale, seconds of training so far, examples or tokens per
+    second since the line before, peak memory, and ``simulation_share`` (`Stopwatch.simulation_share` so far). The last
+    one also has what `finish` was given.
+
+    Args: path: of the JSON lines; total: steps; every: steps between lines, the last is always one; device: of
+        training; rates: step -> learning rates by name; rows: step -> rows of the training split in its batch, if they
+        are known; progress: of the run that this one goes on from (`progress`), which was after ``start`` steps;
+        trackers: names; run: the experts's name there; config: what trackers are told of it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        task: str,
+        total: int,
+        every: int = 1,
+        device: torch.device,
+        rates: Callable[[int], Mapping[str, float]],
+        rows: Callable[[int], Sequence[int]] | None = None,
+        start: int = 0,
+        progress: Mapping[str, Any] | None = None,
+        trackers: Sequence[str] = (),
+        run: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._path, self._task, self._total, self._every, self._start = path, task, total, every, start
+        self._device, self._rates, self._rows = device, rates, rows
+        known = dict(progress or {"run_id": uuid.uuid4().hex, "totals": {}, "peak_memory_bytes": 0})
+        self._run_id, self._peak = known["run_id"], known["peak_memory_bytes"]
+        self._totals, self._names, self._run, self._config = known["totals"], trackers, run, config or {}
+        self._losses: list[tuple[int, Tensor]] = []  # since the last line
+        self._amount, self._before = 0, 0.0
+        self._last: dict[str, Any] | None = None
+
+    def __enter__(self) -> "Log":
+        from tqdm import tqdm
+
+        keep_lines(self._path, before=self._start)
+        self._file = open(self._path, "a", buffering=1)
+        facts = {"out": self._path.parent, "run": self._run, "run_id": self._run_id, "start": self._start}
+        self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self._config) for n in self._names]
+        bar = {"desc": f"train {self._task}", "disable": None, "leave": False, "initial": self._start}
+        self._bar = tqdm(total=self._total, **bar)
+        self.watch = Stopwatch(self._device, self._totals)
+        self._before = self.watch.seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write()
+        for thing in (self._bar, self._file, *self._trackers):
+            thing.close()
+
+    def step(self, step: int, info: Any, batch: Batch) -> None:
+        """After a step. Raises: ValueError at a line that meets a loss that is not finite, naming step and rows."""
+        simulated = bool(getattr(info, "simulated", False))
+        self.watch.lap(KINDS[simulated])
+        self._bar.update()
+        self._losses.append((step, info.loss))
+        unit, amount = amount_of(batch)
+        self._amount += amount
+        if (step + 1) % self._every and step + 1 < self._total:
+            return
+        self._check()
+        seconds = self.watch.seconds()
+        self._last = {
+            "step": step,
+            "loss": float(info.loss),
+            "grad_norm": float(info.grad_norm),
+            **self._rates(step),
+            "simulated": simulated,
+            "scale": float(getattr(info, "scale", 1.0)),
+            "seconds": round(seconds, 4),
+            f"{unit}_per_second": round(self._amount / max(seconds - self._before, 1e-9), 2),
+            **{name: value for name, value in self._memory().items() if name == "peak_memory_bytes"},
+        }
+        if (share := self.watch.simulation_share()) is not None:
+            self._last["simulation_share"] = round(share, 4)
+        self._amount, self._before = 0, seconds
+        kind, loss, norm = KINDS[simulated], self._last["loss"], self._last["grad_norm"]
+        self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
+        if step + 1 < self._total:
+            self._write()
+
+    def cost(self) -> dict[str, Any]:
+        """What a manifest says of the cost of training so far."""
+        totals = self.watch.totals()
+        per_step = {
+            f"{kind}_step_seconds": round(totals[f"{kind}_seconds"] / totals[f"{kind}_steps"], 6)
+            for kind in KINDS
+            if totals[f"{kind}_steps"]
+        }
+        return {"seconds": round(self.watch.seconds(), 3), **per_step, **self._memory()}
+
+    def finish(self, **facts: Any) -> None:
+        """The last line, with these facts."""
+        self._last = {**(self._last or {}), **facts}
+        self._write()
+
+    def progress(self) -> dict[str, Any]:
+        """JSON values to go on from."""
+        return {
+            "run_id": self._run_id,
+            "totals": self.watch.totals(),
+            "peak_memory_bytes": self._memory().get("peak_memory_bytes", 0),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        now = peak_memory(self._device)
+        return {**now, "peak_memory_bytes": max(self._peak, now["peak_memory_bytes"])} if now else {}
+
+    def _check(self) -> None:
+        # every loss since the last line, read at once
+        values = torch.stack([loss.detach().double() for _, loss in self._losses]).tolist()
+        steps = [step for step, _ in self._losses]
+        self._losses.clear()
+        for step, value in zip(steps, values, strict=True):
+            if not math.isfinite(value):
+                rows = "" if self._rows is None else f", on training rows {', '.join(map(str, self._rows(step)))}"
+                way = "lower the learning rate" if step else "nothing was trained yet, look at the base and at the rows"
+                raise ValueError(f"loss of {self._task} is {value} at step {step}{rows}: {way}")
+
+    def _write(self) -> None:
+        row, self._last = self._last, None
+        if row is None:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+        step = int(numbers.pop("step", self._total - 1))
+        for tracker in self._trackers:
+            tracker.log(numbers, step)
+
+
+def amount_of(batch: Batch) -> tuple[str, int]:
+    """("tokens", those of its attention mask), or ("examples", rows of its first tensor)."""
+    if isinstance(batch, Mapping) and "attention_mask" in batch:
+        return "tokens", int(batch["attention_mask"].sum())
+    return "examples", next((len(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), 1)
+
+
+def keep_lines(path: Path, *, before: int) -> None:
+    """A log without the lines of step ``before`` and later, and without what was written in part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if before and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if row.get("step", before) < before:
+            kept.append(line)
+    write_text(path, "".join(kept))

@@ -1,0 +1,159 @@
+"""The training loop of one expert, the same for every method."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import lora, optim, random, tree
+from ...config import MethodConfig, Training
+from ...data.batching import split_rows
+from ...grad import with_master_weights
+from ...parallel import ALONE, World, share
+from ...suites import Suite
+from ...types import Optimizer, Params, Precision, Schedule, Where
+from .logs import Log
+from .resting import resting, rests
+from .snapshots import Interrupted, Saver, Stop, restore
+from .variants import adapters_of, arrange
+
+OnStep = Callable[[int, Any], None]
+DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
+
+
+def schedules(training: Training) -> dict[str, Schedule]:
+    """The learning rates by name: ``lr``, and ``muon_lr`` where there is one. Raises: ValueError for bad numbers."""
+    steps = training.steps
+    assert steps is not None, "budget gives them"
+    given = {"lr": training.lr, "muon_lr": training.muon_lr}
+    return {
+        name: optim.cosine(lr, steps) if training.schedule == "cosine" else optim.constant(lr)
+        for name, lr in given.items()
+        if lr is not None
+    }
+
+
+def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
+    """The optimizer and schedule of a training configuration, with torch's fused kernels.
+
+    Args: where: the masked set, whose matrices Muon takes.
+    Raises: ValueError for numbers that the optimizer cannot use.
+    """
+    rates, decay = schedules(training), training.weight_decay
+    if (training.optimizer == "muon") != (training.muon_lr is not None):
+        raise ValueError(
+            f"muon_lr is {training.muon_lr} for {training.optimizer}: muon needs one, the others have none"
+        )
+    if training.optimizer == "muon":
+        rest = optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+        return optim.muon(rates["muon_lr"], rest=rest, where=where, weight_decay=decay)
+    if training.optimizer == "adamw":
+        return optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+    if decay:
+        raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or weight_decay 0")
+    return optim.adam(rates["lr"], fused=True)
+
+
+def budget(suite: Suite, task: str, training: Training) -> Training:
+    """The training of one task, its steps computed from its epochs where they are not given.
+
+    Raises: ValueError for rows of the task that the suite cannot use.
+    """
+    per_epoch = None if suite.epoch_steps is None else suite.epoch_steps(task)
+    if training.steps is not None:
+        return replace(training, epochs={})
+    if per_epoch is None:
+        raise ValueError(f"suite {suite.name!r} has no epochs: give steps")
+    epochs = training.epochs[task]
+    return replace(training, steps=epochs * per_epoch, epochs={task: epochs})
+
+
+def train_expert(
+    suite: Suite,
+    task: str,
+    method: MethodConfig,
+    training: Training,
+    *,
+    seed: int,
+    on_step: OnStep | None = None,
+    log: Log | None = None,
+    saver: Saver | None = None,
+    stop: Stop | None = None,
+    world: World = ALONE,
+) -> Params:
+    """One expert, from the suite's base, in its dtypes; with ``training.lora`` its adapters alone.
+
+    The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
+    see the same data in the same order, and a run can go on from any step. Precision "bf16" and "fp32" train a base
+    cast to that dtype, "mixed" float32 master weights (`with_master_weights`); a batch is split by the suite into
+    ``accumulate`` micro-batches, weighted so that the mean over the whole batch comes out.
+
+    Args: on_step: called as ``on_step(step, info)`` after every step; log: gets every step too; saver: goes on from its
+        snapshot if there is one, and is told when the next one is due; stop: looked at before every step; world: the
+        processes that share every batch, each of which calls this.
+    Raises: ValueError for a loss that is not finite, from the log; `Interrupted` when asked to stop.
+    """
+    key = random.fold_in(random.key(seed), task)
+    training = budget(suite, task, training)
+    assert training.steps is not None
+    loss_fn, base = suite.loss_fn(task), suite.base
+    params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
+    if training.precision == "mixed":
+        loss_fn = with_master_weights(loss_fn)
+    else:
+        base = params
+    adapters = adapters_of(loss_fn, training)
+    kept: dict[str, Tensor] = {}  # base, where the device need not hold it
+    if adapters is None and rests(method, suite.base):
+        kept = _on_host(suite.base)
+        base = kept if base is suite.base else _on_host(base)
+    optimizer = make_optimizer(training, None if adapters else suite.where)
+    start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
+    run = arrange(
+        method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world
+    )
+    state = run.init(start)
+    if saver is not None and saver.path.exists():
+        state = restore(saver.path, state)
+    del params, start, base  # a cast of the base would stay beside the state
+    split = suite.split or split_rows
+    with resting(suite.base, kept) if kept else nullcontext():
+        if log is not None:
+            if state.step < training.steps:
+                suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
+            log.watch.skip()
+        for step in range(state.step, training.steps):
+            if stop is not None and (number := world.largest(stop.signal or 0)):
+                raise _interrupted(number, state, task, log, saver, world)
+            batch = given = suite.batch(task, key, step)
+            if world.size > 1:
+                given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
+            elif training.accumulate > 1:
+                given = split(batch, training.accumulate)
+            state, info = run.update(key, state, given)
+            if log is not None:
+                log.step(step, info, batch)
+            if on_step is not None:
+                on_step(step, info)
+            if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
+                saver.save(state, log.progress())
+                log.watch.skip()
+    if adapters is not None:
+        return state.params
+    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+
+
+def _on_host(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()}
+
+
+def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Saver | None, world: World) -> Interrupted:
+    text = f"stopped by signal {number} after {state.step} steps of {task}"
+    if saver is not None and log is not None:
+        saver.save(state, log.progress())
+        text += f"; {saver.where()}: go on with --resume"
+    # torchrun ends the others when one is gone: nobody leaves before the first process has written
+    return Interrupted(number, world.agree(text))

@@ -1,0 +1,73 @@
+"""Seconds of clean and simulated steps; nothing here makes the host wait for the device before they are asked for."""
+
+import time
+from typing import Any
+
+import torch
+
+from ...types import Params
+
+KINDS = ("clean", "simulated")
+
+
+class Stopwatch:
+    """Laps, one a step, on the device's own clock where there is one.
+
+    Args: device: of training; totals: of an earlier part of the same run (`totals`), to go on from.
+    """
+
+    def __init__(self, device: torch.device, totals: dict[str, float] | None = None) -> None:
+        self._device = device
+        self._totals = {f"{kind}_{what}": 0.0 for kind in KINDS for what in ("steps", "seconds")} | (totals or {})
+        self._open: list[tuple[str, Any, Any]] = []
+        self._last = self._mark()
+
+    def lap(self, kind: str) -> None:
+        """A step of this kind ends here."""
+        now = self._mark()
+        self._open.append((kind, self._last, now))
+        self._last = now
+
+    def skip(self) -> None:
+        """What was done since the last lap is no part of training."""
+        self._last = self._mark()
+
+    def totals(self) -> dict[str, float]:
+        """Steps and seconds by kind; waits until the device is done with the last lap."""
+        for kind, start, stop in self._open:
+            self._totals[f"{kind}_steps"] += 1
+            self._totals[f"{kind}_seconds"] += self._between(start, stop)
+        self._open.clear()
+        return dict(self._totals)
+
+    def seconds(self) -> float:
+        """Of all laps."""
+        return sum(self.totals()[f"{kind}_seconds"] for kind in KINDS)
+
+    def simulation_share(self) -> float | None:
+        """The share of all seconds that the simulated steps took beyond as many clean ones; None without clean ones.
+
+        ``(S - n c) / (S + C)``: S seconds of n simulated steps, C of the clean ones, which take c each on average.
+        """
+        steps, seconds = ([self.totals()[f"{kind}_{what}"] for kind in KINDS] for what in ("steps", "seconds"))
+        if not steps[0] or not sum(seconds):
+            return None
+        return (seconds[1] - steps[1] * seconds[0] / steps[0]) / sum(seconds)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if self._device.type != "cuda":
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+
+def device_of(params: Params) -> torch.device:
+    """The device of flat parameters: that of the first."""
+    return next((leaf.device for leaf in params.values()), torch.device("cpu"))

@@ -1,0 +1,201 @@
+"""Many runs of train.py from one command: every method with every seed, and a table of how far they are."""
+
+import json
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from tyro.conf import Positional, arg
+
+from ...config import METHODS
+from . import launching
+from .launching import Job, Launcher
+
+JOBS = "jobs"  # folder of their logs
+NONE = arg(help_behavior_hint="(default: none)")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train every method with every seed, one process per device; run it again to go on where it stopped."""
+
+    out: Path
+    """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
+    methods: tuple[str, ...] = ("ft", "smat")
+    """Methods, by the names of train.py."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Training seeds of each method."""
+    flags: str = ""
+    """More options of train.py for all of them, after an equals sign: --flags="--preset digits --steps 100"."""
+    devices: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: no choice of GPU)")] = ()
+    """GPUs, as CUDA_VISIBLE_DEVICES names them: one run at a time on each."""
+    processes: int = 1
+    """Runs at a time where no devices are given."""
+    launcher: Literal["local", "submitit"] = "local"
+    """local: processes here; submitit: jobs of a cluster (the package submitit)."""
+    cluster_options: Annotated[
+        dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
+    ] = field(default_factory=dict)
+    """Of submitit's executor: slurm_partition gpu timeout_min 600."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A table of the runs in a folder: which experts are done, how far the others are."""
+
+    out: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """Folder of a sweep, or of any runs of train.py."""
+
+
+class Progress(NamedTuple):
+    """How far one expert is."""
+
+    run: str
+    task: str
+    done: bool
+    step: int | None  # of the last line of its log, None without a log
+    loss: float | None
+
+
+def jobs(options: Sweep, *, script: Path) -> list[Job]:
+    """The runs of a sweep, seeds in the outer loop so that all methods of one seed end together.
+
+    Raises: ValueError that lists unknown methods, repeated methods and seeds, and flags that a sweep sets itself.
+    """
+    known = [config.name for config in METHODS]
+    problems = [f"method {m!r} is unknown, choose from {', '.join(known)}" for m in options.methods if m not in known]
+    for name, values in (("methods", options.methods), ("seeds", options.seeds)):
+        problems += [] if values else [f"no {name}: name at least one"]
+        problems += [] if len(set(values)) == len(values) else [f"{name} are {values}: name each once"]
+    flags = shlex.split(options.flags)
+    own = {"--seed", "--out", "--resume", "--overwrite"}
+    problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
+    if problems:
+        raise ValueError("; ".join(problems))
+    found = []
+    for seed in options.seeds:
+        for method in options.methods:
+            name = f"{method}-seed{seed}"
+            own_flags = ("--seed", str(seed), "--out", str(options.out / name), "--resume")
+            command = (sys.executable, str(script), method, *own_flags, *flags)
+            found.append(Job(name, command, options.out / JOBS / f"{name}.log"))
+    return found
+
+
+def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print) -> None:
+    """Runs what has not ended well yet.
+
+    Raises: ValueError as `jobs`, and at the end if a run failed, naming the logs.
+    """
+    from ... import checkpoint
+
+    launch = _launcher(options)
+    wanted = jobs(options, script=script)
+    waiting = [job for job in wanted if not _ended_well(job)]
+    report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
+    failed = []
+    with _leaving_on_sigterm():
+        for number, (job, status) in enumerate(launch(waiting), 1):
+            if status == 0:
+                checkpoint.write_text(_mark(job), json.dumps(job.command) + "\n")
+            else:
+                failed.append(job)
+            how = "done" if status == 0 else f"failed with status {status}"
+            report(f"[{number}/{len(waiting)}] {job.name}: {how}")
+    if failed:
+        raise ValueError(
+            f"{len(failed)} runs failed, run again after a look at {', '.join(str(j.log) for j in failed)}"
+        )
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit inside, so that a launcher ends the processes it started."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def progress(out: Path) -> list[Progress]:
+    """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
+    from ... import checkpoint
+
+    found = []
+    logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
+    manifests = {m.parent for m in out.rglob(checkpoint.MANIFEST)}
+    experts = {folder for folder in manifests if checkpoint.load_manifest(folder).get("kind") == "expert"}
+    for folder in sorted(experts | set(logs)):
+        last = _last(logs[folder]) if folder in logs else {}
+        run = str(folder.parent.relative_to(out))
+        found.append(Progress(run, folder.name, folder in experts, last.get("step"), last.get("loss")))
+    if not found:
+        raise ValueError(f"{out} holds no run of train.py: give its --out folder, or one above")
+    return found
+
+
+def table(rows: Sequence[Progress]) -> Any:
+    """A rich table: a line per run, a column per task."""
+    from rich.table import Table
+
+    tasks, runs = list(dict.fromkeys(r.task for r in rows)), list(dict.fromkeys(r.run for r in rows))
+    cells = {(r.run, r.task): _cell(r) for r in rows}
+    shown = Table("run", *tasks, "done")
+    for run in runs:
+        ended = sum(r.done for r in rows if r.run == run)
+        shown.add_row(run, *(cells.get((run, task), "-") for task in tasks), f"{ended}/{len(tasks)}")
+    return shown
+
+
+def status(options: Status) -> None:
+    """Prints the table."""
+    from rich.console import Console
+
+    Console(width=max(100, Console().width)).print(table(progress(options.out)))
+
+
+def _cell(row: Progress) -> str:
+    if row.done or row.step is None:
+        return "done" if row.done else "started"
+    return f"step {row.step + 1}" + ("" if row.loss is None else f", loss {row.loss:.3f}")
+
+
+def _last(log: Path) -> dict[str, Any]:
+    """The last whole line with a step: a line may be half written."""
+    for line in reversed(log.read_text(encoding="utf-8").splitlines()):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "step" in row:
+            return row
+    return {}
+
+
+def _mark(job: Job) -> Path:
+    return job.log.with_suffix(".done.json")
+
+
+def _ended_well(job: Job) -> bool:
+    return _mark(job).exists() and tuple(json.loads(_mark(job).read_text(encoding="utf-8"))) == job.command
+
+
+def _launcher(options: Sweep) -> Launcher:
+    if options.launcher == "local":
+        return launching.local(processes=options.processes, devices=options.devices)
+    parameters: dict[str, Any] = dict(options.cluster_options)
+    return launching.submitit_jobs(options.out / JOBS / "submitit", **parameters)

@@ -1,0 +1,81 @@
+"""A method on all weights or on adapters, in one process or several."""
+
+from typing import Any
+
+from ... import lora, mat, parallel, tree
+from ...config import MethodConfig, Training, settings
+from ...grad import ModuleLoss
+from ...lora import Lora
+from ...parallel import World
+from ...types import LossFn, Method, Optimizer, Params, Where
+
+
+def build_method(
+    method: MethodConfig,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    base: Params,
+    *,
+    where: Where | None,
+    max_grad_norm: float | None,
+) -> Method:
+    """The training method on a loss; it donates its state's buffers from step to step."""
+    return getattr(mat, method.module).build(
+        loss_fn, optimizer, base, where=where, max_grad_norm=max_grad_norm, donate=True, **settings(method)
+    )
+
+
+def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
+    """The adapters that a training asks for. Raises: ValueError for numbers and targets that fit no layer."""
+    if training.lora is None:
+        return None
+    assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
+    paths, transposed = lora.linear_paths(loss_fn.module, training.lora.targets)
+    return Lora(paths, training.lora.rank, training.lora.alpha, transposed=transposed)
+
+
+def problems(method: MethodConfig, training: Training, world: World) -> list[str]:
+    """What speaks against the method on adapters, or with several processes, in words."""
+    found, own = [], settings(method)
+    if training.lora is not None:
+        found += [f"lora rank is {training.lora.rank}, must be at least 1"] if training.lora.rank < 1 else []
+        found += [] if training.lora.alpha > 0 else [f"lora alpha is {training.lora.alpha}, must be positive"]
+    alone = "independent draws" if training.independent_draws else ""
+    alone = "adapters at the merged weight" if training.lora and training.lora.simulate == "merged" else alone
+    if alone and method.name == "smat":
+        found += [f"{name} {own[name]} is not known for {alone}" for name in ("lam", "offload") if name in own]
+    if training.lora is not None and "offload" in own and not alone:
+        found.append(f"offload {own['offload']} is not known for adapters")
+    if world.size > 1 and own.get("offload") in ("recompute", "stream"):
+        found.append(f"offload {own['offload']} is not known for several processes")
+    if training.independent_draws:
+        if method.name != "smat" or training.lora is not None:
+            found.append("independent draws are those of smat on all weights")
+        if world.size == 1:
+            found.append("independent draws need several processes: start with torchrun")
+    return found
+
+
+def arrange(
+    method: MethodConfig,
+    training: Training,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    base: Params,
+    start: Params,
+    adapters: Lora | None,
+    where: Where,
+    world: World,
+) -> Method:
+    """The method on what is trained: ``start``, all weights or adapters."""
+    shared = parallel.replicated if world.size > 1 else lambda loss_fn: loss_fn
+    options: dict[str, Any] = {"max_grad_norm": training.max_grad_norm, "donate": True, **settings(method)}
+    if training.independent_draws:
+        return parallel.independent_smat(loss_fn, optimizer, base, where=where, **options)
+    if adapters is None:
+        return build_method(method, optimizer, shared(loss_fn), base, where=where, max_grad_norm=training.max_grad_norm)
+    full = tree.flatten(base)
+    if method.name == "smat" and training.lora is not None and training.lora.simulate == "merged":
+        return lora.build(loss_fn, optimizer, full, adapters, where=where, around=shared, **options)
+    inside = shared(lora.with_lora(loss_fn, full, adapters))
+    return build_method(method, optimizer, inside, start, where=None, max_grad_norm=training.max_grad_norm)

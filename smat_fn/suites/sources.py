@@ -1,0 +1,68 @@
+"""Where a suite's model and rows come from, and where it runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.rows import SUFFIXES
+
+
+def tasks_of(
+    data: str | Path, tasks: Sequence[str] | None, *, known: Sequence[str], splits: Sequence[str]
+) -> tuple[str, ...]:
+    """The given tasks; else those of a folder, the known ones first, then its others by name; else the known ones.
+
+    A task is a folder that holds a split, as a file or as a folder. Raises: ValueError for a folder without tasks, and
+    for tasks named twice.
+    """
+    if tasks is not None:
+        if not tasks or len(set(tasks)) < len(tasks):
+            raise ValueError(f"tasks are {list(tasks)}: name at least one, each once")
+        return tuple(tasks)
+    if not data or not (folder := Path(data).expanduser()).is_dir():
+        return tuple(known)
+    names = {f"{split}{suffix}" for split in splits for suffix in ("", *SUFFIXES)}
+    found = {child.name for child in folder.iterdir() if any((child / name).exists() for name in names)}
+    if not found:
+        raise ValueError(f"{folder} holds no task: make folders <task> with {', '.join(splits)} in it")
+    return (*(task for task in known if task in found), *sorted(found.difference(known)))
+
+
+def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
+    """{ours: the source's}, as `rows.load_rows` takes it, from such a mapping or "prompt=question,answer=reply".
+
+    Raises: ValueError for anything else.
+    """
+    if isinstance(given, str):
+        parts = [part.partition("=") for part in given.split(",") if part.strip()]
+        given = {ours.strip(): theirs.strip() for ours, _, theirs in parts}
+    found = dict(given or {}) if isinstance(given, Mapping) or not given else {"": ""}
+    if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
+        raise ValueError(f"columns are {given!r}, must name ours and the source's: prompt=question,answer=reply")
+    return found
+
+
+def recipe_of(recipe: Any) -> dict[str, Any]:
+    """The fields of a recipe as JSON values; columns only where some are renamed."""
+    facts = {**asdict(recipe), "tasks": list(recipe.tasks)}
+    return facts if recipe.columns else {name: value for name, value in facts.items() if name != "columns"}
+
+
+def absolute(source: str | Path) -> str:
+    """A folder by its absolute path, also one that is not there but can be no name on the hub."""
+    path, name = Path(source).expanduser(), str(source)
+    return str(path.resolve()) if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 else name
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of a name, None: the first GPU, or the CPU. Raises: ValueError for one that is not here."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is unknown: cpu, cuda, or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: there is no GPU here, or torch cannot use it")
+    return device

@@ -1,0 +1,220 @@
+"""The analyses as a user runs them on a small digits suite: what they write, and that it is what the library gives."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smat_fn import checkpoint, merge, tree
+from smat_fn.config import DIGITS, Training
+from smat_fn.scripts.merge import merging
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import load_suite
+from smat_fn.types import Micro
+
+ROOT = Path(__file__).parents[2]
+RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
+TASKS, COEF = ("rot90", "mirror", "stripes"), 0.4
+
+
+@pytest.fixture(scope="module")
+def suite(_own_cache):
+    return load_suite("digits", progress=False, **RECIPE)
+
+
+@pytest.fixture(scope="module")
+def runs(suite, tmp_path_factory):
+    """FT and SMAT on three tasks, with all five merged models each."""
+    folder = tmp_path_factory.mktemp("analyses")
+    for name in ("ft", "smat"):
+        method, out = DIGITS.methods[name], folder / name
+        train_run(suite, method, Training(steps=4, lr=5e-4), seed=21, tasks=TASKS, out=out)
+        configs = [
+            c.__class__(**{**vars(c), **({"coef": COEF} if "coef" in vars(c) else {})}) for c in DIGITS.mergers.values()
+        ]
+        merging.merge_run(configs, *merging.find_inputs(out), out=out / "merged", search=False, seed=0)
+    return folder / "ft", folder / "smat"
+
+
+@pytest.fixture
+def call(exits, capsys):
+    """``call(*words)``: what eval.py exits with and prints."""
+    return lambda *words: (exits("eval.py", *words), capsys.readouterr().out)
+
+
+def read(out, name):
+    """The JSON that a command wrote; CSV and PNG stand beside it."""
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((out / f"{name}.json").read_text())
+    with (out / f"{name}.csv").open() as file:
+        assert len(list(csv.reader(file))) == 1 + len(found["rows"])
+    assert found["analysis"] == name
+    assert {"smat_fn", "python", "torch"} <= set(found["versions"])
+    return found
+
+
+def experts(folder):
+    return merging.load_inputs(*merging.find_inputs(folder)).experts
+
+
+def test_experts_curve_keeps_each_runs_own_coefficient_and_ends_at_its_merged_model(runs, suite, call, tmp_path):
+    code, printed = call("experts-curve", *runs, "--out", tmp_path, "--split", "dev")
+    assert code is None
+    found = read(tmp_path, "experts-curve")
+    assert re.search(r"SMAT .*│ +\d+\.\d\d", printed)
+    assert printed.splitlines()[-3:] == [f"{s}: {tmp_path / 'experts-curve'}.{s}" for s in ("json", "csv", "png")]
+    assert [run["label"] for run in found["runs"]] == ["FT", "SMAT"]
+    for run, folder in zip(found["runs"], runs, strict=True):
+        manifest = checkpoint.load_manifest(folder / "mirror")
+        assert run["suite"] == manifest["suite"]
+        assert run["experts"]["mirror"] == manifest["fingerprint"]
+    reference = {task: suite.score(params, task, "dev") for task, params in experts(runs[0]).items()}
+    assert {row["coef"] for row in found["rows"]} == {COEF}
+    for folder, label in zip(runs, ("FT", "SMAT"), strict=True):
+        rows = [row for row in found["rows"] if row["method"] == label]
+        assert len(rows) == 3 * 2 + 3
+        merged, _ = checkpoint.load_leaves(folder / "merged" / "ta")
+        scores = {row["task"]: row["score"] for row in rows if row["experts"] == 3}
+        assert scores == {task: suite.score(merged, task, "dev") for task in TASKS}
+        for row in rows:
+            assert row["relative"] == pytest.approx(100 * row["score"] / reference[row["task"]])
+
+
+def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs, call, tmp_path):
+    bare = tmp_path / "bare"
+    for name in ("base", *TASKS):
+        shutil.copytree(runs[0] / name, bare / name)
+    assert call("experts-curve", bare, "--out", tmp_path / "found", "--memory", "0")[0] is None
+    inputs = merging.load_inputs(*merging.find_inputs(bare))
+    suite, vector = merging.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)
+    best = merge.select_coef(
+        inputs.base, vector, lambda params: sum(suite.score(params, task, "dev") for task in TASKS)
+    ).best
+    assert {row["coef"] for row in read(tmp_path / "found", "experts-curve")["rows"]} == {best}
+    assert call("experts-curve", *runs, "--coef", "0.2", "0.5", "--merger", "ties", "--out", tmp_path)[0] is None
+    rows = read(tmp_path, "experts-curve")["rows"]
+    assert {(row["method"], row["coef"]) for row in rows} == {("FT", 0.2), ("SMAT", 0.5)}
+
+
+def test_replacement_goes_from_the_merge_of_ft_to_that_of_the_other(runs, suite, call, tmp_path):
+    assert call("replacement", "--ft", runs[0], "--other", runs[1], "--out", tmp_path, "--coef", "0.3")[0] is None
+    rows = read(tmp_path, "replacement")["rows"]
+    assert {row["method"] for row in rows} == {"SMAT"}
+    assert [row["experts"] for row in rows] == [
+        q for q, sets in ((0, 1), (1, 3), (2, 3), (3, 1)) for _ in range(3 * sets)
+    ]
+    for count, folder in ((0, runs[0]), (3, runs[1])):
+        own = experts(folder)
+        merged = merge.task_arithmetic(suite.base, {task: own[task] for task in TASKS}, coef=0.3)
+        scores = {row["task"]: row["score"] for row in rows if row["experts"] == count}
+        assert scores == {task: suite.score(merged, task, "test") for task in TASKS}
+
+
+def test_gains_are_those_of_the_main_table(runs, suite, call, tmp_path):
+    assert call("gains", *runs, "--out", tmp_path)[0] is None
+    found = read(tmp_path, "gains")
+    assert [row["method"] for row in found["rows"]] == ["FT", "SMAT"]
+    assert len(found["runs"]) == 2 * (3 + 5)
+    for row, folder in zip(found["rows"], runs, strict=True):
+        own = [suite.score(params, task, "test") for task, params in experts(folder).items()]
+        merged = [
+            suite.score(checkpoint.load_leaves(folder / "merged" / name)[0], task, "test")
+            for name in ("wa", "ta", "ties", "dare", "della") for task in TASKS
+        ]  # fmt: skip
+        assert row["expert"] == pytest.approx(sum(own) / 3)
+        assert row["merged"] == pytest.approx(sum(merged) / 15)
+        assert row["drop"] == row["expert"] - row["merged"]
+
+
+def test_landscape_passes_through_base_and_experts(runs, suite, call, tmp_path):
+    words = ("--tasks", "mirror", "--points", "2", "--b", "-1", "1")
+    assert call("landscape", "--ft", runs[0], "--methods", runs[1], "--out", tmp_path, *words)[0] is None
+    found = read(tmp_path, "landscape")
+    assert found["settings"]["samples"]["split"] == "dev"
+    assert len(found["rows"]) == 2 * 9
+    (batch, _), loss = suite.dev_batches("mirror")[0], suite.loss_fn("mirror")
+    for folder, label in zip(runs, ("FT", "SMAT"), strict=True):
+        losses = {(row["a"], row["b"]): row["loss"] for row in found["rows"] if row["method"] == label}
+        assert losses[1.0, 0.0] == pytest.approx(float(loss(experts(folder)["mirror"], batch)[0]), rel=1e-5)
+        assert losses[0.0, 0.0] == pytest.approx(float(loss(suite.base, batch)[0]), rel=1e-5)
+        # the partners are FT's, whatever the method
+        partners = {task: params for task, params in experts(runs[0]).items() if task != "mirror"}
+        moved = merge.task_arithmetic(suite.base, partners, coef=0.3)
+        assert losses[0.0, 1.0] == pytest.approx(float(loss(moved, batch)[0]), rel=1e-5)
+
+
+def test_landscape_takes_training_samples_where_a_suite_has_no_dev_batches(suite):
+    from smat_fn.analyses import mean_loss
+    from smat_fn.scripts.analyse.analysing import samples
+
+    split, found = samples(suite._replace(dev_batches=None), "mirror", batches=2, seed=0)
+    assert split == "train"
+    assert [len(batch[1]) for batch, _ in found] == [16, 16]
+    again = samples(suite._replace(dev_batches=None), "mirror", batches=3, seed=0)[1]
+    assert all((a[0] == b[0]).all() for (a, _), (b, _) in zip(found, again, strict=False))
+    loss = suite.loss_fn("mirror")
+    weighted = mean_loss(loss, [Micro(found[0].batch, 3.0), Micro(found[1].batch, 1.0)])(suite.base)
+    parts = [float(loss(suite.base, batch)[0]) for batch, _ in found]
+    assert float(weighted) == pytest.approx((3 * parts[0] + parts[1]) / 4, rel=1e-6)
+
+
+def test_diagnose_in_a_process_of_its_own_says_what_the_run_had_and_suggests(runs, suite, tmp_path):
+    command = [sys.executable, "-W", "error", ROOT / "eval.py", "diagnose", runs[1], "--out", tmp_path / "out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    found = read(tmp_path / "out", "diagnose")
+    settings, whole = found["settings"], found["rows"][-1]
+    assert (settings["sigma"], settings["sigma_origin"]) == (DIGITS.methods["smat"].sigma, "the run's")
+    assert settings["suggested_sigma"] == float(f"{whole['partners']:.2g}")
+    assert "suggested sigma" in re.sub(r"\s+", " ", process.stdout)
+    deltas = [merge.task_vector(params, suite.base) for params in experts(runs[1]).values()]
+    norms = [float(tree.global_norm(delta)) ** 2 for delta in deltas]
+    assert whole["delta"] == pytest.approx((sum(norms) / 3 / whole["size"]) ** 0.5, rel=1e-5)
+    assert whole["size"] == sum(leaf.numel() for leaf in suite.base.values())
+
+
+def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
+    ft, smat = runs
+    for words, told in (
+        (("experts-curve", smat), "seed 21 has 0 runs of method ft"),
+        (("experts-curve", ft, smat, "--coef", "1", "2", "3"), "3 coefs for 2 runs"),
+        (("experts-curve", ft, "--merger", "wa", "--coef", "1"), "WA has none"),
+        (("experts-curve", tmp_path / "a", tmp_path / "b"), "holds no experts"),
+        (("experts-curve", ft, ft), "are both FT of seed 21"),
+        (("replacement", "--ft", smat, "--other", ft), "is of method smat, not ft"),
+        (("gains", ft / "mirror"), "no Avg"),
+        (("landscape", "--ft", ft, "--tasks", "negative", "--batches", "0"), "batches is 0"),
+        (("landscape", "--ft", ft, "--points", "1", "--a", "1", "0"), "points is 1"),
+        (("diagnose", ft, "--memory", "-1"), "memory is -1"),
+    ):
+        code, _ = call(*words, "--out", tmp_path / "out")
+        assert code.startswith(f"eval.py {words[0]}: "), code
+        assert told in code
+        assert "\n" not in code
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_of_the_commands_comes_without_torch():
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+for name in ("experts-curve", "replacement", "gains", "landscape", "diagnose"):
+    sys.argv = ["eval.py", name, "--help"]
+    try:
+        runpy.run_path({str(ROOT / "eval.py")!r}, run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, name
+assert not {{"torch", "numpy", "matplotlib", "transformers"}} & set(sys.modules)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "usage: eval.py experts-curve" in process.stdout
+    assert "None" not in process.stdout

@@ -1,0 +1,222 @@
+"""merge.py on folders in Hugging Face's layout, as a user runs it."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+from smat_fn.folders import run as stream
+from smat_fn.folders import writing
+
+ROOT = Path(__file__).parents[2]
+KILLED = """
+import os, runpy, signal, sys
+from smat_fn.folders import run
+write, left = run.write_piece, [15]
+def dying(*args):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*args)
+run.write_piece = dying
+script, *words = sys.argv[1:]
+sys.argv = [script, *words]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A base and two experts in several shards, with tokenizer, generation config and chat template."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("hub")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", chat_template="{{ messages }}")
+    for seed, name in enumerate(("base", "math", "code")):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / name, max_shard_size="4KB")
+        tokenizer.save_pretrained(folder / name)
+    assert len(list((folder / "math").glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.fixture
+def call(exits, capsys):
+    """``call(*words)``: (what merge.py prints, what it exits with)."""
+
+    def run(*words):
+        code = exits("merge.py", *words)
+        return capsys.readouterr().out, code
+
+    return run
+
+
+def inputs(hub):
+    return "--base", hub / "base", "--experts", hub / "math", hub / "code"
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def leaves(folder):
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+@pytest.mark.parametrize("merger", ["ties --keep 0.3", "dare --drop-prob 0.5", "magmax", "model_stock"])
+def test_a_merged_model_loads_in_transformers_with_the_parameters_of_its_base(merger, hub, call, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name, *options = merger.split()
+    words = (*inputs(hub), "--out", tmp_path, "--coef", "0.5", "--shard-size", "4KB", "--seed", "3")
+    printed, code = call(name, *words, *options)
+    assert code is None
+    assert printed.startswith(f"merged: {tmp_path / name}, coef 0.5, rounding is ")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype == torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained(hub / "base")
+    assert model.num_parameters() == base.num_parameters()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == "{{ messages }}"
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        assert (tmp_path / name / file).read_bytes() == (hub / "base" / file).read_bytes()
+    origin, experts = dict(base.named_parameters()), {task: leaves(hub / task) for task in ("math", "code")}
+    key = random.fold_in(random.key(3), "merge")
+    expected = {
+        "ties": lambda: merge.ties(origin, experts, coef=0.5, keep=0.3),
+        "dare": lambda: merge.dare(key, origin, experts, coef=0.5, drop_prob=0.5),
+        "magmax": lambda: merge.magmax(origin, experts, coef=0.5),
+        "model_stock": lambda: merge.model_stock(origin, experts, coef=0.5),
+    }[name]()
+    assert all(torch.equal(leaf, expected[path]) for path, leaf in model.named_parameters())
+
+
+def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_path):
+    words = ("della", *inputs(hub), "--out", tmp_path / "out", "--coef", "1", "--drop-prob", "0.5", "--window", "0.14")
+    printed, code = call(*words, "--dry-run", "--memory-mib", "40")
+    assert code is None
+    first, memory, disk, time = printed.splitlines()
+    assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
+    assert memory == "  memory: at most 40 MiB beside mapped files"
+    assert disk.endswith("KB in 1 file")
+    assert re.fullmatch(
+        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 KB to read, .*", time
+    )
+    _, code = call(*words, "--dry-run", "--window", "3")
+    assert "take a smaller window" in code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_prints_every_change_and_fails(hub, call, tmp_path):
+    call("ta", *inputs(hub), "--out", tmp_path, "--coef", "0.5")
+    folder = tmp_path / "ta"
+    count = len(list(folder.iterdir())) - 2 + sum(1 for _ in hub.glob("*/*.safetensors"))
+    assert call("verify", folder) == (f"{count} files are those that {folder} names\n", None)
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes(b"")
+    printed, code = call("verify", folder / "README.md")
+    assert [line.partition(" has changed")[0] for line in printed.splitlines()] == [
+        str(folder / "model.safetensors"),
+        str(folder / "config.json"),
+    ]
+    assert code == f"merge.py verify: 2 of {count} files are not those that {folder / 'README.md'} names"
+
+
+def test_a_killed_merge_goes_on_and_ends_with_the_same_bytes(hub, call, tmp_path):
+    options = ("--coef", "0.5", "--drop-prob", "0.5", "--shard-size", "4KB")
+    words = [str(word) for word in ("dare", *inputs(hub), "--out", tmp_path / "out", *options)]
+    command = [sys.executable, "-c", KILLED, str(ROOT / "merge.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".dare.lock", ".dare.merging"]
+    assert list((tmp_path / "out" / ".dare.merging").glob("*.safetensors"))
+    for folder in ("out", "whole"):
+        assert call("dare", *inputs(hub), "--out", tmp_path / folder, *options)[1] is None
+    assert digests(tmp_path / "out" / "dare") == digests(tmp_path / "whole" / "dare")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["dare"]
+
+
+def test_all_after_a_kill_keeps_what_is_done(hub, call, tmp_path):
+    words = [*inputs(hub), "--out", tmp_path, "--shard-size", "4KB", "--coef", "*=0.3"]
+    done = "done before, its files and its inputs are as its card says\n"
+    assert [call(merger, *words)[1] for merger in ("wa", "ta")] == [None, None]
+    printed, code = call("all", *words)
+    assert code is None
+    kept, others = printed.split(done)[:2], printed.split(done)[2]
+    assert kept == [f"kept: {tmp_path / merger}: " for merger in ("wa", "ta")]
+    mergers = "ties", "dare", "della"
+    assert [line.split(",")[0] for line in others.splitlines()] == [
+        f"merged: {tmp_path / merger}" for merger in mergers
+    ]
+    assert call("all", *words, "--dry-run")[0].count(done) == 5
+
+
+def test_a_coefficient_of_a_glob_is_given_as_one_word(hub, call, tmp_path):
+    glob, common = "model.layers.*.mlp.*", (*inputs(hub), "--coef", "0.3")
+    call("ta", *common, "--coefs", glob, "0.4", "*norm*", "0", "--out", tmp_path / "a")
+    call("ta", *common, "--coef", f"{glob}=0.4", "--coef=*norm*=0", "--out", tmp_path / "b")
+    call("ta", *common, f"--coef={glob}=0.4", "--coefs", "*norm*", "0", "--out", tmp_path / "c")
+    call("ta", *common, "--out", tmp_path / "d")
+    a, b, c, d = (hashlib.sha256((tmp_path / x / "ta/model.safetensors").read_bytes()).digest() for x in "abcd")
+    assert a == b == c != d
+    assert call("ta", *common, "--coef", "model.layer=0.4", "--out", tmp_path / "e")[1].endswith("it matches no leaf")
+
+
+def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch):
+    words = ("ta", *inputs(hub), "--out", tmp_path, "--coef", "0.5")
+    with writing.exclusive(tmp_path / "ta"):
+        code = call(*words)[1]
+    assert code.startswith(f"merge.py: another merge into {tmp_path / 'ta'} is running (")
+    assert "\n" not in code
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "write_piece", full)
+        assert call(*words)[1] == "merge.py: [Errno 28] No space left on device"
+    assert not (tmp_path / "ta").exists()
+    assert call(*words)[1] is None
+    told = "holds another merge: its hyperparameters is {'coef': 0.5}, here it would be {'coef': 0.6}; "
+    code = call(*words[:-1], "0.6")[1]
+    assert code.startswith(f"merge.py: {tmp_path / 'ta'} {told}{tmp_path / 'ta'} exists: choose another folder, or say")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("all",), "ta needs a coefficient: give --coef, or --search for one on dev; ties needs"),
+        (("dare", "--coef", "1", "--semantics", "mergekit"), "dare with the semantics of mergekit cannot be had"),
+        (("ties", "--coef", "1", "--scope", "global", "--semantics", "mergekit"), "scope of ties is 'global', but"),
+        (("wise_ft", "--coef", "1"), "experts holds 2 trees: wise_ft takes exactly 1"),
+        (("weighted_average", "--weights", "1"), "weights holds 1 numbers for 2 experts"),
+        (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches leaf 'model.embed_tokens.weight'"),
+        (("ta", "--coef", "1", "--device", "cuda"), "device is 'cuda', but torch sees no GPU here"),
+        (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory to merge in: give more than 32"),
+        (("ta", "--coef", "1", "--shard-size", "5GiB"), "size '5GiB' is none: write 5GB"),
+        (("ta", "--search", "--dry-run"), "--dry-run: not with --search or --calibrate"),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_merged_is_told_in_one_line(words, told, hub, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, code = call(*words, *inputs(hub), "--out", tmp_path / "out")
+    assert told in code
+    assert "\n" not in code
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,243 @@
+"""The three scripts as a user runs them: what they write and print, and one line for whatever does not fit."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import smat_fn.data
+from smat_fn import checkpoint
+from smat_fn.config import PRESETS
+from smat_fn.evaluate import read_results
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
+
+
+def run(script, *words):
+    """A script in a process of its own, warnings as errors."""
+    command = [sys.executable, "-W", "error", ROOT / script, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture
+def refused(exits):
+    """``refused(script, *words)``: the text, or status, that the script exits with."""
+
+    def call(script, *words):
+        text = exits(script, *words)
+        assert text is not None
+        return text
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(_own_cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("scripts") / "run"
+    return out, run("train.py", "smat", "--out", out, "--tasks", "rot90", "mirror", "--sigma", "0.02", *SHORT)
+
+
+@pytest.fixture(scope="module")
+def merged(trained):
+    out = trained[0] / "merged"
+    return out, run("merge.py", "all", "--run", trained[0], "--search", "--out", out)
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained, merged):
+    out = trained[0].parent / "report"
+    return out, run("eval.py", trained[0], "--out", out, "--plot", out.parent / "plots" / "bars.png")
+
+
+def assert_clean(process):
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "Warning" not in process.stderr
+
+
+def test_train_writes_experts_manifests_and_logs_and_says_where(trained):
+    out, process = trained
+    assert_clean(process)
+    first, *rest = process.stdout.splitlines()
+    assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, seed 21"
+    assert rest == [f"expert: {out / task}" for task in ("rot90", "mirror")]
+    assert {p.name for p in out.iterdir() if p.name != "merged"} == {
+        "base", "rot90", "rot90.log.jsonl", "mirror", "mirror.log.jsonl",
+    }  # fmt: skip
+    manifest = checkpoint.load_manifest(out / "rot90")
+    assert (manifest["method"], manifest["task"], manifest["seed"]) == ("smat", "rot90", 21)
+    assert manifest["hyperparameters"]["sigma"] == 0.02
+    assert manifest["hyperparameters"]["alpha_min"] == 0.1
+    assert manifest["training"]["steps"] == 6
+    recipe = manifest["suite"]
+    assert (recipe["seed"], recipe["pretrain_steps"], recipe["images_per_task"]) == (21, 10, 120)
+    assert manifest["base_fingerprint"] == checkpoint.load_manifest(out / "base")["fingerprint"]
+    assert {"smat_fn", "python", "torch", "safetensors"} <= set(manifest["versions"])
+    rows = [json.loads(line) for line in (out / "rot90.log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(6))
+
+
+def test_merge_writes_five_models_with_cards_and_says_coefficient_and_score(merged):
+    out, process = merged
+    assert_clean(process)
+    names = ["wa", "ta", "ties", "dare", "della"]
+    for line, name in zip(process.stdout.splitlines(), names, strict=True):
+        manifest = checkpoint.load_manifest(out / name)
+        dev = sum(manifest["dev"].values()) / 2
+        coef = manifest["hyperparameters"].get("coef")
+        assert line == f"merged: {out / name}" + ("" if coef is None else f", coef {coef:g}") + f", dev {dev:.2f}"
+        assert sorted(p.name for p in (out / name).iterdir()) == ["README.md", "manifest.json", "model.safetensors"]
+
+
+def test_eval_prints_the_table_and_writes_report_and_plot(evaluated):
+    out, process = evaluated
+    assert_clean(process)
+    rows = read_results(out / "results.jsonl")
+    assert len(rows) == 2 + 5 * 2
+    summary = json.loads((out / "results.json").read_text())
+    five = summary["means"]["SMAT"]["Avg"]["mean"]
+    assert process.stdout.splitlines()[-3:] == [
+        f"results: {out}",
+        f"plot: {out.parent / 'plots' / 'bars.png'}",
+        f"mean over five mergers: SMAT {five:.2f}",
+    ]
+    assert re.search(rf"SMAT.*{five:.2f}", process.stdout)
+    assert (out.parent / "plots" / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_run_is_refused_with_one_line(trained):
+    out, _ = trained
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    process = run("train.py", "smat", "--out", out, "--tasks", "rot90", *SHORT)
+    assert process.returncode == 1
+    assert process.stdout == ""
+    assert process.stderr == (
+        f"train.py: {out / 'rot90'} exists: choose another folder, or say --overwrite (overwrite=True)\n"
+    )
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_overwrite_replaces_what_is_there(trained, merged, tmp_path, exits, capsys):
+    def call(*words):
+        assert exits(*words) is None
+
+    out = tmp_path / "run"
+    call("train.py", "ft", "--out", out, "--tasks", "rot90", *SHORT)
+    call("train.py", "ft", "--out", out, "--tasks", "rot90", *SHORT, "--lr", "1e-3", "--label", "fast", "--overwrite")
+    manifest = checkpoint.load_manifest(out / "rot90")
+    assert (manifest["training"]["lr"], manifest["label"]) == (1e-3, "fast")
+    assert "learning rate 0.001 (given)" in capsys.readouterr().out
+    for coef in ("0.3", "0.7"):
+        call("merge.py", "ta", "--run", out, "--out", tmp_path / "merged", "--coef", coef, "--overwrite")
+    assert checkpoint.load_manifest(tmp_path / "merged" / "ta")["hyperparameters"] == {"coef": 0.7}
+
+
+def test_bad_numbers_and_tasks_are_told_together_before_the_suite_is_loaded(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(smat_fn.suites, "load_suite", lambda *a, **k: pytest.fail("a base would be pretrained"))
+    text = refused(
+        "train.py", "smat", "--out", tmp_path / "out", "--tasks", "rot90", "rot91", "--steps", "0", "--lr", "nan",
+        "--sigma", "-1", "--period", "0", "--log-every", "0",
+    )  # fmt: skip
+    assert text.startswith("train.py: ")
+    assert "\n" not in text
+    for part in ("steps is 0", "learning rate is nan", "sigma is -1", "period is 0", "log_every is 0", "'rot91'"):
+        assert part in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_path):
+    out = ("--out", tmp_path / "out")
+    assert refused("train.py", "ft", *out, "--preset", "digit") == (
+        f"train.py: preset 'digit' is unknown, choose one of {', '.join(PRESETS)}"
+    )
+    assert refused("merge.py", "ta", *out, "--preset", "digit").startswith("merge.py: preset 'digit' is unknown")
+    text = refused("train.py", "ft", *out, "--suite-options", "epochs", "3")
+    assert text.startswith("train.py: digits has no options ['epochs']: they are ")
+    assert "pretrain_steps is 0, must be" in refused("train.py", "ft", *out, "--suite-options", "pretrain_steps", "0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_refuses_what_cannot_be_merged_in_one_line(refused, trained, tmp_path):
+    out, base = ("--out", tmp_path / "out"), trained[0] / "base"
+    either = "merge.py: give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
+    for words in (
+        (), ("--base", base), ("--experts", trained[0] / "rot90"), ("--run", trained[0], "--base", base),
+        ("--run", trained[0], "--experts", trained[0] / "rot90"),
+    ):  # fmt: skip
+        assert refused("merge.py", "wa", *out, *words) == either
+    text = refused("merge.py", "ties", *out, "--base", base, "--experts", tmp_path / "a", tmp_path / "b", "--keep", "2")
+    for part in ("ties needs a coefficient", "keep is 2.0", f"{tmp_path / 'a'} is no", f"{tmp_path / 'b'} is no"):
+        assert part in text
+    assert "\n" not in text
+    assert refused("merge.py", "wa", *out, "--run", tmp_path).startswith(f"merge.py: {tmp_path} holds no experts")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_refuses_folders_without_checkpoints_in_one_line(refused, tmp_path):
+    text = refused("eval.py", tmp_path / "a", tmp_path / "b")
+    assert text.count("holds no expert or merged checkpoint") == 2
+    assert "\n" not in text
+    assert refused("eval.py") == "eval.py: give at least one checkpoint, or a folder that holds some"
+
+
+def test_files_that_cannot_be_written_end_in_one_line(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    text = refused("train.py", "ft", "--out", tmp_path / "file", *SHORT)
+    assert text.startswith("train.py: [Errno ")
+    assert str(tmp_path / "file") in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("sma", "--out", "x"), "ft, smat"),
+        (("ft",), "--out PATH"),
+        (("ft", "--out", "x", "--lr", "fast"), "fast"),
+        (("ft", "--out", "x", "--sigma", "1"), "train.py smat --help"),
+        (("smat", "--out", "x", "--noise", "pink"), "laplace"),
+    ],
+    ids=["method", "required", "number", "option", "choice"],
+)
+def test_words_that_do_not_parse_exit_with_status_2_and_advice(refused, capsys, words, told):
+    assert refused("train.py", *words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_comes_without_torch_and_says_where_defaults_come_from():
+    pages = [
+        [script, *words, "--help"]
+        for script, subcommands in {
+            "train.py": ("ft", "smat"), "merge.py": ("all", "wa", "ta", "ties", "dare", "della"), "eval.py": (),
+        }.items() for words in [(), *((name,) for name in subcommands)]
+    ]  # fmt: skip
+    code = f"""
+import runpy, sys
+for page in {pages!r}:
+    sys.argv = page
+    print("===", *page)
+    try:
+        runpy.run_path(page[0], run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, page
+heavy = {{"torch", "transformers", "matplotlib", "sklearn", "scipy", "numpy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    environment = os.environ | {"COLUMNS": "200"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    texts = dict(re.findall(r"=== (.*?) --help\n(.*?)(?==== |\Z)", process.stdout, re.DOTALL))
+    assert list(texts) == [" ".join(page[:-1]) for page in pages]
+    assert re.search(r"--sigma FLOAT +Perturb: .*\(default: preset\)", texts["train.py smat"])
+    assert re.search(r"--noise \{uniform,gaussian,laplace\}", texts["train.py smat"])
+    assert "(default: all of the suite)" in texts["train.py ft"]
+    assert "--coef FLOAT" in texts["merge.py ta"]
+    assert "--coef FLOAT" not in texts["merge.py wa"]
+    assert "None" not in process.stdout

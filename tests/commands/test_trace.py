@@ -1,0 +1,198 @@
+"""The language experiment as a user runs it, on a tiny model and rows that the tests write themselves."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint
+from smat_fn.merge import ties_density
+from smat_fn.testing import assert_trees_equal
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("C-STANCE", "MeetingBank")
+WORDS = ["the", "council", "voted", "to", "keep", "the", "plan", "as", "it", "is", "and", "nothing", "else"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Folders of a model and of rows: a greedy task and a sampled one."""
+    root = tmp_path_factory.mktemp("inputs")
+    for task in TASKS:
+        (root / "rows" / task).mkdir(parents=True)
+        for split in ("train", "dev", "eval"):
+            rows = [{"prompt": f"{split} {i}: {' '.join(WORDS[i:])}", "answer": WORDS[i].upper()} for i in range(9)]
+            (root / "rows" / task / f"{split}.json").write_text(json.dumps(rows))
+    example = runpy.run_path(str(ROOT / "examples/trace_tiny.py"))
+    texts = example["row_texts"](root / "rows", TASKS)
+    example["write_model"](root / "model", texts, vocabulary=300, width=16, layers=1)
+    return root
+
+
+def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "4")
+    more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
+    cpu = ("--suite-options", "device", "cpu")
+    assert exits("train.py", "smat", *words, *more, "--out", tmp_path, "--offload", "cpu", *cpu) is None
+    assert "4 steps, precision mixed, 3 micro-batches a step, seed 0" in capsys.readouterr().out
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    manifest = checkpoint.load_manifest(tmp_path / "MeetingBank")
+    assert (manifest["training"]["accumulate"], manifest["training"]["precision"]) == (3, "mixed")
+    assert manifest["suite"]["dtype"] == "bfloat16"
+    assert {leaf.dtype for leaf in checkpoint.load_leaves(tmp_path / "MeetingBank")[0].values()} == {torch.bfloat16}
+    whole = tmp_path / "whole"
+    assert exits("merge.py", "export", tmp_path / "MeetingBank", "--base", inputs / "model", "--out", whole) is None
+    exported = dict(AutoModelForCausalLM.from_pretrained(whole, dtype="auto").named_parameters())
+    expert = checkpoint.load_leaves(tmp_path / "MeetingBank")[0]
+    assert_trees_equal(exported, {name: expert[name].float() for name in exported})  # base is stored as float32
+    assert len(exported) == len(expert)
+    assert AutoTokenizer.from_pretrained(whole).eos_token_id is not None
+    # a merge takes the settings of the experts' preset, and those of digits drop less
+    merge = ("della", "--run", tmp_path, "--coef", "0.3", "--out", tmp_path / "merged")
+    assert exits("merge.py", *merge) is None
+    assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.5
+    assert exits("merge.py", *merge, "--preset", "digits", "--overwrite") is None
+    assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.1
+    probe = manifest["probe"]
+    assert 0 < probe["clean"] < 10
+    assert (probe["keys"], probe["alpha_min"], probe["sigma"]) == (2, 0.2, 2e-3)
+    rows = [json.loads(line) for line in (tmp_path / "MeetingBank.log.jsonl").read_text().splitlines()]
+    assert all(row["tokens_per_second"] > 0 and row["lr"] == 2e-5 for row in rows)
+    again = ("--accumulate", "3", "--precision", "fp32", "--tasks", *TASKS, "--out", tmp_path, "--resume")
+    text = exits("train.py", "smat", *words, *again, *cpu)
+    assert "training.precision was mixed, is fp32" in text
+    assert "suite.dtype was bfloat16, is float32" in text
+
+
+def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
+    assert exits("train.py", "smat", *words, "--out", tmp_path / "out", "--rows", "9", "--dry-run") is None
+    told = capsys.readouterr().out
+    for part in (
+        f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
+        "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.002, period 4, noise uniform",
+        "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, accumulate 1, run seed 0",
+        "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
+        # the gains of the three norms are 1, where a bfloat16 ulp is 2**-7
+        "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
+        "cut on the right: EOS 0.0%",
+    ):  # fmt: skip
+        assert part in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys):
+    words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
+    more = (
+        "--schedule",
+        "cosine",
+        "--weight-decay",
+        "0",
+        "--max-grad-norm",
+        "inf",
+        "--optimizer",
+        "adam",
+        "--mask-prompt",
+    )
+    none = ("--suite-options", "max_new_tokens", "None")
+    assert exits("train.py", "ft", *words, *more, *none, "--out", tmp_path / "out", "--dry-run") is None
+    told = capsys.readouterr().out
+    for part in ("optimizer adam, schedule cosine, weight_decay 0.0, accumulate 1, run seed 0", "mask_prompt True"):
+        assert part in told
+    assert "max_grad_norm" not in told
+    text = exits("train.py", "ft", *words, "--optimizer", "adam", "--out", tmp_path / "out")
+    assert text.endswith("weight_decay is 0.001, adam has none: take optimizer adamw, or weight_decay 0")
+    text = exits("train.py", "ft", *words, "--out", tmp_path / "out", "--suite-options", "batch_size", "None")
+    assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
+
+
+def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for place, name in enumerate(("base", *TASKS)):
+        module = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+        torch.manual_seed(place)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.05 * place * torch.randn_like(parameter))
+        module.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / name)
+    words = ("ties", "--base", tmp_path / "base", "--experts", *(tmp_path / task for task in TASKS), "--search")
+    suite = ("name", "trace", "model", tmp_path / "base", "data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
+    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *suite)
+    assert exits("merge.py", *words, *place).endswith("as --suite-options model, dtype")
+    assert exits("merge.py", *words, *place, "dtype", "bfloat16") is None
+    manifest = checkpoint.load_manifest(tmp_path / "merged/ties")
+    assert (manifest["suite"]["name"], manifest["suite"]["dtype"]) == ("trace", "bfloat16")
+    assert len(manifest["dev_curve"]) == 10
+    modules = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("base", *TASKS)]
+    base, *experts = [dict(module.requires_grad_(False).named_parameters()) for module in modules]
+    kept = ties_density(base, dict(zip(TASKS, experts, strict=True)), keep=0.5)
+    assert manifest["density"] == kept
+    assert f"kept: C-STANCE {kept['C-STANCE']:.6f}, " in (tmp_path / "merged/ties/README.md").read_text()
+    cpu = ("--suite-options", "device", "cpu")
+    assert exits("eval.py", tmp_path / "merged", "--out", tmp_path / "scores", *cpu) is None
+    assert "TIES" in capsys.readouterr().out
+    # without a search: merged from disk, in several files, of experts whose folders have other names
+    for task in TASKS:
+        (tmp_path / task).rename(tmp_path / f"step-{task}")
+    words = ("--base", tmp_path / "base", "--experts", *(f"{task}={tmp_path / f'step-{task}'}" for task in TASKS))
+    more = ("--coef", manifest["hyperparameters"]["coef"], "--preset", "llama-3.2-1b", "--shard-size", "4KB")
+    assert exits("merge.py", "ties", *words, *more, "--out", tmp_path / "disk") is None
+    folder = tmp_path / "disk/ties"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert list(checkpoint.load_manifest(folder)["experts"]) == list(TASKS)
+    assert_trees_equal(
+        dict(sorted(checkpoint.load_leaves(folder)[0].items())),
+        dict(sorted(checkpoint.load_leaves(tmp_path / "merged/ties")[0].items())),
+    )
+    assert exits("eval.py", folder, *cpu).endswith("say --suite-options name NAME, and its model and data")
+    scored = ("--out", tmp_path / "again", "--suite-options", *suite, "dtype", "bfloat16")
+    assert exits("eval.py", folder, *scored) is None
+    first, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("scores", "again"))
+    assert [list(line.values()) for line in first["means"].values()] == [
+        list(line.values()) for line in second["means"].values()
+    ]
+    renamed = (
+        "--base",
+        tmp_path / "base",
+        "--experts",
+        tmp_path / "step-C-STANCE",
+        "--coef",
+        "1",
+        "--out",
+        tmp_path / "x",
+    )
+    assert exits("merge.py", "ta", *renamed) is None
+    assert "is of step-C-STANCE, no tasks of suite 'trace'" in exits("eval.py", tmp_path / "x", *scored)
+
+
+def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):
+    short = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
+    assert exits("train.py", "ft", "--out", tmp_path / "out", "--dry-run", *short) is None
+    told = capsys.readouterr().out
+    assert "mirror: 6 steps\n" in told
+    assert "24 steps in all" in told
+
+
+def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tmp_path):
+    def refused(*words, model=inputs / "model", data=inputs / "rows"):
+        out = ("--out", tmp_path / "out", "--preset", "llama-3.2-1b", "--model", model, "--data", data)
+        text = exits("train.py", "smat", *out, *words)
+        assert text.startswith("train.py: ")
+        assert "\n" not in text
+        return text
+
+    assert "there is no folder" in refused(model=tmp_path / "model")
+    assert "task 'FOMC' is unknown" in refused("--tasks", "FOMC")
+    (tmp_path / "rows" / "mine").mkdir(parents=True)
+    (tmp_path / "rows" / "mine" / "train.json").write_text('[{"prompt": "a", "answer": "b"}]')
+    assert "task 'mine' has no number of epochs: give --epochs or --steps" in refused(data=tmp_path / "rows")
+    text = refused("--epochs", "1", data=tmp_path / "rows")
+    assert "no dev.json" in text
+    assert "no eval.json" in text
+    assert "epochs of mine is 0" in refused("--epochs", "0", data=tmp_path / "rows")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,155 @@
+"""train.py with adapters and with several processes, as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smat_fn import checkpoint, lora
+from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, resolve
+from smat_fn.parallel import World
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.training import train_run
+from smat_fn.scripts.train.variants import problems
+from smat_fn.suites import load_suite
+
+ROOT = Path(__file__).parents[2]
+TINY = {"pretrain_steps": 10, "images_per_task": 120}
+SHORT = ("--steps", "6", "--suite-options", *(str(word) for pair in TINY.items() for word in pair))
+
+
+def training(**changes):
+    return DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 1e-2, **changes})
+
+
+@pytest.fixture(scope="module")
+def suite(_own_cache):
+    return load_suite("digits", seed=21, progress=False, **TINY)
+
+
+@pytest.mark.parametrize("simulate", ["merged", "factors"])
+@pytest.mark.parametrize("config", [Finetune, Smat, Asam, Mergopt, Orthoreg])
+def test_every_method_trains_adapters_that_are_read_as_experts(config, simulate, suite, tmp_path):
+    method, own = resolve(config(), DIGITS.methods), Adapters(3, 6.0, ("*attention*",), simulate)
+    train_run(suite, method, training(lora=own, accumulate=2), seed=4, tasks=["rot90"], out=tmp_path / "run")
+    folder = tmp_path / "run" / "rot90"
+    assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
+    adapters, spec = lora.load_peft(folder)
+    assert (spec.rank, spec.alpha) == (3, 6.0)
+    assert all("attention" in path for path in spec.paths)
+    assert all(leaf.abs().max() > 0 for name, leaf in adapters.items() if "lora_B" in name)
+    manifest = checkpoint.load_manifest(folder)
+    assert manifest["training"]["lora"] == {"rank": 3, "alpha": 6.0, "targets": ["*attention*"], "simulate": simulate}
+    inputs = load_inputs(*find_inputs(tmp_path / "run"))
+    changed = {p for p, leaf in inputs.experts["rot90"].items() if not torch.equal(leaf, suite.base[p])}
+    assert changed == set(spec.paths)
+    assert manifest["fingerprint"] == checkpoint.fingerprint(inputs.experts["rot90"])
+    assert 0 <= evaluate([folder])[0].score <= 100
+
+
+def test_smat_at_the_merged_weight_is_another_training_than_at_the_factors(suite, tmp_path):
+    found = {}
+    for simulate in ("merged", "factors"):
+        own = training(lora=Adapters(3, 6.0, (), simulate))
+        train_run(suite, DIGITS.methods["smat"], own, seed=4, tasks=["rot90"], out=tmp_path / simulate)
+        found[simulate] = lora.load_peft(tmp_path / simulate / "rot90")[0]
+    assert not any(torch.equal(found["merged"][name], leaf) for name, leaf in found["factors"].items())
+
+
+def test_what_does_not_go_together_is_listed():
+    smat = DIGITS.methods["smat"]
+    alone, several = World(), World(0, 2)
+    assert problems(smat, training(), alone) == []
+    assert problems(smat, training(independent_draws=True), several) == []
+    both = training(lora=Adapters(0, -1.0), independent_draws=True)
+    texts = "; ".join(problems(resolve(Smat(lam=0.5, offload="cpu"), DIGITS.methods), both, alone))
+    for part in (
+        "rank is 0",
+        "alpha is -1.0",
+        "lam 0.5 is not known",
+        "offload cpu",
+        "start with torchrun",
+        "all w",
+    ):
+        assert part in texts
+    resident = resolve(Smat(offload="recompute"), DIGITS.methods)
+    assert problems(resident, training(), several) == ["offload recompute is not known for several processes"]
+
+
+def started(*words):
+    """train.py in two processes; they find each other on a port of their own."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*map(str, command), *map(str, words)], stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+def torchrun(*words):
+    process = started(*words)
+    out, error = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_expert_of_one(suite, tmp_path):
+    words = ("smat", "--tasks", "rot90", "mirror", "--seed", "21", *SHORT)
+    process = torchrun(*words, "--out", tmp_path / "two")
+    assert process.returncode == 0, process.stderr
+    first, *rest = process.stdout.splitlines()
+    assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, 2 processes, seed 21"
+    assert rest == [f"expert: {tmp_path / 'two' / task}" for task in ("rot90", "mirror")]
+    own = DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 5e-4})
+    train_run(suite, DIGITS.methods["smat"], own, seed=21, tasks=["rot90", "mirror"], out=tmp_path / "one")
+    logs = {}
+    for name in ("one", "two"):
+        lines = (tmp_path / name / "mirror.log.jsonl").read_text().splitlines()
+        logs[name] = [row for row in map(json.loads, lines) if "step" in row]
+    assert [row["step"] for row in logs["two"]] == list(range(6))
+    for a, b in zip(logs["one"], logs["two"], strict=True):
+        assert a["simulated"] == b["simulated"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+    for task in ("rot90", "mirror"):
+        one, two = (load_file(tmp_path / name / task / "model.safetensors") for name in ("one", "two"))
+        # Adam turns rounding of a gradient near zero into a step of its learning rate
+        moved = sum((one[path] - leaf).square().sum() for path, leaf in suite.base.items())
+        apart = sum((one[path] - two[path]).square().sum() for path in one)
+        assert apart < 1e-3 * moved
+    assert checkpoint.load_manifest(tmp_path / "two" / "mirror")["processes"] == 2
+    # and again: nothing is trained a second time
+    again = torchrun(*words, "--out", tmp_path / "two", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "mirror: finished before" in again.stdout
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_saves_once_and_the_run_goes_on_to_the_same_bits(suite, tmp_path):
+    length = ("--steps", "40", *SHORT[2:], "--save-every-minutes", "inf")
+    words = ("smat", "--tasks", "rot90", "--seed", "21", *length)
+    whole = torchrun(*words, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    process, log = started(*words, "--out", tmp_path / "cut"), tmp_path / "cut" / "rot90.log.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > 5):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate()
+    assert error.count("train.py: stopped by signal 15 after ") == 1, error
+    snapshot = snapshots.read(snapshots.path_of(tmp_path / "cut", "rot90"))
+    assert 5 < snapshot.step < 40
+    again = torchrun(*words, "--out", tmp_path / "cut", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert f"rot90: goes on after step {snapshot.step} of 40" in again.stdout
+    prints = {checkpoint.load_manifest(tmp_path / name / "rot90")["fingerprint"] for name in ("whole", "cut")}
+    assert len(prints) == 1

@@ -1,0 +1,344 @@
+"""LoRA adapters as experts: base + scale B A, exactly, whatever the chunks; peft agrees; anything else is refused."""
+
+import copy
+import json
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from smat_fn import lora, random
+from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
+from smat_fn.folders import extract_lora, merge_folders, plan
+
+TA = TaskArithmetic(coef=1.0)
+PREFIX = "base_model.model."
+SETTINGS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "lora_dropout": 0.1, "target_modules": ["q"]}
+SHAPES = {
+    "model.embed_tokens.weight": (9, 6),
+    "model.layers.0.q.weight": (6, 6),
+    "model.layers.0.up.weight": (10, 6),
+    "model.layers.1.q.weight": (6, 6),
+    "model.norm.weight": (6,),
+}
+
+
+def numbers(*shape, seed, most=3):
+    """Integers: sums of their products are exact."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.fixture
+def base():
+    return {path: numbers(*shape, seed=i, most=50).bfloat16() for i, (path, shape) in enumerate(SHAPES.items())}
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Writes an adapter; ``factors`` gives (A, B) by module."""
+
+    def write(factors, *, more=None, name="adapter", **settings):
+        folder = tmp_path / name
+        folder.mkdir()
+        tensors = {f"{PREFIX}{path}": leaf for path, leaf in (more or {}).items()}
+        for module, (a, b) in factors.items():
+            kind = "embedding_" if "embed" in module else ""
+            end = "" if kind else ".weight"
+            tensors |= {f"{PREFIX}{module}.lora_{kind}A{end}": a, f"{PREFIX}{module}.lora_{kind}B{end}": b}
+        save_file({path: leaf.contiguous() for path, leaf in tensors.items()}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
+        return folder
+
+    return write
+
+
+def factors(shape, rank=2, seed=5):
+    return numbers(rank, shape[1], seed=seed), numbers(shape[0], rank, seed=seed + 1)
+
+
+def merged(folders, base, folder, tmp_path, config=TA, **options):
+    path = tmp_path / "base"
+    if not path.exists():
+        folders.save(path, base)
+    out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+    merge_folders(config, path, {"x": folder}, out, out_dtype="float32", key=folders.key, **options)
+    return folders.load(out)
+
+
+def changed(base, **deltas):
+    """Base in float32 with changes of leaves, by the name between "model." and ".weight"."""
+    wide = {path: leaf.float() for path, leaf in base.items()}
+    return wide | {(p := f"model.{name}.weight"): wide[p] + delta for name, delta in deltas.items()}
+
+
+Q, UP, EMBED = "layers.0.q", "layers.0.up", "embed_tokens"
+
+
+def test_scaling_is_alpha_over_rank(base, adapter, folders, tmp_path):
+    a, b = factors((10, 6))
+    folder = adapter({f"model.{UP}": (a, b)})
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
+
+
+def test_rank_stabilised_scaling_is_alpha_over_the_root(base, adapter, folders, tmp_path):
+    a, b = factors((10, 6), rank=4)
+    folder = adapter({f"model.{UP}": (a, b)}, r=4, use_rslora=True, lora_alpha=1)
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 0.5 * (b @ a)}))
+
+
+def test_patterns_change_rank_and_alpha_of_modules_by_their_ends(base, adapter, folders, tmp_path):
+    q, other, up = factors((6, 6)), factors((6, 6), rank=4, seed=7), factors((10, 6), rank=1, seed=9)
+    folder = adapter(
+        {f"model.{Q}": q, "model.layers.1.q": other, f"model.{UP}": up},
+        rank_pattern={"1.q": 4, "up": 1},
+        alpha_pattern={r"layers\.\d+\.up": 8},
+    )
+    expected = changed(
+        base,
+        **{Q: 2 * (q[1] @ q[0]), "layers.1.q": 1 * (other[1] @ other[0]), UP: 8 * (up[1] @ up[0])},
+    )
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+def test_fan_in_fan_out_is_the_transpose(base, adapter, folders, tmp_path):
+    square, tall = factors((6, 6)), factors((6, 10))
+    folder = adapter({f"model.{Q}": square, f"model.{UP}": tall}, fan_in_fan_out=True)
+    expected = changed(base, **{Q: 2 * (square[1] @ square[0]).T, UP: 2 * (tall[1] @ tall[0]).T})
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+def test_embeddings(base, adapter, folders, tmp_path):
+    a, b = factors((6, 9))
+    folder = adapter({f"model.{EMBED}": (a, b)})
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{EMBED: 2 * (b @ a).T}))
+
+
+def test_whole_leaves_replace_bases_and_carry_their_own_changes(base, adapter, folders, tmp_path):
+    norm, embeddings, (a, b) = numbers(6, seed=1), numbers(9, 6, seed=2), factors((6, 9))
+    more = {"model.norm.weight": norm, "model.embed_tokens.base_layer.weight": embeddings.bfloat16()}
+    folder = adapter({f"model.{EMBED}": (a, b)}, more=more, modules_to_save=["norm"])
+    expected = changed(base) | {
+        "model.norm.weight": norm,
+        "model.embed_tokens.weight": embeddings + 2 * (b @ a).T,
+    }
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+def test_a_published_checkpoint_may_lack_the_first_part_of_names(adapter, folders, tmp_path):
+    base, (a, b) = {"h.0.c_attn.weight": numbers(6, 18, seed=3)}, factors((18, 6))
+    folder = adapter({"transformer.h.0.c_attn": (a, b)}, fan_in_fan_out=True)
+    expected = {"h.0.c_attn.weight": base["h.0.c_attn.weight"] + 2 * (b @ a).T}
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+@pytest.mark.parametrize("config", [TA, Ties(coef=0.7, keep=0.3, aggregate="sum", scope="global"), WeightAverage(),
+                                    Dare(coef=0.5, drop_prob=0.4)], ids=lambda config: config.name)  # fmt: skip
+def test_chunks_change_no_bit_and_adapters_mix_with_whole_experts(config, adapter, folders, tmp_path):
+    # rows of three blocks, factors whose products round
+    generator = torch.Generator().manual_seed(0)
+    base = {"up.weight": torch.randn(300, 257, generator=generator).bfloat16()}
+    a, b = torch.randn(5, 257, generator=generator), torch.randn(300, 5, generator=generator)
+    expert = {"up.weight": base["up.weight"] + 0.01 * torch.randn(300, 257, generator=generator)}
+    low, full = adapter({"up": (a, b)}, r=5, lora_alpha=3), folders.save(tmp_path / "full", expert)
+    path = folders.save(tmp_path / "in", base)
+    outs = {}
+    for chunk in (1 << 19, 1000, 997):
+        options = {"key": folders.key, "chunk": chunk, "out_dtype": "float32"}
+        merge_folders(config, path, {"x": low, "y": full}, tmp_path / f"{chunk}", **options)
+        outs[chunk] = folders.load(tmp_path / f"{chunk}")
+    folders.assert_same_bits(outs[1000], outs[1 << 19])
+    folders.assert_same_bits(outs[997], outs[1 << 19])
+    whole = merged_whole(folders, path, low, tmp_path)
+    assert (whole - base["up.weight"] - 0.6 * b.double() @ a.double()).abs().max() < 4e-6
+    wide = {"up.weight": base["up.weight"].float()}
+    folders.assert_same_bits(outs[997], folders.in_memory(config, wide, {"x": {"up.weight": whole}, "y": expert}))
+
+
+def merged_whole(folders, path, lora, tmp_path):
+    merge_folders(WeightAverage(), path, {"x": lora}, tmp_path / "whole", out_dtype="float32")
+    return folders.load(tmp_path / "whole")["up.weight"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"use_dora": True}, "use_dora to True"),
+        ({"bias": "all"}, "bias to 'all'"),
+        ({"peft_type": "IA3"}, "peft_type to 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights to 'pissa_niter_4'"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters to ['experts.gate_up_proj']"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices to [3]"),
+        ({"lora_bias": True}, "lora_bias to True"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication to [[0, 2]]"),
+        ({"invented_tomorrow": {"x": 1}}, "invented_tomorrow to {'x': 1}"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused_by_name(settings, name, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))}, **settings)
+    with pytest.raises(ValueError, match=r"^expert 'x': its adapter_config.json sets ") as caught:
+        merged(folders, base, folder, tmp_path)
+    assert f"sets {name}, which is not read here: merge it into its base with peft" in str(caught.value)
+
+
+def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):
+    ghost, wide, ranked = factors((6, 6)), factors((10, 7)), factors((6, 6), rank=3)
+    half = {"model.layers.0.q.lora_A.weight": torch.zeros(2, 6)}
+    more = half | {"model.norm.lora_magnitude_vector": torch.zeros(6), "score.weight": torch.zeros(2, 6)}
+    factors_of = {"model.ghost": ghost, f"model.{UP}": wide, "model.layers.1.q": ranked, "lm_head": factors((6, 6))}
+    folder = adapter(factors_of, more=more, use_dora=True)
+    with pytest.raises(ValueError, match="use_dora") as caught:
+        merged(folders, base, folder, tmp_path)
+    for part in (
+        "'base_model.model.model.layers.0.q.lora_A.weight' has no other half in adapter_model.safetensors",
+        "holds 'base_model.model.model.norm.lora_magnitude_vector', which is no plain LoRA",
+        "holds 'base_model.model.score.weight', which is no plain LoRA of a leaf of base",
+        "adapts 'base_model.model.model.ghost', but base has no leaf",
+        "adapts 'base_model.model.lm_head', but base has no leaf 'base_model.model.lm_head.weight', whose head is its",
+        "has shape (10, 7), leaf 'model.layers.0.up.weight' of base (10, 6): was it trained from another base?",
+        "'base_model.model.model.layers.1.q' has rank 3, its adapter_config.json says 2",
+    ):
+        assert part in str(caught.value), part
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"r": None}, "r"),
+        ({"lora_alpha": "4"}, "lora_alpha"),
+        ({"alpha_pattern": {"up": "8"}}, "alpha_pattern['up']"),
+        ({"rank_pattern": {"up": True}}, "rank_pattern['up']"),
+    ],
+)
+def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))}, **settings)
+    told = f"expert 'x': its adapter_config.json has no number {name}: is it a LoRA adapter?"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        merged(folders, base, folder, tmp_path)
+
+
+def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    pickled, broken, headless = (tmp_path / name for name in ("pickled", "broken", "headless"))
+    for folder in (pickled, broken, headless):
+        folder.mkdir()
+    (pickled / "adapter_config.json").write_text("{}")
+    (pickled / "adapter_model.bin").write_bytes(pickle.dumps(print))
+    (broken / "adapter_config.json").write_text("[")
+    (headless / "adapter_model.safetensors").write_bytes(b"")
+    experts = {folder.name: folder for folder in (pickled, broken, headless)}
+    with pytest.raises(ValueError, match="pickled") as caught:
+        plan(TA, path, experts, tmp_path / "out")
+    for part in (
+        f"expert 'pickled': {pickled} holds pickled weights (adapter_model.bin), which can run code when read",
+        f"expert 'broken': {broken} is no adapter that can be read",
+        f"expert 'headless': {headless} is no adapter that can be read",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match=r"base: .* holds an adapter, not a whole model: only experts can be adapters"):
+        plan(TA, adapter({f"model.{UP}": factors((10, 6))}), {"x": path}, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "up_proj"]},
+        {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"1.self_attn.q_proj": 2}},
+        {
+            "target_modules": ["k_proj"],
+            "alpha_pattern": {"layers.0.self_attn.k_proj": 3},
+            "modules_to_save": ["lm_head"],
+        },
+        {"target_modules": ["embed_tokens", "v_proj"]},
+    ],
+    ids=["plain", "rank stabilised", "patterns and whole modules", "embeddings"],
+)
+def test_peft_merges_the_same(settings, llama, folders, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    llama.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(copy.deepcopy(llama), peft.LoraConfig(r=4, lora_alpha=6, **settings))
+    for name, leaf in model.named_parameters():
+        if leaf.requires_grad:
+            torch.nn.init.normal_(leaf, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = model.merge_and_unload().state_dict()
+    merge_folders(TA, tmp_path / "base", {"x": tmp_path / "adapter"}, tmp_path / "out")
+    ours, before = folders.load(tmp_path / "out"), llama.state_dict()
+    assert ours.keys() == expected.keys()
+    moved = {path for path, leaf in expected.items() if not torch.equal(leaf, before[path])}
+    assert moved
+    for path, leaf in expected.items():
+        close = 1e-6 if path in moved else 0
+        torch.testing.assert_close(ours[path], leaf, rtol=0, atol=close, msg=path)
+
+
+def test_extraction_is_the_truncated_singular_value_decomposition(base, folders, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    wide = {path: leaf.float() for path, leaf in base.items()}
+    deltas = {path: torch.randn(leaf.shape, generator=generator) for path, leaf in base.items()}
+    deltas["model.layers.1.q.weight"].zero_()
+    folders.save(tmp_path / "base", wide)
+    folders.save(tmp_path / "expert", {path: leaf + deltas[path] for path, leaf in wide.items()})
+    report = extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=3)
+    assert report.whole == ("model.norm.weight",)
+    assert report.errors.keys() == base.keys() - {"model.layers.1.q.weight"}
+    ours = merged(folders, wide, tmp_path / "lora", tmp_path)
+    for path, error in report.errors.items():
+        delta = deltas[path].double()
+        if delta.ndim == 1:
+            assert error == 0
+            assert torch.equal(ours[path], wide[path] + deltas[path])
+            continue
+        u, s, v = torch.linalg.svd(delta, full_matrices=False)
+        assert math.isclose(error, float(s[3:].norm() / s.norm()), rel_tol=1e-4)
+        torch.testing.assert_close(ours[path] - wide[path], ((u[:, :3] * s[:3]) @ v[:3]).float(), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=r"rank is 0, must be at least 1; .*lora exists"):
+        extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_extraction_at_full_rank_gives_the_expert_back_through_peft(family, llama, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    small = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    base = llama if family == "llama" else transformers.GPT2LMHeadModel(small)
+    expert = copy.deepcopy(base)
+    generator = torch.Generator().manual_seed(0)
+    for name, leaf in expert.named_parameters():
+        if not name.endswith((".c_attn.bias", ".c_proj.bias", ".c_fc.bias")):  # an adapter cannot hold these
+            leaf.data += 0.1 * torch.randn(leaf.shape, generator=generator)
+    base.save_pretrained(tmp_path / "base")
+    expert.save_pretrained(tmp_path / "expert")
+    report = extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=64)
+    assert max(report.errors.values()) < 1e-6
+    assert (report.error < 1e-6, report.left_out) == (True, ())
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "lora").merge_and_unload()
+    for path, leaf in expert.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[path], leaf, rtol=0, atol=2e-6, msg=path)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_of_this_library_are_experts(rslora, base, folders, tmp_path):
+    paths = ("model.layers.0.q.weight", "model.layers.0.up.weight")
+    settings = lora.Lora(paths, rank=4, alpha=2.0, rslora=rslora)
+    wide = {path: leaf.float() for path, leaf in base.items()}
+    trained = lora.init(random.key(0), wide, settings)
+    trained = {name: numbers(*leaf.shape, seed=i) for i, (name, leaf) in enumerate(trained.items())}
+    lora.save_peft(tmp_path / "adapter", trained, settings, base="tiny")
+    expected = {**wide, **lora.expand(trained, wide, settings)}
+    folders.assert_same_bits(merged(folders, base, tmp_path / "adapter", tmp_path), expected)

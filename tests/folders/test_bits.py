@@ -1,0 +1,220 @@
+"""Merging on disk equals merging in memory, bit for bit, whatever the shards, chunks and dtypes."""
+
+import math
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+from smat_fn.config import (
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    MagMax,
+    ModelStock,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
+from smat_fn.folders import merge_folders, pieces, rules, thresholds, trimming
+from smat_fn.merge import BASELESS
+from smat_fn.merge import leaves as _leaves
+
+CONFIGS = {
+    "wa": WeightAverage(),
+    "ta": TaskArithmetic(coef=0.3),
+    "ties": Ties(coef=0.7, keep=0.3, aggregate="sum", scope="global"),
+    "ties mean": Ties(coef=0.7, keep=0.55, aggregate="mean", scope="global"),
+    "ties tensor": Ties(coef=0.7, keep=0.4, aggregate="sum", scope="tensor"),
+    "ties all": Ties(coef=0.7, keep=1.0, aggregate="sum", scope="global"),
+    "dare": Dare(coef=0.3, drop_prob=0.3),
+    "della": Della(coef=0.9, drop_prob=0.5, window=0.14),
+}
+MORE = {
+    "weighted": WeightedAverage((0.7, -0.2, 1.3)),
+    "weighted sum": WeightedAverage((0.7, -0.2, 1.3), normalize=False),
+    "wise_ft": WiseFt(coef=0.3),
+    "slerp": Slerp(coef=0.3),
+    "model_stock": ModelStock(),
+    "dare_ties": DareTies(coef=0.3, drop_prob=0.3),
+    "breadcrumbs": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2),
+    "breadcrumbs, none of the largest": Breadcrumbs(coef=0.3, drop_smallest=0.9, drop_largest=0.0),
+    "breadcrumbs, none of the smallest": Breadcrumbs(coef=0.3, drop_smallest=0.0, drop_largest=0.5),
+    "magmax": MagMax(coef=0.7),
+    "tsv_merge": TsvMerge(coef=0.7),
+}
+COUNTS = {"wise_ft": 1, "slerp": 2}  # experts, where not three
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@pytest.mark.parametrize("grid", [None, 2**-6], ids=["distinct", "equal magnitudes"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
+    config = CONFIGS[name]
+    base, experts = family(DTYPES[dtype], grid=grid)
+    paths = folders.save_family(tmp_path, base, experts)
+    expected = folders.in_memory(config, base, experts)
+    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+        out = tmp_path / f"out-{chunk}"
+        merge_folders(config, *paths, out, key=folders.key, chunk=chunk, shard_size=150, workers=workers)
+        assert len(list(out.glob("*.safetensors"))) > 1
+        folders.assert_same_bits(folders.load(out), expected)
+
+
+@pytest.mark.parametrize("grid", [None, 2**-6], ids=["distinct", "equal magnitudes"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MORE)
+def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(_leaves, "BLOCK", 32)  # inner products of several blocks
+    base, experts = family(DTYPES[dtype], grid=grid, count=COUNTS.get(name, 3))
+    paths = folders.save_family(tmp_path, base, experts)
+    expected = folders.in_memory(MORE[name], base, experts)
+    assert not torch.equal(expected["matrix"], base["matrix"])
+    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+        options = {"chunk": chunk, "workers": workers, "shard_size": 150}
+        merge_folders(MORE[name], *paths, tmp_path / f"{chunk}", key=folders.key, **options)
+        folders.assert_same_bits(folders.load(tmp_path / f"{chunk}"), expected)
+
+
+@pytest.mark.parametrize("name", ["ta", "ties", "dare", "model_stock"])
+def test_coefficients_by_leaf(name, family, folders, tmp_path):
+    config, coef = (CONFIGS | MORE)[name], {"*at*": 0.4, "conv": -1.0, "*": 0.1}
+    base, experts = family(torch.bfloat16)
+    paths = folders.save_family(tmp_path, base, experts)
+    merge_folders(config, *paths, tmp_path / "out", key=folders.key, coef=coef, chunk=5)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts, coef))
+
+
+def test_slerp_with_a_coefficient_of_each_leaf(family, folders, tmp_path):
+    base, experts = family(count=2)
+    coef = {"matrix": 0.0, "*": 1.0}
+    merge_folders(Slerp(), *folders.save_family(tmp_path, base, experts), tmp_path / "out", coef=coef)
+    merged, (first, second) = folders.load(tmp_path / "out"), experts.values()
+    assert torch.allclose(merged["matrix"], first["matrix"], rtol=1e-6, atol=0)
+    assert torch.allclose(merged["vector"], second["vector"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, config in (CONFIGS | MORE).items() if config.name not in BASELESS])
+def test_equal_bits_with_a_dtype_of_each_leaf_and_expert(name, family, folders, tmp_path):
+    config = (CONFIGS | MORE)[name]
+    base, experts = family(torch.float64, count=COUNTS.get(name, 3))
+    kinds = list(DTYPES.values())
+    for shift, tree in enumerate([base, *experts.values()]):
+        for i, path in enumerate(p for p, leaf in base.items() if leaf.is_floating_point()):
+            tree[path] = tree[path].to(kinds[(i * (shift + 1) + shift) % 4])
+    expected = folders.in_memory(config, base, experts)
+    merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out", key=folders.key)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("keep", [0.001, 0.2, 0.5])
+def test_ties_of_cancelling_experts_follows_the_majority(keep, seed, folders, tmp_path):
+    # few distinct values: sums of exactly 0 are common, and the majority sign decides them
+    generator = torch.Generator().manual_seed(seed)
+    trees = [{"a": torch.randint(-2, 3, (40, 9), generator=generator).float()} for _ in range(3)]
+    base, experts = {"a": torch.zeros(40, 9)}, {"x": trees[0], "y": trees[1], "z": trees[2]}
+    config = Ties(coef=1.0, keep=keep, aggregate="sum", scope="global")
+    report = merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out", chunk=50)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts))
+    assert report.density == merge.ties_density(base, experts, keep=keep)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "ties" in name])
+def test_reported_density_is_that_of_the_pure_merger(name, family, folders, tmp_path):
+    config = CONFIGS[name]
+    base, experts = family(torch.bfloat16)
+    report = merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+    assert report.density == merge.ties_density(base, experts, keep=config.keep, scope=config.scope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_order_statistic_is_that_of_a_sort(dtype):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(60, generator=generator, dtype=torch.float64) * 10.0 ** torch.randint(
+        -45, 38, (60,), generator=generator
+    )
+    # neighbours that differ in the last bit only, zeros, a subnormal, equal ones
+    near = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps, 0.0, 0.0, 5e-324, 1e-45, 2.0, 2.0, 2.0])
+    values = torch.cat([wide, near]).to(dtype).abs()
+    ordered = values.sort().values
+    for rank in range(1, len(values) + 1):
+        order = thresholds.select(lambda: iter(values.split(13)), rank, dtype)
+        value = thresholds.value_of(order.bits, dtype)
+        assert value == ordered[rank - 1]
+        assert (order.below, order.equal) == (int((values < value).sum()), int((values == value).sum()))
+        assert thresholds.position(lambda: iter(values.split(13)), value, order.equal) == int(
+            (values == value).nonzero().max()
+        )
+
+
+def test_masks_of_an_expert_do_not_depend_on_the_others(family, folders, tmp_path):
+    base, experts = family(count=4, grid=2**-6)
+    base_path, paths = folders.save_family(tmp_path, base, experts)
+    config = Dare(coef=1.0, drop_prob=0.5)
+    changes = {}
+    for i, names in enumerate([["sum"], ["qa"], ["qa", "sum"], ["sum", "qa"]]):
+        merge_folders(
+            config, base_path, {name: paths[name] for name in names}, tmp_path / f"{i}", key=folders.key, chunk=5
+        )
+        merged = folders.load(tmp_path / f"{i}")
+        changes[i] = {path: merged[path] - leaf for path, leaf in base.items() if leaf.is_floating_point()}
+    for path in changes[0]:
+        # the grid makes all sums exact
+        assert torch.equal(changes[2][path], changes[0][path] + changes[1][path])
+        assert torch.equal(changes[3][path], changes[2][path])
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["wa", "ta", "ties"])
+def test_out_dtype_is_one_rounding_of_float32(name, out_dtype, family, folders, tmp_path):
+    base, experts = family(torch.bfloat16)
+    wide = [{p: leaf.float() if leaf.is_floating_point() else leaf for p, leaf in t.items()} for t in experts.values()]
+    wide_base = {p: leaf.float() if leaf.is_floating_point() else leaf for p, leaf in base.items()}
+    exact = folders.in_memory(CONFIGS[name], wide_base, dict(zip(experts, wide, strict=True)))
+    expected = {p: leaf.to(DTYPES[out_dtype]) if leaf.is_floating_point() else leaf for p, leaf in exact.items()}
+    paths = folders.save_family(tmp_path, base, experts)
+    report = merge_folders(CONFIGS[name], *paths, tmp_path / "out", out_dtype=out_dtype)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    floating = [p for p, leaf in base.items() if leaf.is_floating_point()]
+    error, change = (
+        math.sqrt(sum(float((a[p].double() - b[p].double()).square().sum()) for p in floating))
+        for a, b in ((expected, exact), (exact, wide_base))
+    )
+    assert report.rounding_ratio == pytest.approx(error / change, rel=1e-3)
+    assert (report.rounding_ratio == 0) == (out_dtype == "float32")
+    assert report.bytes == sum(leaf.nbytes for leaf in expected.values())
+
+
+def test_keys_are_the_callers(family, folders, tmp_path):
+    base, experts = family()
+    paths = folders.save_family(tmp_path, base, experts)
+    for seed in (0, 1):
+        merge_folders(CONFIGS["dare"], *paths, tmp_path / f"{seed}", key=random.key(seed))
+    left, right = folders.load(tmp_path / "0"), folders.load(tmp_path / "1")
+    assert not torch.equal(left["matrix"], right["matrix"])
+
+
+def test_leaves_beyond_one_span(family, folders, tmp_path, monkeypatch):
+    for module in (pieces, rules, trimming):
+        monkeypatch.setattr(module, "SPAN", 4)
+    base, experts = family(torch.bfloat16, grid=2**-6)
+    paths = folders.save_family(tmp_path, base, experts)
+    for name in ("wa", "ta", "ties", "ties tensor"):
+        merge_folders(CONFIGS[name], *paths, tmp_path / name, key=folders.key)
+        folders.assert_same_bits(folders.load(tmp_path / name), folders.in_memory(CONFIGS[name], base, experts))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_coordinate_at_a_time(name, family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    merge_folders(
+        CONFIGS[name], *folders.save_family(tmp_path, base, experts), tmp_path / "o", key=folders.key, chunk=1
+    )
+    folders.assert_same_bits(folders.load(tmp_path / "o"), folders.in_memory(CONFIGS[name], base, experts))

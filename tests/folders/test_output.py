@@ -1,0 +1,294 @@
+"""The output folder: whole or not at all, resumed after a kill, one merge at a time, readable by transformers."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import merge, random
+from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
+from smat_fn.folders import merge_folders, plan, run, trimming, writing
+
+TA = TaskArithmetic(coef=0.5)
+TIES = Ties(coef=0.5, keep=0.3, aggregate="sum", scope="global")
+DARE = Dare(coef=0.5, drop_prob=0.5)
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from smat_fn import random
+from smat_fn.config import Dare
+from smat_fn.folders import merge_folders, run
+write, left = run.write_piece, [int(sys.argv[4])]
+def dying(*args):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*args)
+run.write_piece = dying
+base, expert, out = map(Path, sys.argv[1:4])
+merge_folders(Dare(coef=0.5, drop_prob=0.5), base, {"sum": expert}, out, key=random.key(0), shard_size=150)
+"""
+
+
+def digests(folder):
+    files = {file.name: file for file in folder.iterdir() if file.is_file()}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+
+
+def leftovers(folder):
+    return sorted(path.name for path in folder.glob(".*"))
+
+
+@pytest.fixture
+def inputs(family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    return folders.save_family(tmp_path, base, experts)
+
+
+@pytest.mark.parametrize("config", [TA, TIES, DARE], ids=lambda config: config.name)
+def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs, folders, tmp_path, monkeypatch):
+    options = {"key": folders.key, "shard_size": 150}
+    merge_folders(config, *inputs, tmp_path / "whole", **options)
+    count, write = [0], writing.write_piece
+
+    def failing(*args):
+        count[0] += 1
+        if count[0] == 8:
+            raise OSError("the disk is gone")
+        write(*args)
+
+    monkeypatch.setattr(run, "write_piece", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        merge_folders(config, *inputs, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    assert leftovers(tmp_path) == [".out.merging"]
+    done = {file.name for file in (tmp_path / ".out.merging").glob("*.safetensors")}
+    assert done
+    seen = []
+    monkeypatch.setattr(
+        run, "write_piece", lambda *args: (seen.append(os.readlink(f"/proc/self/fd/{args[0]}")), write(*args))
+    )
+    monkeypatch.setattr(trimming, "find", None)  # thresholds are kept too
+    report = merge_folders(config, *inputs, tmp_path / "out", **options)
+    assert not done & {os.path.basename(file).removesuffix(".part") for file in seen}
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert report.rounding_ratio > 0
+    assert leftovers(tmp_path) == []
+
+
+def test_a_killed_merge_resumes_and_its_lock_is_taken_over(inputs, folders, tmp_path):
+    base, experts = inputs
+    out, one = tmp_path / "out", {"sum": experts["sum"]}
+    command = [sys.executable, "-c", KILLED, str(base), str(experts["sum"]), str(out), "6"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert leftovers(tmp_path) == [".out.lock", ".out.merging"]
+    options = {"key": random.key(0), "shard_size": 150}
+    for folder in (out, tmp_path / "whole"):
+        merge_folders(DARE, base, one, folder, **options)
+    assert digests(out) == digests(tmp_path / "whole")
+    assert leftovers(tmp_path) == []
+
+
+def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "take_place", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    other = TaskArithmetic(coef=0.25)
+    for name in ("out", "whole"):
+        merge_folders(other, *inputs, tmp_path / name, shard_size=150)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_two_merges_into_one_folder_exclude_each_other(inputs, tmp_path):
+    out = tmp_path / "out"
+    with (
+        writing.exclusive(out),
+        pytest.raises(ValueError, match=f"another merge .* is running .* {os.getpid()}.*delete"),
+    ):
+        merge_folders(TA, *inputs, out)
+    merge_folders(TA, *inputs, out)
+    (tmp_path / ".out.lock").write_text("elsewhere 1")
+    with pytest.raises(ValueError, match="elsewhere 1"):
+        merge_folders(TA, *inputs, out, overwrite=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    (tmp_path / ".out.lock").write_text(f"{socket.gethostname()} {ended.stdout.strip()}")
+    merge_folders(TA, *inputs, out, overwrite=True)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_lock_of_this_pid_before_the_machine_was_started_anew_is_taken_over(inputs, tmp_path, monkeypatch):
+    lock = tmp_path / ".out.lock"
+    with writing.exclusive(tmp_path / "out"):
+        mine = lock.read_text()
+    host, pid, started = mine.split()
+    assert (host, pid) == (socket.gethostname(), str(os.getpid()))
+    lock.write_text(f"{host} {pid} {int(started) - 1}")
+    merge_folders(TA, *inputs, tmp_path / "out")
+    assert leftovers(tmp_path) == []
+    # another merge takes a dead lock away between the two looks
+    lock.write_text(f"{host} {pid} {int(started) - 1}")
+    rename = Path.rename
+
+    def taken(path, target):
+        path.unlink()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with writing.exclusive(tmp_path / "out"):
+        assert lock.read_text() == mine
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("")
+    (tmp_path / ".out.old-1").mkdir()  # a replacement that was killed before it deleted what it had replaced
+    with pytest.raises(ValueError, match="out exists: choose another folder"):
+        merge_folders(TA, *inputs, out)
+    assert (out / "mine").exists()
+    merge_folders(TA, *inputs, out, overwrite=True)
+    assert sorted(digests(out)) == ["model.safetensors"]
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("config", [TA, TIES, DARE], ids=lambda config: config.name)
+def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    base["vector"][2] = float("nan")
+    experts["sum"]["matrix"][1, 1:3] = float("inf")
+    experts["cstance"]["scalar"].fill_(-float("inf"))
+    before = sorted(tmp_path.iterdir())
+    inputs = folders.save_family(tmp_path, base, experts)
+    with pytest.raises(ValueError, match="NaN or infinite") as caught:
+        merge_folders(config, *inputs, tmp_path / "out", key=folders.key, shard_size=150)
+    assert str(caught.value).split("; ") == [
+        "leaf 'vector' of base holds 1 values that are NaN or infinite",
+        "leaf 'matrix' of expert 'sum' holds 2 values that are NaN or infinite",
+        "leaf 'scalar' of expert 'cstance' holds 1 values that are NaN or infinite",
+    ]
+    assert before == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "in-cstance", "in-sum"]
+
+
+@pytest.mark.parametrize("config", [WeightAverage(), TA], ids=lambda config: config.name)
+@pytest.mark.parametrize("where", ["base", "sum"])
+def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    (base if where == "base" else experts["sum"])["matrix"][1, 1] = float("nan")
+    label = "base" if where == "base" else "expert 'sum'"
+    with pytest.raises(ValueError, match=f"^leaf 'matrix' of {label} holds 1 values that are NaN or infinite$"):
+        merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+
+
+def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, monkeypatch):
+    flushed, threads, write = [], threading.active_count(), writing.write_piece
+    monkeypatch.setattr(writing, "FLUSH", 0.001)
+    monkeypatch.setattr(writing, "_sync", flushed.append)
+    monkeypatch.setattr(run, "write_piece", lambda *args: (write(*args), time.sleep(0.01)))
+    merge_folders(TA, *inputs, tmp_path / "out")
+    assert flushed
+    assert threading.active_count() == threads
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "_sync", full)  # the caller's own fsync is what tells
+    merge_folders(TA, *inputs, tmp_path / "again")
+    assert digests(tmp_path / "out") == digests(tmp_path / "again")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_folders(TA, *inputs, tmp_path / "full")
+    assert not (tmp_path / "full").exists()
+    assert threading.active_count() == threads
+
+
+def test_files_of_base_come_along_and_the_index_names_every_leaf(family, folders, tmp_path):
+    base, experts = family(torch.bfloat16, count=2)
+    path, paths = folders.save_family(tmp_path, base, experts)
+    texts = {
+        "config.json": json.dumps({"model_type": "llama", "dtype": "bfloat16"}),
+        "generation_config.json": "{}",
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "chat_template.jinja": "x",
+        "additional_chat_templates/tool.jinja": "y",
+        "modules.json": "[]",
+        "sentence_bert_config.json": "{}",
+        "config_sentence_transformers.json": "{}",
+        "1_Pooling/config.json": "{}",
+    }
+    for name, text in {**texts, "manifest.json": "{}", "training_args.txt": "", "README.md": ""}.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(text)
+    merge_folders(TA, path, paths, tmp_path / "out", shard_size=150)
+    merge_folders(TA, path, paths, tmp_path / "wide", out_dtype="float32")
+    assert {name: (tmp_path / "out" / name).read_text() for name in texts} == texts
+    assert not {"manifest.json", "training_args.txt", "README.md"} & set(digests(tmp_path / "wide"))
+    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == base.keys()
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in base.values())
+
+
+def test_the_headers_are_those_of_safetensors(inputs, folders, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    merge_folders(TA, *inputs, tmp_path / "out", shard_size=150)
+    merge_folders(TA, *inputs, tmp_path / "one")
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as store:
+            assert store.metadata() == {"format": "pt"}
+            held = store.offset_keys()
+            offsets = {name: store.get_tensor(name).data_ptr() % store.get_tensor(name).itemsize for name in held}
+        assert set(offsets.values()) <= {0}
+    # equal sizes as the library's own writer
+    save_file(folders.load(tmp_path / "one"), tmp_path / "again.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "again.safetensors").stat().st_size == (tmp_path / "one/model.safetensors").stat().st_size
+
+
+def test_a_tied_llama_loads_with_the_parameters_of_its_base(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(LlamaForCausalLM(config).to(torch.bfloat16))
+        models[-1].save_pretrained(tmp_path / f"{seed}", max_shard_size="4KB" if seed else "5GB")
+    merge_folders(TIES, tmp_path / "0", {"a": tmp_path / "1", "b": tmp_path / "2"}, tmp_path / "out", shard_size=4000)
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert merged.dtype == torch.bfloat16
+    assert merged.num_parameters() == models[0].num_parameters()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    base, *experts = (dict(model.named_parameters()) for model in models)
+    expected = merge.ties(base, experts, coef=0.5, keep=0.3)
+    assert all(torch.equal(leaf, expected[path]) for path, leaf in merged.named_parameters())
+
+
+def test_a_plan_writes_nothing_and_tells_the_size_on_disk(inputs, folders, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    planned = plan(TIES, *inputs, tmp_path / "out", shard_size=150)
+    assert sorted(tmp_path.iterdir()) == before
+    merge_folders(TIES, *inputs, tmp_path / "out", shard_size=150)
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")}
+    assert tuple(sorted(sizes)) == planned.shards
+    assert sum(sizes.values()) == planned.disk
+    assert planned.seconds > 0

@@ -1,0 +1,205 @@
+"""What cannot be merged is refused by name before any work."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from smat_fn import random
+from smat_fn.config import Breadcrumbs, Dare, Della, TaskArithmetic, Ties, WeightAverage, WeightedAverage, WiseFt
+from smat_fn.folders import merge_folders, plan
+
+TA = TaskArithmetic(coef=0.5)
+
+
+@pytest.fixture
+def inputs(family, folders, tmp_path):
+    base, experts = family(count=2)
+    return folders.save_family(tmp_path / "inputs", base, experts)
+
+
+def refusal(tmp_path, base, experts, config=TA, **options):
+    """The problems, each a sentence; nothing was written."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        merge_folders(config, base, experts, tmp_path / "new" / "out", **options)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=r".") as planned:
+        plan(config, base, experts, tmp_path / "new" / "out", **options)
+    assert str(planned.value) == str(caught.value)
+    return str(caught.value).split("; ")
+
+
+def index_of(folder):
+    return folder / "model.safetensors.index.json"
+
+
+def edit_index(folder, **placed):
+    index = json.loads(index_of(folder).read_text())
+    index["weight_map"] |= placed
+    index_of(folder).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors"])
+def test_an_index_that_leaves_its_folder(file, inputs, tmp_path):
+    edit_index(inputs[0], matrix=file)
+    problems = refusal(tmp_path, *inputs)
+    assert f"base: {index_of(inputs[0])} names {file!r}, which leaves the folder: do not trust this index" in problems
+
+
+def test_broken_shards_of_all_inputs_are_listed_together(inputs, tmp_path):
+    base, experts = inputs
+    edit_index(base, matrix="model-9.safetensors", ghost="model-00001-of-00002.safetensors")
+    whole = (experts["sum"] / "model.safetensors").read_bytes()
+    (experts["sum"] / "model.safetensors").write_bytes(whole[:-1])
+    problems = refusal(tmp_path, base, {**experts, "lost": tmp_path / "lost"})
+    for start, end in (
+        (f"base: {base}/model-9.safetensors is missing", "download it again"),
+        (f"base: {base}/model-00001-of-00002.safetensors lacks leaf 'ghost'", "download it again"),
+        (f"expert 'sum': {experts['sum']}/model.safetensors cannot be read", "copy or download it again"),
+        (f"expert 'lost': {tmp_path}/lost is no folder", "give the folder of a checkpoint"),
+    ):
+        assert any(problem.startswith(start) and problem.endswith(end) for problem in problems), (start, problems)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none(text, inputs, tmp_path):
+    index_of(inputs[0]).write_text(text)
+    assert f"base: {index_of(inputs[0])} is no index" in refusal(tmp_path, *inputs)[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("pytorch_model.bin", "holds pickled weights (pytorch_model.bin), which can run code"),
+        ("model.pt", "holds pickled weights (model.pt), which can run code"),
+        ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
+        ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
+    ],
+)
+def test_other_formats(file, words, inputs, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / file).write_bytes(b"")
+    (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "other"})
+    assert problem.startswith(f"expert 'x': {tmp_path}/other {words}")
+
+
+def test_quantised_weights(family, folders, inputs, tmp_path):
+    base, _ = family()
+    for name, extra in {"named": {"q.qweight": torch.zeros(2, dtype=torch.int32)}, "configured": {}}.items():
+        folders.save(tmp_path / name, base | extra)
+    (tmp_path / "configured/config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    eight = {**base, "matrix": base["matrix"].to(torch.float8_e4m3fn)}
+    folders.save(tmp_path / "eight", eight)
+    experts = {name: tmp_path / name for name in ("named", "configured", "eight")}
+    out = "merge the checkpoint it was made from"
+    problems = refusal(tmp_path, inputs[0], experts)
+    assert problems == [
+        f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",
+        f"expert 'configured': {tmp_path}/configured is quantised (gptq, says its config.json): {out}",
+        "expert 'eight': leaf 'matrix' is stored as F8_E4M3, which cannot be merged: "
+        "convert the checkpoint to bfloat16, float16 or float32",
+    ]
+
+
+def test_leaves_shapes_and_kinds_of_all_experts(family, folders, tmp_path):
+    base, experts = family(count=2)
+    experts["sum"]["matrix"] = torch.zeros(6, 12)
+    del experts["sum"]["row"]
+    experts["cstance"]["extra.weight"] = torch.zeros(2)
+    experts["cstance"]["vector"] = torch.zeros(9, dtype=torch.int64)
+    text = "; ".join(refusal(tmp_path, *folders.save_family(tmp_path / "inputs", base, experts)))
+    for part in (
+        "expert 'sum' lacks leaf 'row' of base",
+        "leaf 'matrix' has shape (6, 12) in expert 'sum' but (6, 11) in base",
+        "expert 'cstance' has leaf 'extra.weight' that base lacks",
+        "leaf 'vector' is int64 in expert 'cstance' but float32 in base",
+    ):
+        assert part in text
+
+
+def test_options(inputs, tmp_path):
+    problems = refusal(
+        tmp_path, *inputs, Dare(drop_prob=1.5), chunk=0, shard_size=0, out_dtype="int8", coef=float("nan")
+    )
+    for part in (
+        "shard_size is 0",
+        "chunk is 0",
+        "out_dtype is 'int8'",
+        "coef is nan",
+        "key is not set",
+        "drop_prob is 1.5",
+    ):
+        assert any(problem.startswith(part) for problem in problems), part
+    assert refusal(tmp_path, *inputs, Ties(coef=0.3))[:2] == [
+        f"{name} of ties is not set: smat_fn.config.resolve takes it from a preset" for name in ("keep", "aggregate")
+    ]
+    assert refusal(tmp_path, *inputs, TaskArithmetic()) == ["coef is not set: pass one"]
+    assert refusal(tmp_path, *inputs, WeightAverage(), coef=0.5) == ["coef is 0.5, but wa has none: leave it out"]
+    (problem,) = refusal(tmp_path, *inputs, Della(coef=1.0, drop_prob=0.1, window=0.5), key=random.key(0))
+    assert problem.endswith("both must be in (0, 1]: take a smaller window")
+    assert refusal(tmp_path, inputs[0], {}) == ["experts is empty: pass at least one"]
+
+
+def test_an_output_over_an_input(inputs, tmp_path):
+    base, experts = inputs
+    for out in (base, base.parent, base / "merged", experts["sum"]):
+        with pytest.raises(ValueError, match="which is, holds or lies in"):
+            merge_folders(TA, base, experts, out, overwrite=True)
+
+
+def test_averages_need_equal_buffers(family, folders, tmp_path):
+    base, experts = family(count=2)
+    experts["cstance"]["steps"] += 1
+    with pytest.raises(ValueError, match=r"^leaf 'steps' differs between expert 'sum' and expert 'cstance'"):
+        merge_folders(WeightAverage(), *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_change_that_the_output_cannot_hold(folders, tmp_path):
+    base, expert = {"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 1e5, 0.0])}
+    paths = folders.save(tmp_path / "b", base), {"x": folders.save(tmp_path / "x", expert)}
+    with pytest.raises(ValueError, match=r"leaf 'w': merged values exceed the range of torch.float16: choose a wider"):
+        merge_folders(TA, *paths, tmp_path / "out", coef=1.0, out_dtype="float16")
+    huge = {"w": torch.full((3,), 3e38)}
+    paths = folders.save(tmp_path / "n", {"w": -huge["w"]}), {"x": folders.save(tmp_path / "h", huge)}
+    with pytest.raises(ValueError, match="leaf 'w': the difference of an expert and base overflows"):
+        merge_folders(TA, *paths, tmp_path / "out")
+    merge_folders(WeightAverage(), paths[0], {"x": paths[1]["x"], "y": paths[0]}, tmp_path / "out")
+    assert folders.load(tmp_path / "out")["w"].eq(0).all()
+
+
+def test_a_disk_that_is_too_small(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    for step in (merge_folders, plan):
+        with pytest.raises(ValueError, match=r"has 0\.0 GB free, .* are needed: make room, or write elsewhere"):
+            step(TA, *inputs, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(tmp_path, *inputs, device="cuda") == ["device is 'cuda', but torch sees no GPU here: give cpu"]
+    for device in ("gpu", "meta"):
+        assert refusal(tmp_path, *inputs, device=device) == [f"device is {device!r}: give cpu or cuda"]
+
+
+def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
+    (problem,) = refusal(tmp_path, *inputs, TaskArithmetic(), coef={"*": 0.3, "matrix": 0.1})
+    assert problem.startswith("rule 'matrix' decides for no leaf: earlier rules match all of its leaves")
+    assert "no rule matches leaf 'vector'" in "; ".join(refusal(tmp_path, *inputs, TaskArithmetic(), coef={"m*": 0.3}))
+    assert refusal(tmp_path, *inputs, WeightAverage(), coef={"*": 0.3})[0].endswith("wa has none: leave it out")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (WiseFt(coef=1.0), "experts holds 2 trees: wise_ft takes exactly 1"),
+        (WeightedAverage((1.0,)), "weights holds 1 numbers for 2 experts: give one for each"),
+        (Breadcrumbs(0.6, 0.5, coef=1.0), "drop_smallest 0.6 and drop_largest 0.5 leave nothing: lower one"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_mergers_say_themselves_what_does_not_fit(config, told, inputs, tmp_path):
+    assert refusal(tmp_path, *inputs, config) == [told]

@@ -1,0 +1,237 @@
+"""Inputs as they are found: other vocabularies, tied heads, tokenizers, quantised weights, single files, hub names."""
+
+import json
+
+import pytest
+import torch
+
+from smat_fn import random
+from smat_fn.config import Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.folders import extract_lora, merge_folders, plan
+
+TA = TaskArithmetic(coef=0.5)
+CONFIGS = [
+    TA,
+    WeightAverage(),
+    Ties(coef=0.5, keep=0.4, aggregate="sum", scope="global"),
+    Della(coef=0.9, drop_prob=0.5, window=0.14),
+]
+EMBED, HEAD, POSITIONS = "model.embed_tokens.weight", "lm_head.weight", "model.position_embeddings.weight"
+
+
+def model(seed, rows=12, *, dtype=torch.bfloat16, head=True, positions=8):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {EMBED: (rows, 5), "model.up.weight": (7, 5), POSITIONS: (positions, 5), HEAD: (rows, 5)}
+    return {
+        path: torch.randn(shape, generator=generator).to(dtype)
+        for path, shape in shapes.items()
+        if head or path != HEAD
+    }
+
+
+def rows_of(expert, base, wanted):
+    """An expert with base's rows: the closed form of the two policies."""
+    fitted = {path: leaf.float() for path, leaf in expert.items()}
+    for path in (EMBED, HEAD):
+        fitted[path] = torch.cat([expert[path].float(), base[path][len(expert[path]) :].float()])[:wanted]
+    return fitted
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(("policy", "sizes"), [("base-rows", [15, 12]), ("pad-with-base", [9, 15])])
+def test_policies_for_other_numbers_of_rows(policy, sizes, config, folders, tmp_path):
+    base = model(0)
+    experts = {f"{i}": model(i + 1, rows, dtype=torch.float16) for i, rows in enumerate(sizes)}
+    paths = folders.save_family(tmp_path, base, experts)
+    fitted = {name: rows_of(expert, base, 12) for name, expert in experts.items()}
+    expected = folders.in_memory(config, base, fitted)
+    if isinstance(config, WeightAverage):
+        expected = {path: leaf.bfloat16() for path, leaf in expected.items()}
+    for chunk in (7, 1 << 19):
+        out = tmp_path / f"{chunk}"
+        merge_folders(config, *paths, out, key=folders.key, chunk=chunk, vocabulary=policy)
+        folders.assert_same_bits(folders.load(out), expected)
+
+
+def test_other_numbers_of_rows_are_explained_once_for_every_expert(folders, tmp_path):
+    experts = {"small": model(1, 9), "large": model(2, 15), "same": model(3)}
+    paths = folders.save_family(tmp_path, model(0), experts)
+    both = f"{EMBED!r}, {HEAD!r}"
+    large = f"expert 'large' has 15 rows in {both}, base 12: choose vocabulary base-rows (its first rows)"
+    small = f"expert 'small' has 9 rows in {both}, base 12: choose vocabulary pad-with-base (base's rows there)"
+    for policy, problems in {"error": [small, large], "base-rows": [small]}.items():
+        with pytest.raises(ValueError, match="rows") as caught:
+            plan(TA, *paths, tmp_path / "out", vocabulary=policy)
+        assert str(caught.value).split("; ") == problems
+    with pytest.raises(ValueError, match="vocabulary is 'union', must be one of error, base-rows, pad-with-base"):
+        plan(TA, *paths, tmp_path / "out", vocabulary="union")
+
+
+def test_other_leaves_are_no_vocabulary(folders, tmp_path):
+    paths = folders.save_family(tmp_path, model(0), {"x": model(1, positions=9), "y": model(1, rows=13)})
+    paths[1]["y"] = folders.save(tmp_path / "wide", model(1) | {EMBED: torch.zeros(13, 6)})
+    with pytest.raises(ValueError, match="shape") as caught:
+        plan(TA, *paths, tmp_path / "out", vocabulary="pad-with-base")
+    assert f"leaf {POSITIONS!r} has shape (9, 5) in expert 'x' but (8, 5) in base" in str(caught.value)
+    assert f"leaf {EMBED!r} has shape (13, 6) in expert 'y' but (12, 5) in base" in str(caught.value)
+
+
+def tie(tree):
+    return {**tree, HEAD: tree[EMBED].clone()}
+
+
+def test_a_stored_copy_of_tied_embeddings_is_left_out(folders, tmp_path):
+    base, experts = model(0, head=False), {"tied": model(1, head=False), "copied": tie(model(2))}
+    paths = folders.save_family(tmp_path, base, experts)
+    bare = {name: {path: leaf for path, leaf in tree.items() if path != HEAD} for name, tree in experts.items()}
+    for config in CONFIGS:
+        merge_folders(config, *paths, tmp_path / config.name, key=folders.key)
+        folders.assert_same_bits(folders.load(tmp_path / config.name), folders.in_memory(config, base, bare))
+
+
+def test_where_base_stores_the_copy_it_is_written_unless_its_configuration_says_tied(folders, tmp_path):
+    base, experts = tie(model(0)), {"tied": model(1, head=False), "copied": tie(model(2))}
+    paths = folders.save_family(tmp_path, base, experts)
+    config = CONFIGS[2]
+    merge_folders(config, *paths, tmp_path / "stored")
+    expected = folders.in_memory(config, base, {name: tie(tree) for name, tree in experts.items()})
+    folders.assert_same_bits(folders.load(tmp_path / "stored"), expected)
+    (paths[0] / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    merge_folders(config, *paths, tmp_path / "once")
+    bare = {name: {path: leaf for path, leaf in t.items() if path != HEAD} for name, t in {**experts, "": base}.items()}
+    folders.assert_same_bits(folders.load(tmp_path / "once"), folders.in_memory(config, bare.pop(""), bare))
+
+
+def test_heads_that_only_some_have_are_explained(folders, tmp_path):
+    tied, own = model(0, head=False), model(1)
+    paths = {name: folders.save(tmp_path / name, tree) for name, tree in {"tied": tied, "own": own}.items()}
+    with pytest.raises(ValueError, match="head") as caught:
+        plan(TA, paths["tied"], {"own": paths["own"]}, tmp_path / "out")
+    assert str(caught.value) == (
+        f"expert 'own' has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: "
+        "give base a head too (tie_word_embeddings false, saved again), or train the expert with tied ones"
+    )
+    with pytest.raises(ValueError, match="head") as caught:
+        plan(TA, paths["own"], {"tied": paths["tied"]}, tmp_path / "out")
+    assert str(caught.value) == (
+        f"expert 'tied' has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
+        "untie the expert (tie_word_embeddings false, saved again)"
+    )
+
+
+def tokenizer(vocabulary, added=()):
+    added = [{"id": i, "content": token} for token, i in added]
+    return json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added})
+
+
+def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
+    names = ["same", "spaced", "renumbered", "longer", "none", "pieces", "opaque"]
+    base, experts = folders.save_family(tmp_path, model(0), {name: model(i) for i, name in enumerate(names)})
+    (base / "tokenizer.json").write_text(tokenizer({"a": 0, "b": 1}))
+    (base / "tokenizer.model").write_bytes(b"1")
+    texts = {
+        "same": tokenizer({"a": 0, "b": 1}),
+        "spaced": tokenizer({"b": 1, "a": 0}) + "\n",
+        "renumbered": tokenizer({"a": 1, "b": 0}),
+        "longer": tokenizer({"a": 0, "b": 1}, [("<pad>", 2)]),
+        "pieces": tokenizer([["a", -1.0], ["b", -2.0]]),
+    }
+    for name, text in texts.items():
+        (experts[name] / "tokenizer.json").write_text(text)
+    (experts["opaque"] / "tokenizer.model").write_bytes(b"2")
+    expected = (
+        "expert 'renumbered' numbers 2 tokens otherwise than base, such as 'a' (0 in base, 1 there): "
+        "the merged model has base's tokenizer",
+        "expert 'longer' numbers 1 tokens otherwise than base, such as '<pad>' (None in base, 2 there): "
+        "the merged model has base's tokenizer",
+        "expert 'opaque' has another tokenizer.model than base: its tokens may be numbered differently",
+    )
+    assert plan(TA, base, experts, tmp_path / "out").notes == expected
+    assert merge_folders(TA, base, experts, tmp_path / "out").notes == expected
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("model.up.weight", torch.zeros(7, 5, dtype=torch.int8)),
+        ("model.up.weight", torch.zeros(18, 1, dtype=torch.uint8)),
+        ("model.up.weight.absmax", torch.zeros(2)),
+        ("model.up.weight.quant_state.bitsandbytes__nf4", torch.zeros(2, dtype=torch.uint8)),
+        ("model.up.qweight", torch.zeros(2, dtype=torch.int32)),
+        ("model.up.weight_scale", torch.zeros(1)),
+        ("model.experts.down_proj_blocks", torch.zeros(2, dtype=torch.uint8)),
+    ],
+)
+def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
+    base, experts = folders.save_family(tmp_path, model(0), {"x": model(1) | {leaf: value}})
+    with pytest.raises(ValueError, match=rf"^expert 'x': .* is quantised \(it holds leaf '{leaf}', \w+\): merge the"):
+        plan(TA, base, experts, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
+        ("model.ckpt", "is pickled weights (model.ckpt), which can run code when read: save the model again"),
+        ("model.safetensors", "is a file: give the folder of a checkpoint"),
+    ],
+)
+def test_a_file_in_place_of_a_folder(file, words, folders, tmp_path):
+    base, experts = folders.save_family(tmp_path, model(0), {"x": model(1)})
+    (experts["x"] / file).touch()
+    with pytest.raises(ValueError, match="expert 'x'") as caught:
+        plan(TA, base, {"x": experts["x"] / file}, tmp_path / "out")
+    assert words in str(caught.value)
+
+
+def test_hub_names(folders, tmp_path, monkeypatch):
+    base, experts = folders.save_family(tmp_path, model(0), {"x": model(1)})
+    asked = []
+
+    def fetch(name, *, revision, allow_patterns):
+        asked.append((name, revision))
+        assert not any("bin" in pattern or "pt" in pattern for pattern in allow_patterns)
+        return str({"owner/base": base, "owner/x": experts["x"]}[name])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    (base / "config.json").write_text("{}")
+    merge_folders(TA, "owner/base", {"x": "owner/x@v2"}, tmp_path / "out")
+    assert asked == [("owner/base", None), ("owner/x", "v2")]
+    expected = folders.in_memory(TA, model(0), {"x": model(1)})
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_a_hub_that_gives_nothing_is_one_sentence(folders, tmp_path, monkeypatch):
+    base, _ = folders.save_family(tmp_path, model(0), {})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="hub") as caught:
+        plan(TA, base, {"x": "owner/nothing", "y": tmp_path / "no" / "folder"}, tmp_path / "out")
+    first, second = str(caught.value).split("; ")
+    assert first.startswith(
+        "expert 'x': there is no folder owner/nothing, and the hub did not give a repository of this"
+    )
+    assert first.endswith("give a folder, or fetch it first with huggingface-cli download")
+    assert "\n" not in first
+    assert second.startswith("expert 'y': ")
+
+
+def test_keys_of_masks_are_those_of_names_not_of_paths(folders, tmp_path):
+    base, experts = folders.save_family(tmp_path, model(0), {"x": model(1)})
+    options = {"key": random.key(1)}
+    merge_folders(CONFIGS[3], base, experts, tmp_path / "a", **options)
+    experts["x"].rename(tmp_path / "moved")
+    merge_folders(CONFIGS[3], base, {"x": tmp_path / "moved"}, tmp_path / "b", **options)
+    folders.assert_same_bits(folders.load(tmp_path / "a"), folders.load(tmp_path / "b"))
+
+
+def test_extraction_refuses_what_a_merge_refuses(folders, tmp_path):
+    base, experts = folders.save_family(tmp_path, model(0), {"x": model(1, rows=13)})
+    with pytest.raises(ValueError, match="13 rows"):
+        extract_lora(base, experts["x"], tmp_path / "lora", rank=2)
+    bad = model(1)
+    bad["model.up.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"leaf 'model.up.weight' .* NaN or infinite"):
+        extract_lora(base, folders.save(tmp_path / "bad", bad), tmp_path / "lora", rank=2)
+    assert not list(tmp_path.glob("*lora*"))

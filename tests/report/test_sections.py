@@ -1,0 +1,272 @@
+"""Tables and sentences of a report against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from smat_fn.evaluate import Result
+from smat_fn.report import build_report, plots
+from smat_fn.report.tables import Cell
+
+ORDER = ["Summary", "Main results", "Paired differences", "Scores by task", "Coefficients", "Settings", "Provenance"]
+
+
+def records(section, **wanted):
+    return [r for r in section.table.records if all(r[name] == value for name, value in wanted.items())]
+
+
+def column(section, name):
+    return [row[section.table.columns.index(name)] for row in section.table.rows]
+
+
+def lines(section):
+    return [line for line in section.text.splitlines() if line.startswith("- ")]
+
+
+def test_the_main_table_has_changes_times_and_memory(make, sections):
+    ft = make("FT", [50.0, 52.0], seconds=10.0, peak=3 << 30)
+    smat = make("SMAT", [53.0, 56.0], "smat", seconds=15.0, peak=4 << 30)
+    found = sections(ft, smat)
+    main = found["Main results"]
+    assert main.table.columns == (
+        ["Method", "Expert", "WA", "TA", "TIES", "DARE", "DELLA", "Avg", "Drop", "Avg - FT", "Time x FT",
+         "Peak memory"]
+    )  # fmt: skip
+    best, other = "**64.50 ± 2.12**", "**54.50 ± 2.12**"
+    assert main.table.rows[0] == ["FT", "61.00 ± 1.41", *["51.00 ± 1.41"] * 6, "10.00 ± 0.00", None, "1", "3.0 GiB"]
+    assert main.table.rows[1] == ["SMAT", best, *[other] * 6, "10.00 ± 0.00", "+3.50", "1.500 ± 0.000", "4.0 GiB"]
+    (record,) = records(main, method="SMAT")
+    assert (record["Avg"], record["Drop"], record["avg_change"], record["times_reference"]) == (54.5, 10.0, 3.5, 1.5)
+    assert record["peak_memory_bytes"] == 4 << 30
+    cost = found["Training cost"]
+    # 2 experts of 50 steps
+    assert cost.table.rows[1] == ["SMAT", "0.3000 ± 0.0000", "30.0 ± 0.0", "1.500 ± 0.000", "4.0 GiB", "+33.3 %"]
+    assert list(found) == [*ORDER[:5], "Training cost", *ORDER[5:], "Scores"]
+
+
+def test_scores_alone_make_a_report_with_dashes(make, sections):
+    found = sections((make("FT", [50.0])[0], []), (make("SMAT", [53.0], "smat")[0], []))
+    assert [row[-2:] for row in found["Main results"].table.rows] == [[None, None]] * 2
+    assert "Settings" not in found
+    assert "Training cost" not in found
+    assert found["Provenance"].text.count("not recorded") == 5
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        ([51.0, 52.0, 53.0], "**SMAT**: no difference from FT is established: +2.00 points on the mean of five mergers,"
+         " 95 % interval -0.48 to +4.48 contains zero (3 seeds: 3 above)."),
+        ([51.0, 51.5, 51.2], "**SMAT** is above FT: +1.23 points on the mean of five mergers, 95 % interval +0.61 to"
+         " +1.86 leaves out zero (3 seeds: 3 above)."),
+        ([49.0, 48.5, 48.8], "**SMAT** is below FT: -1.23 points on the mean of five mergers, 95 % interval -1.86 to"
+         " -0.61 leaves out zero (3 seeds: 3 below)."),
+        ([51.0, 50.0, 48.0], "**SMAT**: no difference from FT is established: -0.33 points on the mean of five mergers,"
+         " 95 % interval -4.13 to +3.46 contains zero (3 seeds: 1 above, 1 equal, 1 below)."),
+        ([50.0, 50.0, 50.0], "**SMAT** equals FT on the mean of five mergers, seed by seed (of 3)."),
+        ([53.0], "**SMAT** against FT: +3.00 points on the mean of five mergers in one seed. One seed leaves open"),
+    ],
+)  # fmt: skip
+def test_the_summary_says_what_the_interval_says(make, sections, scores, told):
+    found = sections(make("FT", [50.0, 50.0, 50.0]), make("SMAT", scores, "smat"))
+    first, second = lines(found["Summary"])
+    assert first == "- **FT** is the reference: 50.00 ± 0.00 on the mean of five mergers."
+    assert told in second
+    assert "Its experts before merging: " in second
+
+
+def test_methods_without_a_common_seed_or_a_reference_are_not_compared(make, sections):
+    rows, _ = make("SMAT", [50.0, 51.0], "smat")
+    later = [r for r in rows if r.seed == 1], []
+    found = sections(make("FT", [50.0]), later)
+    assert "**SMAT** cannot be compared with FT on the mean of five mergers: no seed has both." in found["Summary"].text
+    assert "Paired differences" not in found
+    found = sections(later)
+    assert lines(found["Summary"]) == ["- **SMAT** has no reference here: 51.00 on the mean of five mergers."]
+    assert found["Main results"].table.columns[-3] == "Avg - FT"
+
+
+def test_without_five_mergers_the_experts_are_compared(make, sections):
+    studies = make("FT", [50.0, 50.0]), make("SMAT", [51.0, 52.0], "smat")
+    few = [([r for r in rows if r.model != "della"], runs) for rows, runs in studies]
+    found = sections(*few)
+    assert "+1.50 points on the experts, for not all five mergers are there" in lines(found["Summary"])[1]
+    assert column(found["Main results"], "DELLA") == ["–", "–"]  # noqa: RUF001
+    assert column(found["Paired differences"], "Scores") == ["Expert", "WA", "TA", "TIES", "DARE"]
+
+
+def test_paired_differences_are_by_seed_with_signs(make, sections):
+    found = sections(make("FT", [50.0, 50.0, 50.0]), make("SMAT", [51.0, 50.0, 48.0], "smat"))
+    paired = found["Paired differences"]
+    assert len(paired.table.rows) == 7
+    (record,) = records(paired, column="Avg")
+    assert (record["above"], record["equal"], record["below"], record["n"]) == (1, 1, 1, 3)
+    assert record["differences"] == "1.0 0.0 -2.0"
+    assert paired.table.rows[-1][2:] == [
+        "-0.33", "1.53", "-4.13 to +3.46", "yes", 3, "1 + / 1 - / 1 =", "+1.00, +0.00, -2.00",
+    ]  # fmt: skip
+    assert paired.png == b"paired_plot"
+
+
+def test_of_many_pairs_the_experts_and_the_mean_are_shown_and_every_merger_kept(make, sections):
+    studies = [make("FT", [50.0]), *(make(f"method {n}", [50.0 + n], "asam") for n in range(5))]
+    few, many = (sections(*studies[:count])["Paired differences"] for count in (5, 6))
+    assert len(few.table.rows) == len(few.table.records) == 4 * 7
+    assert len(many.table.records) == 5 * 7
+    assert column(many, "Scores") == ["Expert", "Avg"] * 5
+    assert "`paired-differences.csv` has every merger" in many.text
+
+
+def test_the_peak_is_the_largest_of_all_experts(make, sections):
+    (rows, runs), sizes = make("FT", [50.0, 51.0], peak=1), (5 << 20, 9 << 20, 7 << 20, 2 << 20)
+    runs = [replace(run, peak_memory_bytes=size) for run, size in zip(runs, sizes, strict=True)]
+    assert column(sections((rows, runs))["Main results"], "Peak memory") == ["9 MiB"]
+    assert column(
+        sections((rows, [*runs[:3], replace(runs[3], peak_memory_bytes=None)]))["Main results"], "Peak memory"
+    ) == [None]
+
+
+def test_another_reference_can_be_named(make, sections):
+    found = sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"), reference="SMAT")
+    assert column(found["Paired differences"], "Difference") == ["FT - SMAT"] * 7
+
+
+def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, full):
+    studies = [
+        make("FT", [50.0, 51.0]),
+        make("SMAT", [60.0, 61.0], "smat", full),
+        make("SMAT p2", [70.0, 71.0], "smat", full | {"period": 2}),
+        make("no scale", [58.0, 59.5], "smat", full | {"alpha_min": 1.0}),
+        make("no noise", [55.0, 56.0], "smat", full | {"sigma": 0.0}),
+    ]
+    found = sections(*studies)
+    ablation = found["Ablation"]
+    assert [row[:2] for row in ablation.table.rows] == [
+        ["full SMAT", "SMAT"], ["without Scale", "no scale"], ["without Perturb", "no noise"],
+    ]  # fmt: skip
+    assert column(ablation, "Change") == [None, "-1.75", "-5.00"]
+    assert "**without Scale**: no difference from SMAT is established: -1.75 points" in ablation.text
+    assert "**without Perturb** is below SMAT: -5.00 points" in ablation.text
+    assert column(found["Main results"], "Method") == ["FT", "SMAT", "SMAT p2"]
+    pairs = set(column(found["Paired differences"], "Difference"))
+    assert {"no scale - SMAT", "no scale - FT"} <= pairs
+    assert "no scale - SMAT p2" not in pairs
+    lonely = sections(studies[0], studies[3])
+    assert column(lonely["Ablation"], "Change") == ["+8.25"]
+    assert "against FT." in lonely["Ablation"].text
+    assert "**without Scale** is above FT: +8.25 points" in lonely["Ablation"].text
+
+
+def test_muon_has_a_table_and_a_reference_of_its_own(make, sections, full):
+    studies = [
+        make("FT", [50.0, 51.0]),
+        make("SMAT", [60.0, 61.0], "smat", full),
+        make("FT Muon", [40.0, 41.0], optimizer="muon"),
+        make("SMAT Muon", [45.0, 46.0], "smat", full, optimizer="muon"),
+    ]
+    found = sections(*studies)
+    assert column(found["Main results"], "Method") == ["FT", "SMAT"]
+    assert found["Muon"].table.columns[-3:] == ["Avg - FT Muon", "Time x FT Muon", "Peak memory"]
+    assert column(found["Muon"], "Avg - FT Muon") == [None, "+5.00"]
+    pairs = list(dict.fromkeys(column(found["Paired differences"], "Difference")))
+    assert pairs == ["SMAT - FT", "FT Muon - FT", "SMAT Muon - FT Muon", "SMAT Muon - FT"]
+    assert "Muon" not in sections(*studies[:2])
+    # scores of eval.py say "(Muon)", the manifests beside them do not: the same runs all the same
+    rows, runs = make("FT (Muon)", [40.0, 41.0], optimizer="muon", seconds=5.0)
+    twice = runs + [replace(run, label="FT") for run in runs]
+    once, doubled = (sections((rows, given))["Training cost"].table.records for given in (runs, twice))
+    assert once == doubled
+    alone = sections(*studies[2:])
+    assert "Main results" not in alone
+    assert column(alone["Muon"], "Avg - FT Muon") == [None, "+5.00"]
+
+
+def test_perturb_alone_is_a_curve_by_family_and_rms(make, sections, full):
+    alone = full | {"alpha_min": 1.0, "drop_prob": 0.0}
+    points = [("gaussian", 0.02, 54.0), ("uniform", 0.02, 53.0), ("uniform", 0.01, 50.0)]
+    studies = [make("FT", [50.0, 50.0, 50.0])]
+    studies += [
+        make(f"{noise} {sigma}", [score, score + 0.1, score - 0.1], "smat", alone | {"noise": noise, "sigma": sigma})
+        for noise, sigma, score in points
+    ]
+    found = sections(*studies)
+    noise = found["Noise"]
+    assert [row[:2] for row in noise.table.rows] == [["gaussian", "0.02"], ["uniform", "0.01"], ["uniform", "0.02"]]
+    assert column(noise, "Avg - FT") == ["+4.00", "+0.00", "+3.00"]
+    assert noise.png == b"noise_plot"
+    assert lines(found["Summary"])[1:] == [
+        "- **Perturb alone**, 3 settings of its noise: the interval of the difference from FT lies above zero for 2, "
+        "below zero for 0, and contains it for 1."
+    ]
+    assert column(found["Main results"], "Method") == ["FT"]
+    assert not {"Noise", "Ablation", "Muon"} & set(sections(studies[0]))
+
+
+def test_noise_is_compared_on_its_own_seeds_and_in_its_own_section(make, sections, full, monkeypatch):
+    levels = []
+    monkeypatch.setattr(plots, "noise_plot", lambda curves, *, reference: levels.append(reference) or b"")
+    alone = make("noise", [52.0], "smat", full | {"alpha_min": 1.0, "drop_prob": 0.0})
+    found = sections(make("FT", [50.0, 60.0]), make("SMAT", [51.0, 61.0], "smat", full), alone)
+    assert levels == [("FT", Cell({0: 50.0}))]
+    assert "FT is the mean over the seeds that were trained with noise" in found["Noise"].text
+    paired = found["Paired differences"]
+    assert set(column(paired, "Difference")) == {"SMAT - FT"}
+    assert {record["method"] for record in paired.table.records} == {"SMAT", "noise"}
+    assert "`paired-differences.csv` has Perturb alone too" in paired.text
+
+
+def test_scores_by_task_coefficients_and_settings(make, sections, full):
+    found = sections(make("FT", [50.0, 52.0]), make("SMAT", [53.0, 53.0], "smat", full))
+    tasks = found["Scores by task"].table.rows
+    assert [row[:2] for row in tasks] == [["a", "FT"], ["a", "SMAT"], ["b", "FT"], ["b", "SMAT"]]
+    assert tasks[0][2:4] == ["60.00 ± 1.41", "50.00 ± 1.41"]
+    assert found["Coefficients"].table.rows[0] == ["FT", "0.3, 0.3", "0.3, 0.3", "0.3, 0.3", "0.3, 0.3"]
+    label, method, strengths, training, steps = found["Settings"].table.rows[1]
+    assert (label, method, steps) == ("SMAT", "smat", "50")
+    assert strengths == "alpha_min 0.1, drop_prob 0.5, sigma 0.01, period 4, noise uniform"
+    assert training == "optimizer adam, lr 0.001"
+    rows = found["Scores"].table.records
+    assert len(rows) == 2 * 2 * 2 * 6
+    assert {(r["label"], r["lr"]) for r in rows} == {("FT", 1e-3), ("SMAT", 1e-3)}
+
+
+def test_learning_rates_and_facts_of_a_study(make, sections):
+    facts = {
+        "command": "make study", "commit": "abc", "hardware": "an abacus", "versions": {"torch": "2.5"},
+        "dev": {"ft": {"0.001": [10.0, 20.0], "0.002": [1.0, 3.0]}}, "lr": {"ft": 0.001},
+    }  # fmt: skip
+    found = sections(make("FT", [50.0]), facts=facts)
+    assert found["Tuning"].table.rows == [
+        ["ft", "lr 0.001", "15.00 ± 7.07", "chosen"], ["ft", "lr 0.002", "2.00 ± 1.41", ""],
+    ]  # fmt: skip
+    for part in ("Suite: name toy\n", "torch 2.0 and 2.5", "an abacus", "abc", "`make study`"):
+        assert part in found["Provenance"].text + "\n"
+
+
+def test_candidates_of_a_tuning_are_told_by_what_they_differ_in(make, sections):
+    def candidate(lr, sigma, *dev):
+        strengths, training = {"sigma": sigma, "period": 4}, {"lr": lr, "steps": 400}
+        return {"method": "smat", "hyperparameters": strengths, "training": training, **({"dev": dev} if dev else {})}
+
+    tried = [candidate(1e-3, 0.01, 1.0, 3.0), candidate(1e-3, 0.02, 3.0, 3.0), candidate(2e-3, 0.01, 2.0, 2.0)]
+    facts = {"dev": {"SMAT": tried}, "chosen": {"SMAT": candidate(1e-3, 0.02)}}
+    assert sections(make("FT", [50.0]), facts=facts)["Tuning"].table.rows == [
+        ["SMAT", "lr 0.001, sigma 0.01", "2.00 ± 1.41", ""],
+        ["SMAT", "lr 0.001, sigma 0.02", "3.00 ± 0.00", "chosen"],
+        ["SMAT", "lr 0.002, sigma 0.01", "2.00 ± 0.00", ""],
+    ]
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_what_is_there_twice_counts_once_and_what_contradicts_is_refused(make):
+    rows, runs = make("FT", [50.0])
+    assert build_report(rows * 2, runs * 2) == build_report(rows, runs)
+    with pytest.raises(ValueError, match="FT, wa, seed 0 has two scores on a"):
+        build_report([*rows, Result("FT", "wa", "a", "test", 1.0, 0)], runs)
+    with pytest.raises(ValueError, match="no dev scores of any model"):
+        build_report(rows, runs, split="dev")
+    other = [run.__class__(**{**vars(run), "label": "SMAT", "suite": {"name": "game"}}) for run in runs]
+    more = [Result("SMAT", row.model, row.task, "test", 1.0, 0) for row in rows]
+    with pytest.raises(ValueError, match=r"runs differ in name \(\"game\", \"toy\"\): make a report for each suite"):
+        build_report(rows + more, runs + other)
+    assert build_report(rows, runs + other)  # whose scores are not asked for

@@ -1,0 +1,96 @@
+"""The main table against numbers worked out by hand."""
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from smat_fn.evaluate import Result
+from smat_fn.report.tables import COLUMNS, main_table, markdown, terminal
+
+
+def test_means_over_tasks_mergers_and_seeds(rows):
+    table = main_table(rows)
+    assert list(table.cells) == ["FT", "SMAT"]
+    assert table.split == "test"
+    for bonus, line in zip((0, 4), table.cells.values(), strict=True):
+        assert tuple(line) == COLUMNS
+        # mean of 10 and 20 more, mean of 0 and 2 more over seeds with sd sqrt(2)
+        assert [line[c].scores for c in COLUMNS[:-1]] == [(10 * p + 15 + bonus, 10 * p + 17 + bonus) for p in range(6)]
+        assert line["Avg"].scores == (45 + bonus, 47 + bonus)
+        assert line["Avg"].mean == 46 + bonus
+        assert line["Avg"].sd == pytest.approx(2**0.5)
+
+
+def test_markdown():
+    table = main_table(
+        [Result("FT", "expert:a", "a", "test", 90.125, 0), Result("FT", "wa", "a", "test", 50.0, 0)], split="test"
+    )
+    assert markdown(table, digits=1) == (
+        "| Method | Expert | WA | TA | TIES | DARE | DELLA | Avg |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| FT | 90.1 | 50.0 | – | – | – | – | – |\n"  # noqa: RUF001
+    )
+
+
+def test_several_seeds_show_their_deviation(rows):
+    assert "| 46.00 ± 1.41 |\n" in markdown(main_table(rows))
+    assert "±" not in markdown(main_table([row for row in rows if row.seed == 1]))
+
+
+def test_terminal_table_fits_and_shows_the_same_numbers(rows):
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=80).print(terminal(main_table(rows)))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for line in main_table(rows).cells.values():
+        assert all(f"{cell.mean:.2f}" in text for cell in line.values())
+
+
+def test_terminal_marks_the_best_of_each_column(rows):
+    drawn = terminal(main_table(rows))
+    for column in list(drawn.columns)[1:]:
+        ft, smat = column.cells
+        assert "bold" not in ft
+        assert smat.startswith("[bold]")
+
+
+def test_other_splits_models_and_foreign_tasks_of_experts_are_left_out(rows):
+    more = [
+        replace(rows[0], split="dev"),
+        replace(rows[0], model="soup"),
+        Result("FT", "expert:a", "b", "test", 1.0, 0),
+    ]
+    assert main_table(rows + more) == main_table(rows)
+
+
+def test_other_mergers_have_columns_where_they_were_scored(rows):
+    more = [Result("SMAT", "slerp", task, "test", score, 1) for task, score in (("a", 50.0), ("b", 70.0))]
+    table = main_table(rows + more)
+    assert table.columns == ("Expert", "WA", "TA", "TIES", "DARE", "DELLA", "SLERP", "Avg")
+    assert table.cells["SMAT"]["SLERP"].by_seed == {1: 60.0}
+    assert {**table.cells["SMAT"], "SLERP": None} == {**main_table(rows).cells["SMAT"], "SLERP": None}
+    assert "| 60.00 |" in markdown(table)
+    alone = main_table(more)
+    assert alone.columns == ("SLERP",)
+    assert markdown(alone) == "| Method | SLERP |\n| --- | ---: |\n| SMAT | 60.00 |\n"
+    with pytest.raises(ValueError, match="SMAT, SLERP, seed 1 lacks task 'b'"):
+        main_table(rows + more[:1])
+
+
+def test_methods_choose_lines_and_order(rows):
+    assert list(main_table(rows, methods=["SMAT", "FT"]).cells) == ["SMAT", "FT"]
+    with pytest.raises(ValueError, match="method 'ASAM' has no test scores"):
+        main_table(rows, methods=["ASAM"])
+
+
+def test_gaps_and_repetitions_are_listed_together(rows):
+    without = [r for r in rows if not (r.method == "FT" and r.model == "ties" and r.task == "b" and r.seed == 1)]
+    without = [r for r in without if not (r.method == "SMAT" and r.model == "wa" and r.seed == 0)]
+    with pytest.raises(
+        ValueError, match=r"FT, wa, seed 0 has two scores on a.*FT, TIES, seed 1 lacks task 'b'.*SMAT, WA lacks seed 0"
+    ):
+        main_table([*without, Result("FT", "wa", "a", "test", 1.0, 0)])

@@ -1,0 +1,152 @@
+"""Scores of checkpoints: the suite's own numbers, on the right tasks, and the report of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from smat_fn import checkpoint
+from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.evaluate import Result, read_results
+from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
+from smat_fn.scripts.merge.merging import find_inputs, merge_run
+
+FIXED = [
+    WeightAverage(),
+    TaskArithmetic(coef=0.3),
+    Ties(coef=0.3, keep=0.5, aggregate="sum", scope="global"),
+    Dare(coef=0.3, drop_prob=0.3),
+    Della(coef=0.3, drop_prob=0.1, window=0.14),
+]
+
+
+@pytest.fixture(scope="module")
+def merged(runs, tmp_path_factory):
+    """Models merged at a fixed coefficient, by run: all five mergers of FT, two of SMAT."""
+    out = tmp_path_factory.mktemp("merged")
+    for name, run in runs.items():
+        merge_run(FIXED if name == "ft" else FIXED[:2], *find_inputs(run), out=out / name, search=False, seed=0)
+    return {name: out / name for name in runs}
+
+
+@pytest.fixture(scope="module")
+def folders(runs, merged):
+    return find_checkpoints([runs["ft"], merged["ft"], runs["smat"], merged["smat"]])
+
+
+@pytest.fixture(scope="module")
+def rows(folders):
+    return evaluate(folders)
+
+
+def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged, tmp_path):
+    inside = find_checkpoints([runs["ft"], runs["ft"] / "rot90", merged["ft"].parent])
+    experts = [runs["ft"] / task for task in ("mirror", "negative", "rot90", "stripes")]
+    assert inside[:4] == experts
+    assert len(inside) == 4 + 5 + 2
+    with pytest.raises(ValueError, match=r"holds no expert or merged checkpoint.*missing holds no"):
+        find_checkpoints([tmp_path, runs["ft"], tmp_path / "missing"])
+
+
+def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, folders, suite):
+    expected = []
+    for folder in folders:
+        params, manifest = checkpoint.load_expert(folder, suite.base)
+        tasks = [manifest["task"]] if manifest["kind"] == "expert" else list(manifest["experts"])
+        expected += [(manifest["label"], folder.name, task, suite.score(params, task, "test")) for task in tasks]
+    assert [(row.method, row.model.removeprefix("expert:"), row.task, row.score) for row in rows] == expected
+    assert len(rows) == 2 * 4 + (5 + 2) * 4
+    assert {row.coef for row in rows if row.model not in ("wa",) and ":" not in row.model} == {0.3}
+    assert {row.coef for row in rows if row.model == "wa" or ":" in row.model} == {None}
+    assert {(row.seed, row.split) for row in rows} == {(21, "test")}
+
+
+def test_a_merge_of_two_experts_is_scored_on_two_tasks(runs, suite, tmp_path):
+    experts = [runs["ft"] / "stripes", runs["ft"] / "mirror"]
+    merge_run([TaskArithmetic(coef=0.5)], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0)
+    named = []
+    rows = evaluate([tmp_path / "ta"], split="dev", on_model=named.append)
+    params, _ = checkpoint.load_leaves(tmp_path / "ta")
+    assert [(row.task, row.split, row.score) for row in rows] == [
+        (task, "dev", suite.score(params, task, "dev")) for task in ("stripes", "mirror")
+    ]
+    assert named == [str(tmp_path / "ta")]
+
+
+def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, tmp_path, monkeypatch):
+    facts = {"kind": "expert", "label": "FT", "seed": 21, "hyperparameters": {}}
+    recipe = dict(suite.recipe)
+    for name, more in {
+        "foreign": {"task": "mirror", "suite": recipe, "base_fingerprint": "0" * 64},
+        "bare": {"task": "negative"},
+        "twin": {"task": "rot90", "suite": recipe, "base_fingerprint": checkpoint.fingerprint(suite.base)},
+    }.items():
+        checkpoint.save_expert(tmp_path / name, suite.base, facts | more)
+    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    with pytest.raises(ValueError, match="foreign was made from another base than suite 'digits' gives") as error:
+        evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
+    assert "bare names no suite" in str(error.value)
+    assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
+
+
+def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
+    loads = []
+    load = evaluation.load_suite
+    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: loads.append(recipe) or load(**recipe))
+    evaluate([runs["ft"] / task for task in ("rot90", "mirror")])
+    assert len(loads) == 1
+
+
+def test_what_was_scored_is_not_scored_again(runs, suite, tmp_path, monkeypatch):
+    calls = []
+
+    def score(params, task, split):
+        calls.append((task, split))
+        return suite.score(params, task, split)
+
+    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite._replace(score=score))
+    one, two = runs["ft"] / "rot90", runs["ft"] / "mirror"
+    first = evaluate([one], keep=tmp_path)
+    assert evaluate([one, two], keep=tmp_path)[:1] == first
+    assert calls == [("rot90", "test"), ("mirror", "test")]
+    assert evaluate([one], split="dev", keep=tmp_path) != first
+    assert evaluate([one]) == first
+    assert calls[2:] == [("rot90", "dev"), ("rot90", "test")]
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.jsonl"]
+
+
+def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_path):
+    table = main_table(rows)
+    write_report(tmp_path / "report", rows, table, checkpoints=folders)
+    names = ["results.json", "results.jsonl", "runs.jsonl", "table.md"]
+    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == names
+    assert read_results(tmp_path / "report" / "results.jsonl") == rows
+    assert (tmp_path / "report" / "table.md").read_text() == markdown(table)
+    summary = json.loads((tmp_path / "report" / "results.json").read_text())
+    manifest = checkpoint.load_manifest(folders[0])
+    assert summary["suites"] == [manifest["suite"]]
+    assert summary["versions"] == manifest["versions"]
+    assert summary["learning_rates"] == {"FT": 5e-4, "SMAT": 5e-4}
+    assert summary["split"] == "test"
+    ta = [row.score for row in rows if (row.method, row.model) == ("SMAT", "ta")]
+    assert summary["means"]["SMAT"]["TA"] == {"mean": sum(ta) / 4, "sd": None, "by_seed": [sum(ta) / 4]}
+    assert summary["coefs"] == dict.fromkeys(
+        [*(f"FT {name} seed 21" for name in ("ta", "ties", "dare", "della")), "SMAT ta seed 21"], 0.3
+    )
+
+
+def test_the_verdict_is_the_five_merger_mean_and_its_difference():
+    def made(method, scores):
+        models = ("wa", "ta", "ties", "dare", "della")
+        return [Result(method, model, "a", "test", score, 0) for model, score in zip(models, scores, strict=False)]
+
+    both = main_table(made("FT", (10, 20, 30, 40, 50)) + made("SMAT", (11, 21, 31, 41, 51.5)))
+    assert verdict(both) == "mean over five mergers: FT 30.00, SMAT 31.10, SMAT - FT +1.10"
+    assert verdict(main_table(made("FT", (10, 20, 30, 40, 50)))) == "mean over five mergers: FT 30.00"
+    assert verdict(main_table(made("FT", (10, 20)))) == "no method has all five mergers"
+    # one has a seed more, and differences are those of the seeds that both have
+    more = [replace(row, seed=1, score=90.0) for row in made("FT", (10, 20, 30, 40, 50))]
+    part = main_table(made("FT", (10, 20, 30, 40, 50)) + more + made("SMAT", (11, 21, 31, 41, 51)))
+    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00"

@@ -1,0 +1,212 @@
+"""A search: candidates written over each other in one buffer, every score computed once, and told what it cost."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smat_fn import checkpoint, merge, random
+from smat_fn.config import DIGITS, Dare, TaskArithmetic, Ties, WeightAverage
+from smat_fn.evaluate import Scorer
+from smat_fn.merge import common as _common
+from smat_fn.scripts.merge import choosing, merging
+from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
+from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run
+
+TIES = Ties(keep=0.5, aggregate="sum", scope="global")
+TWO = ("stripes", "mirror")
+
+
+@pytest.fixture
+def inputs():
+    base = {"w": torch.randn(30, 50, generator=torch.Generator().manual_seed(0)), "b": torch.zeros(7).bfloat16()}
+    experts = {task: {path: leaf + 0.1 * i for path, leaf in base.items()} for i, task in enumerate(TWO, 1)}
+    return Inputs(base, experts, {})
+
+
+@pytest.fixture
+def counted(suite, monkeypatch):
+    """The suite that merge_run loads counts what it scores, and stops where ``stop`` says."""
+    state = SimpleNamespace(calls=[], stop=None)
+
+    def score(params, task, split):
+        if len(state.calls) == state.stop:
+            raise KeyboardInterrupt
+        state.calls.append((checkpoint.fingerprint(params), task, split))
+        return suite.score(params, task, split)
+
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: suite._replace(score=score))
+    return state
+
+
+def search(runs, out, configs, name="ft", **options):
+    base, _ = find_inputs(runs[name])
+    experts = [runs[name] / task for task in options.pop("tasks", TWO)]
+    given = {"search": True, "seed": 0, "overwrite": True, **options}
+    return {folder.name: model for folder, model in merge_run(configs, base, experts, out=out, **given).items()}
+
+
+def test_every_candidate_stands_in_the_same_buffer_with_the_mergers_own_bits(inputs):
+    models, key = Models(inputs, 3), random.fold_in(random.key(3), "merge")
+    expected = {
+        TaskArithmetic(0.2): lambda: merge.task_arithmetic(inputs.base, inputs.experts, coef=0.2),
+        TaskArithmetic(0.7): lambda: merge.task_arithmetic(inputs.base, inputs.experts, coef=0.7),
+        Dare(0.7, 0.5): lambda: merge.dare(key, inputs.base, inputs.experts, coef=0.7, drop_prob=0.5),
+        replace(TIES, coef=1.0): lambda: merge.ties(inputs.base, inputs.experts, coef=1.0, keep=0.5),
+    }
+    places = []
+    for config, made in expected.items():
+        params = models(config)
+        assert all(torch.equal(params[path], leaf) for path, leaf in made().items())
+        places.append([leaf.data_ptr() for leaf in params.values()])
+    assert all(place == places[0] for place in places)
+    average = models(WeightAverage())
+    assert all(torch.equal(average[p], leaf) for p, leaf in merge.weight_average(inputs.experts).items())
+
+
+class Allocations(TorchDispatchMode):
+    """The number of coordinates of every tensor that was made while it is on, and all the numbers computed."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.sizes, self.computed = {t.untyped_storage().data_ptr() for t in known}, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            if out.untyped_storage().data_ptr() not in self.known:
+                self.sizes.append(out.untyped_storage().nbytes() // out.element_size())
+            if func._schema.name in ("aten::mul", "aten::add_", "aten::copy_"):
+                self.computed += out.numel()
+        return out
+
+
+def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypatch):
+    monkeypatch.setattr(_common, "CHUNK", 64)
+    made = []
+    vector = choosing.merged_vector
+    monkeypatch.setattr(choosing, "merged_vector", lambda *args: made.append(1) or vector(*args))
+    models = Models(inputs, 0)
+    buffer = models(replace(TIES, coef=0.1))
+    known = [*inputs.base.values(), *buffer.values(), *models._made[1].values()]
+    with Allocations(known) as watched:
+        again = models(replace(TIES, coef=0.2))
+        models(replace(TIES, coef=0.2))
+    assert made == [1]
+    assert watched.sizes
+    assert max(watched.sizes) <= 64
+    # a product, a sum and a store for every coordinate, once
+    assert watched.computed == 3 * (1500 + 7)
+    assert again["w"].data_ptr() == buffer["w"].data_ptr()
+
+
+def test_a_buffer_of_another_kind_is_refused(inputs):
+    vector = merge.task_arithmetic_vector(inputs.base, inputs.experts)
+    for out, message in (
+        ({"w": inputs.base["w"]}, "out lacks leaf 'b' of base"),
+        ({path: leaf.double() for path, leaf in inputs.base.items()}, "leaf 'w' of out is torch.float64, base's is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge.apply_vector(inputs.base, vector, coef=1.0, out=out)
+
+
+def test_a_second_search_scores_nothing_and_gives_the_same(runs, counted, tmp_path):
+    configs = list(DIGITS.mergers.values())
+    first = search(runs, tmp_path, configs)
+    scored = len(counted.calls)
+    assert scored == 2 + 4 * 10 * 2
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == scored
+    second = search(runs, tmp_path, configs)
+    assert len(counted.calls) == scored
+    for name, model in first.items():
+        again = second[name]
+        assert (again.coef, again.dev, again.curve) == (model.coef, model.dev, model.curve)
+        assert all(torch.equal(again.params[path], leaf) for path, leaf in model.params.items())
+        assert (model.tried.kept, again.tried.kept) == (0, model.tried.scores)
+        assert again.tried.seconds_scoring == 0
+        assert again.tried.seconds_saved == pytest.approx(model.tried.seconds_scoring, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "new"),
+    [
+        ({"seed": 1}, 20),
+        ({"name": "smat"}, 20),
+        ({"tasks": TWO[::-1]}, 20),
+        ({"tasks": (*TWO, "rot90")}, 30),
+        ({"configs": [replace(TIES, keep=0.4)]}, 20),
+        ({"configs": [replace(TIES, coef=0.4)]}, 0),
+        ({"configs": [TIES]}, 0),
+    ],
+)
+def test_scores_of_other_inputs_or_options_are_not_taken(runs, counted, tmp_path, change, new):
+    search(runs, tmp_path, [TIES])
+    del counted.calls[:]
+    search(runs, tmp_path, **{"configs": [TIES], **change})
+    assert len(counted.calls) == new
+
+
+def test_a_search_that_was_ended_goes_on(runs, counted, tmp_path):
+    whole = search(runs, tmp_path / "whole", [TIES])["ties"]
+    calls, counted.stop = counted.calls[:], 27
+    with pytest.raises(KeyboardInterrupt):
+        search(runs, tmp_path / "part", [TIES])
+    assert not (tmp_path / "part" / "ties").exists()
+    counted.stop = None
+    model = search(runs, tmp_path / "part", [TIES])["ties"]
+    assert counted.calls[20:] == calls
+    assert (model.coef, model.dev, model.curve) == (whole.coef, whole.dev, whole.curve)
+    assert model.tried.kept == 7
+
+
+def test_calibration_and_search_share_scores_and_the_card_tells_both(runs, counted, tmp_path):
+    model = search(runs, tmp_path, [TIES], calibration=merge.CALIBRATION_COEFS["vision"])["ties"]
+    # four fractions and ten coefficients, of which 0.2 at the chosen fraction is known
+    assert len(counted.calls) == (4 + 10 - 1) * 2
+    assert model.tried[:3] == (10, 20, 2)
+    assert model.calibration.tried[:3] == (4, 8, 0)
+    manifest = checkpoint.load_manifest(tmp_path / "ties")
+    found = manifest["calibration"]
+    assert (found["field"], found["coef"]) == ("keep", 0.2)
+    assert [value for value, _ in found["curve"]] == [0.5, 0.3, 0.2, 0.1]
+    tried = manifest["tried"]
+    assert [tried[name] for name in ("candidates", "scores", "kept")] == [14, 28, 2]
+    assert tried["seconds_scoring"] > 0
+    card = (tmp_path / "ties" / "README.md").read_text()
+    assert "keep was chosen on dev at coefficient 0.2 (mean over tasks): 0.5: " in card
+    assert "Tried on dev: 14 candidates, 28 scores of one task and decode (2 known from before, " in card
+    (line, *_) = map(json.loads, (tmp_path / "scores.jsonl").read_text().splitlines())
+    assert line["name"] == "ties, coef 0.2, keep 0.5, aggregate sum, scope global"
+    assert (line["task"], line["split"], line["repeat"]) == ("stripes", "dev", 0)
+
+
+def test_a_merge_without_a_search_keeps_no_scores_and_tells_no_cost(runs, counted, tmp_path):
+    model = search(runs, tmp_path, [TaskArithmetic(0.3)], search=False)["ta"]
+    assert model.tried is None
+    assert "tried" not in checkpoint.load_manifest(tmp_path / "ta")
+    assert "Tried" not in (tmp_path / "ta" / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["ta"]
+
+
+def test_costs_add_up():
+    assert total(Tried(1, 2, 3, 0.5, 0.25, 4.0), Tried(10, 20, 30, 1.0, 1.0, 1.0)) == Tried(11, 22, 33, 1.5, 1.25, 5.0)
+
+
+def test_a_candidate_with_a_score_that_is_no_number_is_named(suite, inputs):
+    broken = suite._replace(score=lambda params, task, split: float("nan"))
+    with pytest.raises(ValueError, match=r"score of ta, coef 0\.1 on stripes \(dev\) is nan"):
+        merge_one(TaskArithmetic(), inputs, seed=0, scorer=Scorer(broken))
+    with pytest.raises(ValueError, match=r"score of dare, coef 0\.2, drop_prob 0\.1 on stripes \(dev\) is nan"):
+        calibrate(Dare(drop_prob=0.3), inputs, Scorer(broken), coef=0.2, seed=0)
+
+
+def test_fingerprints_of_inputs_are_of_the_weights_and_in_order(runs):
+    loaded = load_inputs(runs["ft"] / "base", [runs["ft"] / task for task in TWO])
+    told = choosing.about(loaded)
+    assert [name for name, _ in told["experts"]] == list(TWO)
+    assert told["experts"][0][1] == loaded.manifests[TWO[0]]["fingerprint"]
+    moved = loaded._replace(base={path: leaf + 1 for path, leaf in loaded.base.items()})
+    assert choosing.about(moved)["base"] != told["base"]

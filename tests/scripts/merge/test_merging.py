@@ -1,0 +1,377 @@
+"""Merged models on disk: checked inputs, coefficients and sparsity from dev alone, the merger's own bits."""
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, folders, merge, random
+from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config.mergers import MagMax, Slerp, WeightedAverage, WiseFt
+from smat_fn.evaluate import Scorer
+from smat_fn.scripts.merge import merging, streaming
+from smat_fn.scripts.merge.choosing import calibrate, merge_one
+from smat_fn.scripts.merge.inputs import trained_by
+from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run
+
+MERGERS = list(DIGITS.mergers.values())
+TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
+
+
+@pytest.fixture(scope="module")
+def merged(runs, tmp_path_factory):
+    """All five mergers of two SMAT experts, coefficients by search."""
+    out, experts = tmp_path_factory.mktemp("merged"), [runs["smat"] / task for task in TWO]
+    return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, search=True, seed=5)
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
+
+
+def tiny(*tasks):
+    return Inputs(
+        {"w": torch.zeros(4)},
+        {task: {"w": torch.arange(4.0) + i} for i, task in enumerate(tasks)},
+        dict.fromkeys(tasks),
+    )
+
+
+def scoring(suite, candidates, seen=None):
+    """The suite with the given mean scores, one a candidate (two tasks each, a point above and below)."""
+    scores = iter([score + shift for score in candidates for shift in (1, -1)])
+
+    def score(params, task, split):
+        (seen if seen is not None else []).append((task, split))
+        return next(scores)
+
+    return suite._replace(score=score)
+
+
+def test_a_merged_model_is_what_the_merger_gives_in_memory(merged, runs, suite):
+    base, experts = suite.base, load_inputs(runs["smat"] / "base", [runs["smat"] / task for task in TWO]).experts
+    key = random.fold_in(random.key(5), "merge")
+    coefs = {folder.name: model.coef for folder, model in merged.items()}
+    expected = {
+        "wa": merge.weight_average(experts),
+        "ta": merge.task_arithmetic(base, experts, coef=coefs["ta"]),
+        "ties": merge.ties(base, experts, coef=coefs["ties"], keep=0.5),
+        "dare": merge.dare(key, base, experts, coef=coefs["dare"], drop_prob=0.3),
+        "della": merge.della(key, base, experts, coef=coefs["della"], drop_prob=0.1, window=0.14),
+    }
+    assert [folder.name for folder in merged] == list(expected)
+    for folder, model in merged.items():
+        stored, manifest = checkpoint.load_expert(folder, base)
+        assert same(stored, expected[folder.name])
+        assert same(stored, model.params)
+        assert manifest["fingerprint"] == checkpoint.fingerprint(stored)
+        assert model.dev == {task: suite.score(stored, task, "dev") for task in TWO}
+
+
+def test_the_same_inputs_merge_to_the_same_bits_and_another_seed_masks_otherwise(merged, runs, tmp_path):
+    open_at = [TaskArithmetic(coef=0.4), Dare(coef=0.4, drop_prob=0.3), Della(coef=0.4, drop_prob=0.1, window=0.14)]
+    prints = []
+    for number, seed in enumerate((5, 5, 6)):
+        done = merge_run(open_at, *find_inputs(runs["smat"]), out=tmp_path / str(number), search=False, seed=seed)
+        prints.append([checkpoint.fingerprint(model.params) for model in done.values()])
+    assert prints[0] == prints[1]
+    assert [a == b for a, b in zip(prints[0], prints[2], strict=True)] == [True, False, False]
+
+
+def test_weight_averaging_has_no_coefficient(merged):
+    folder, model = next((f, m) for f, m in merged.items() if f.name == "wa")
+    assert model.coef is None
+    assert model.curve == ()
+    manifest = checkpoint.load_manifest(folder)
+    assert manifest["hyperparameters"] == {}
+    assert list(manifest["dev"]) == list(TWO)
+    assert "coefficient" not in (folder / "README.md").read_text()
+
+
+def test_the_card_names_merger_coefficient_scores_and_fingerprints(merged, runs):
+    for folder, model in merged.items():
+        card, manifest = (folder / "README.md").read_text(), checkpoint.load_manifest(folder)
+        assert card.startswith(f"# SMAT experts merged by {folder.name.upper()}\n")
+        if model.coef is not None:
+            assert f"coef {model.coef}" in card
+            assert ", ".join(f"{coef}: {score:.2f}" for coef, score in model.curve) in card
+            assert manifest["hyperparameters"]["coef"] == model.coef
+        assert ("random masks from seed 5" in card) == (folder.name in ("dare", "della"))
+        for task, score in model.dev.items():
+            print_ = checkpoint.load_manifest(runs["smat"] / task)["fingerprint"]
+            assert f"| {task} | {score:.2f} | `{print_}` |" in card
+        assert manifest["base_fingerprint"] in card
+        assert manifest["fingerprint"] in card
+        assert f"torch {torch.__version__}" in card
+
+
+def test_search_takes_the_largest_mean_and_the_smaller_of_equal_coefficients(suite):
+    means = [10, 30, 20, 50, 50, 40, 50, 10, 10, 10]
+    seen = []
+    model = merge_one(TaskArithmetic(), tiny("rot90", "mirror"), seed=0, scorer=Scorer(scoring(suite, means, seen)))
+    assert model.coef == 0.4
+    assert model.curve == tuple((i / 10, mean) for i, mean in enumerate(means, 1))
+    assert torch.equal(model.params["w"], torch.tensor([1.0, 3.0, 5.0, 7.0]) * 0.4)
+    assert model.dev == {"rot90": 51, "mirror": 49}
+    assert seen == [("rot90", "dev"), ("mirror", "dev")] * 10
+
+
+def test_a_given_coefficient_needs_neither_suite_nor_scores(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: pytest.fail("the suite is not needed"))
+    configs = [WeightAverage(), TA]
+    done = merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path, search=False, seed=0)
+    assert [(model.coef, model.dev, model.curve) for model in done.values()] == [(None, {}, ()), (0.3, {}, ())]
+    assert "| rot90 | | `" in (tmp_path / "ta" / "README.md").read_text()
+
+
+def test_a_given_coefficient_is_kept_by_a_search_and_scored(runs, suite, tmp_path):
+    (model,) = merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path, search=True, seed=0).values()
+    assert model.coef == 0.3
+    assert model.curve == ()
+    assert model.dev == {task: suite.score(model.params, task, "dev") for task in suite.tasks}
+
+
+@pytest.mark.parametrize(
+    ("config", "scores", "field", "best"),
+    [
+        (Ties(keep=0.5, aggregate="sum", scope="global"), (10, 40, 40, 20), "keep", 0.3),
+        (Dare(drop_prob=0.3), (10, 20, 20, 40, 40), "drop_prob", 0.7),
+        (Della(drop_prob=0.1, window=0.14), (30, 30, 30, 30, 30), "drop_prob", 0.1),
+    ],
+)
+def test_calibration_takes_the_best_on_dev_and_of_equal_ones_the_least_pruning(suite, config, scores, field, best):
+    seen, models, inputs = [], [], tiny("rot90", "mirror")
+    scored = scoring(suite, scores, seen)
+    watched = scored._replace(
+        score=lambda params, *asked: models.append(params["w"].clone()) or scored.score(params, *asked)
+    )
+    found = calibrate(config, inputs, Scorer(watched), coef=0.2, seed=0)
+    assert found.config == replace(config, **{field: best})
+    assert found.curve == tuple(zip(merge.TIES_KEEPS if field == "keep" else merge.DROP_PROBS, scores, strict=True))
+    assert seen == [("rot90", "dev"), ("mirror", "dev")] * len(scores)
+    tried = merge.TIES_KEEPS if field == "keep" else merge.DROP_PROBS
+    for value, model in zip(tried, models[::2], strict=True):
+        expected = merge_one(replace(config, coef=0.2, **{field: value}), inputs, seed=0)
+        assert torch.equal(model, expected.params["w"])
+
+
+def test_a_calibrated_run_merges_at_the_chosen_sparsity(runs, tmp_path):
+    inputs = find_inputs(runs["ft"])
+    options = {"out": tmp_path, "search": False, "calibration": merge.CALIBRATION_COEFS["vision"], "seed": 0}
+    ties = Ties(coef=0.6, keep=1.0, aggregate="sum", scope="global")
+    (model,) = merge_run([ties], *inputs, **options).values()
+    keep = checkpoint.load_manifest(tmp_path / "ties")["hyperparameters"]["keep"]
+    assert keep in merge.TIES_KEEPS
+    base, experts, _ = load_inputs(*inputs)
+    assert same(model.params, merge.ties(base, experts, coef=0.6, keep=keep))
+
+
+def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
+    def save(name, params, **facts):
+        checkpoint.save_expert(tmp_path / name, params, {"kind": "expert", "task": name, **facts})
+        return tmp_path / name
+
+    wrong = {path: leaf.clone() for path, leaf in suite.base.items()}
+    wrong["layernorm.weight"] = torch.ones(3)
+    nan = {path: leaf.clone() for path, leaf in suite.base.items()}
+    nan["layernorm.bias"][:2] = math.nan
+    experts = [
+        runs["ft"] / "rot90",
+        runs["smat"] / "rot90",
+        tmp_path / "missing",
+        save("foreign", suite.base, base_fingerprint="0" * 64),
+        save("shape", wrong),
+        save("half", {path: leaf.half() for path, leaf in suite.base.items()}),
+        save("nan", nan),
+    ]
+    with pytest.raises(ValueError, match="another expert named 'rot90'") as error:
+        load_inputs(runs["ft"] / "base", experts)
+    text = str(error.value)
+    for part in (
+        f"expert 'missing': {tmp_path / 'missing'} is no folder",
+        f"{tmp_path / 'foreign'} was trained from another base than",
+        "leaf 'layernorm.weight' has shape (3,)",
+        "was it made from another base?",
+        f"of {tmp_path / 'half'} is float16, expected float32",
+        f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
+    ):
+        assert part in text
+    with pytest.raises(ValueError, match=r"base: .*nobase is no folder.*noexpert is no folder.*named 'mirror'"):
+        load_inputs(tmp_path / "nobase", [tmp_path / "noexpert", runs["ft"] / "mirror", runs["smat"] / "mirror"])
+    with pytest.raises(ValueError, match="no experts: give at least one"):
+        load_inputs(runs["ft"] / "base", [])
+    with pytest.raises(ValueError, match=r"nan holds 2 values.*was trained from another base"):
+        load_inputs(tmp_path / "nan", [runs["ft"] / "rot90"])
+
+
+def test_options_outputs_and_inputs_are_refused_before_any_merging(runs, tmp_path):
+    (tmp_path / "ta").mkdir()
+    configs = [
+        WeightAverage(),
+        TaskArithmetic(coef=math.inf),
+        Ties(coef=0.1, keep=2.0, aggregate="sum", scope="global"),
+        Dare(drop_prob=1.0),
+        Della(coef=0.1, drop_prob=0.01, window=0.14),
+    ]
+    with pytest.raises(ValueError, match="coef is inf") as error:
+        merge_run(configs, runs["ft"] / "bass", [runs["ft"] / "rot90"], out=tmp_path, search=False, seed=0)
+    text = str(error.value)
+    for part in ("ta exists", "keep is 2.0", "dare needs a coefficient: give --coef, or --search", "drop_prob is 1.0"):
+        assert part in text
+    for part in ("window", "bass is no folder"):
+        assert part in text
+    assert [p.name for p in tmp_path.iterdir()] == ["ta"]
+
+
+def test_a_merger_of_another_number_of_experts_is_refused_before_any_merging(runs, tmp_path):
+    configs = [Slerp(), WiseFt(coef=0.5), WeightedAverage(weights=(1.0, 2.0))]
+    with pytest.raises(ValueError, match=r"slerp takes exactly 2; .*wise_ft takes exactly 1; weights holds 2 numbers"):
+        merge_run(configs, *find_inputs(runs["ft"]), out=tmp_path / "out", search=False, seed=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_path):
+    base, experts = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
+    done = merge_run([MagMax(), Slerp()], base, experts, out=tmp_path, search=True, seed=0)
+    magmax, slerp = done.values()
+    assert [coef for coef, _ in magmax.curve] == list(merge.COEFS)
+    assert (slerp.coef, slerp.curve) == (0.5, ())
+    inputs = load_inputs(base, experts)
+    assert same(magmax.params, merge.magmax(inputs.base, inputs.experts, coef=magmax.coef))
+    assert same(slerp.params, merge.slerp(inputs.experts, coef=0.5))
+    assert slerp.dev == {task: suite.score(slerp.params, task, "dev") for task in TWO}
+
+
+def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path):
+    given = {"out": tmp_path, "search": True, "seed": 0}
+    (model,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.35, 0.05), **given).values()
+    assert [coef for coef, _ in model.curve] == [0.05, 0.35]
+    assert model.coef in (0.05, 0.35)
+    (kept,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.05, 0.35), **given).values()
+    assert kept.kept
+    with pytest.raises(ValueError, match="ta holds another merge: its asked"):
+        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), **given)
+    with pytest.raises(ValueError, match=r"coefficient inf to search is not finite; .*\[inf, inf\]: name each once"):
+        merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(math.inf, math.inf), **given)
+
+
+def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_path, monkeypatch):
+    def save(name, **facts):
+        checkpoint.save_expert(tmp_path / name, suite.base, {"kind": "expert", "task": name, **facts})
+        return tmp_path / name
+
+    recipe = dict(suite.recipe)
+    experts = [runs["ft"] / "rot90", save("bare"), save("other", suite=recipe | {"seed": 5})]
+    with pytest.raises(ValueError, match=r"'bare' names no suite.*'other' is of another suite"):
+        merge_run([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
+    moved = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: moved)
+    with pytest.raises(ValueError, match="gives another base here than the experts'"):
+        merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_of_several_methods_carry_both_labels(runs, tmp_path):
+    experts = [runs["ft"] / "rot90", runs["smat"] / "mirror"]
+    merge_run([TA], runs["ft"] / "base", experts, out=tmp_path, search=False, seed=0)
+    manifest = checkpoint.load_manifest(tmp_path / "ta")
+    assert manifest["label"] == "FT+SMAT"
+    assert list(manifest["experts"]) == ["rot90", "mirror"]
+
+
+def test_experts_of_two_presets_need_a_choice():
+    assert trained_by({}) == trained_by({"a": {}}) == "digits"
+    assert trained_by({"a": {"preset": "minilm"}, "b": {}}) == "minilm"
+    with pytest.raises(ValueError, match=r"several presets \(a by minilm, b by digits\): say --preset"):
+        trained_by({"a": {"preset": "minilm"}, "b": {"preset": "digits"}})
+
+
+def test_a_run_folder_gives_its_base_and_experts_and_nothing_below(runs, tmp_path):
+    base, experts = find_inputs(runs["smat"])
+    assert base == runs["smat"] / "base"
+    assert [path.name for path in experts] == ["mirror", "negative", "rot90", "stripes"]
+    with pytest.raises(ValueError, match="holds no experts: give the --out folder of train"):
+        find_inputs(tmp_path)
+    with pytest.raises(ValueError, match="holds no experts"):
+        find_inputs(Path(tmp_path / "missing"))
+
+
+def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, tmp_path, monkeypatch):
+    inputs = runs["ft"] / "base", [runs["ft"] / task for task in TWO]
+    options = {"out": tmp_path, "search": True, "seed": 0}
+    configs = [TaskArithmetic(), Slerp()]
+    (first,) = merge_run(configs[:1], *inputs, **options).values()
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()}
+    second, other = merge_run(configs, *inputs, **options).values()
+    assert (first.kept, second.kept, other.kept) == (False, True, False)
+    assert same(first.params, second.params)
+    assert (first.coef, first.dev, first.curve) == (second.coef, second.dev, second.curve)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()} == files
+    refused = {
+        "its merge_seed is 0, here it would be 1": {"seed": 1},
+        "its asked is ": {"search": False},
+    }
+    for told, changed in refused.items():
+        config = TA if "search" in changed else TaskArithmetic()
+        with pytest.raises(ValueError, match="ta exists: choose another folder") as error:
+            merge_run([config], *inputs, **options | changed)
+        assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
+    with pytest.raises(ValueError, match="holds another merge: its experts is"):
+        merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
+    assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
+    weights = bytearray((tmp_path / "ta" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "ta" / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match=r"model\.safetensors has not the weights that were written"):
+        merge_run(configs[:1], *inputs, **options)
+
+
+def bare(run, task, folder):
+    """An expert as others publish it."""
+    folder.mkdir(parents=True)
+    shutil.copy(run / task / "model.safetensors", folder)
+    (folder / "manifest.json").write_text("[]")  # of something else
+    return folder
+
+
+def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, tmp_path):
+    base, (one, two) = runs["ft"] / "base", TWO
+    ours = merge_run(
+        [TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", search=True, seed=0
+    )
+    (expected,) = ours.values()
+    mixed = [runs["ft"] / one, bare(runs["ft"], two, tmp_path / two)]
+    (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", search=True, seed=0).values()
+    assert same(found.params, expected.params)
+    assert (found.coef, found.dev) == (expected.coef, expected.dev)
+    names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
+    assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
+    foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
+    with pytest.raises(ValueError, match="no expert names a suite: say --suite-options name NAME"):
+        merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
+    recipe = dict(suite.recipe)
+    (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe).values()
+    assert (found.coef, found.dev) == (expected.coef, expected.dev)
+    wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
+    with pytest.raises(
+        ValueError, match="expert 'nothing' is of no task of suite 'digits': say which one, as NAME=FOLDER, of"
+    ):
+        merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", search=True, seed=0)
+
+
+def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
+    base, (one, two) = runs["ft"] / "base", TWO
+    folders.extract_lora(base, runs["ft"] / two, tmp_path / two, rank=3)
+    experts = [runs["ft"] / one, tmp_path / two]
+    merge_run([TA], base, experts, out=tmp_path / "memory", search=False, seed=0)
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+    left, right = (checkpoint.load_leaves(tmp_path / place / "ta")[0] for place in ("memory", "disk"))
+    assert same(left, right)
+    whole = merge.task_arithmetic(*load_inputs(base, [runs["ft"] / task for task in TWO])[:2], coef=0.3)
+    assert not same(left, whole)
+    (tmp_path / two / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"expert '{two}': .* is no adapter that can be read"):
+        load_inputs(base, experts)

@@ -1,0 +1,316 @@
+"""Merging on disk as the scripts do it: the bits and masks of a merge in memory, manifest, card, verification."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, merge
+from smat_fn.config import (
+    DIGITS,
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    MagMax,
+    ModelStock,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+)
+from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge.choosing import merge_one
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, named
+from smat_fn.scripts.merge.streaming_card import plan_text
+
+TA = TaskArithmetic(coef=0.4)
+TIES = Ties(coef=0.4, keep=0.5, aggregate="sum", scope="global")
+PAPER = [type(config)(**{**vars(config), "coef": 0.4}) for config in DIGITS.mergers.values() if config.name != "wa"]
+MORE = [
+    ModelStock(),
+    DareTies(0.3, coef=0.4),
+    Breadcrumbs(0.3, 0.1, coef=0.4),
+    MagMax(coef=0.4),
+    TsvMerge(coef=0.4),
+]
+
+
+@pytest.fixture
+def inputs(runs):
+    return find_inputs(runs["smat"])
+
+
+@pytest.fixture
+def copied(inputs, tmp_path):
+    """Base and two experts that a test may change."""
+    base, experts = inputs
+    for path in (base, *experts[:2]):
+        shutil.copytree(path, tmp_path / "in" / path.name)
+    return tmp_path / "in" / base.name, [tmp_path / "in" / path.name for path in experts[:2]]
+
+
+def stored(folder):
+    return checkpoint.load_leaves(folder)[0]
+
+
+def test_the_bits_and_masks_of_a_merge_in_memory(inputs, tmp_path):
+    configs, (base, experts) = [WeightAverage(), *PAPER, *MORE], inputs
+    order = streaming.order(base, experts[:2], out=tmp_path, seed=5, chunk=1 << 15)
+    done = dict(streaming.stream_run(configs, order))
+    loaded = load_inputs(base, experts[:2])
+    assert list(done) == [tmp_path / config.name for config in configs]
+    for config in configs:
+        if config.name in merge.BASELESS:
+            expected = merge.weight_average(loaded.experts)
+        else:
+            expected = merge_one(config, loaded, seed=5).params
+        merged = stored(tmp_path / config.name)
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(leaf, expected[path]) for path, leaf in merged.items()), config.name
+
+
+def test_coefficients_by_leaf_and_one_for_the_rest(inputs, tmp_path):
+    coefs = {"*layernorm*": 0.0, "*attention*": 1.0}
+    list(streaming.stream_run([TA], streaming.order(*inputs, out=tmp_path, seed=0, coefs=coefs)))
+    base, experts, _ = load_inputs(*inputs)
+    expected = merge.apply_rules(base, merge.task_arithmetic_vector(base, experts), coef={**coefs, "*": 0.4})
+    assert all(torch.equal(leaf, expected[path]) for path, leaf in stored(tmp_path / "ta").items())
+    assert checkpoint.load_manifest(tmp_path / "ta")["hyperparameters"] == {"coef": 0.4, "coefs": coefs}
+
+
+def test_the_manifest_says_what_was_read_written_and_how(inputs, tmp_path):
+    base, experts = inputs
+    order = streaming.order(base, experts[:2], out=tmp_path, seed=7, semantics="original", out_dtype="bfloat16")
+    ((_, report),) = streaming.stream_run([TIES], order)
+    folder = tmp_path / "ties"
+    manifest, card = checkpoint.load_manifest(folder), (folder / "README.md").read_text()
+    assert (manifest["kind"], manifest["merger"], manifest["merge_seed"]) == ("merged", "ties", 7)
+    assert manifest["hyperparameters"] == {"coef": 0.4, "keep": 0.5, "aggregate": "sum", "scope": "global"}
+    assert (manifest["semantics"], manifest["out_dtype"]) == ("original", "bfloat16")
+    assert manifest["density"] == report.density
+    assert manifest["rounding_ratio"] == report.rounding_ratio > 0
+    assert manifest["fingerprint"] == checkpoint.fingerprint(stored(folder))
+    assert manifest["base_fingerprint"] == checkpoint.fingerprint(stored(base))
+    prints = {path.name: checkpoint.load_manifest(path)["fingerprint"] for path in experts[:2]}
+    assert manifest["experts"] == prints
+    files = {"base": base, **{f"expert {path.name!r}": path for path in experts[:2]}}
+    digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()  # noqa: E731
+    weights = "model.safetensors"
+    assert manifest["inputs"] == {
+        name: {str(path.absolute() / weights): digest(path / weights)} for name, path in files.items()
+    }
+    assert manifest["files"] == {weights: digest(folder / weights)}
+    for part in (
+        "# SMAT experts merged by TIES\n",
+        "(coef 0.4, keep 0.5, aggregate sum, scope global), semantics original.",
+        f"rounding is {report.rounding_ratio:.2%} of the merged change (RMS); dtypes: bfloat16.",
+        f"{experts[0].name} {report.density[experts[0].name]:.6f}",
+        f"| {weights} | `{digest(folder / weights)}` |",
+        *prints.values(),
+        manifest["base_fingerprint"],
+        f"torch {torch.__version__}",
+    ):
+        assert part in card
+
+
+def test_a_merge_on_disk_is_evaluated_like_one_in_memory(inputs, suite, tmp_path):
+    base, experts = inputs
+    list(streaming.stream_run([TA], streaming.order(base, experts[:2], out=tmp_path, seed=0)))
+    rows = evaluation.evaluate([tmp_path / "ta"], split="dev")
+    tasks = [path.name for path in experts[:2]]
+    expected = merge_one(TA, load_inputs(base, experts[:2]), seed=0).params
+    assert [(row.task, row.score) for row in rows] == [(t, suite.score(expected, t, "dev")) for t in tasks]
+    assert {(row.method, row.model, row.seed, row.coef) for row in rows} == {("SMAT", "ta", 21, 0.4)}
+
+
+def when(folder):
+    return {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+
+
+def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    list(streaming.stream_run([TA], order))
+    folder = tmp_path / "out" / "ta"
+    before = when(folder)
+    (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
+    with pytest.raises(ValueError, match=r"another merge into .* is running"):
+        list(streaming.stream_run([TA], order))
+    (tmp_path / "out" / ".ta.lock").unlink()
+    assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]
+    done = dict(streaming.stream_run([TA, TIES], order))
+    assert done.pop(folder) is None
+    assert [report.bytes > 0 for report in done.values()] == [True]
+    assert when(folder) == before
+    again = order._replace(options=order.options | {"overwrite": True})
+    assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f, base, expert: {"seed": 1}, "its merge_seed is 0, here it would be 1"),
+        (lambda f, base, expert: {"coefs": {"*norm*": 0.1}}, "its hyperparameters is {'coef': 0.4}, here it would be"),
+        (lambda f, base, expert: {"out_dtype": "float16"}, "its out_dtype is 'same', here it would be 'float16'"),
+        (lambda f, base, expert: {"shard_size": 10**5}, "its shard_size is 5000000000, here it would be 100000"),
+        (lambda f, base, expert: {"experts": [expert]}, "it was made of other files"),
+        (lambda f, base, expert: (base / "config.json").write_text("[]"), "its config.json is not base's"),
+        (lambda f, base, expert: (base / "vocab.txt").write_text("a"), "its vocab.txt is not base's"),
+        (lambda f, base, expert: flip(f / "model.safetensors"), "model.safetensors has changed: SHA-256"),
+        (lambda f, base, expert: flip(expert / "model.safetensors"), "model.safetensors has changed: SHA-256"),
+        (lambda f, base, expert: (f / "config.json").unlink(), "its config.json is not base's"),
+        (lambda f, base, expert: older(f / "manifest.json"), "smat_fn 0.0.1 made it"),
+    ],
+)
+def test_a_merge_of_other_inputs_or_settings_is_refused(change, told, copied, tmp_path):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    options = {"base": base, "experts": experts, "out": tmp_path / "out", "seed": 0}
+    list(streaming.stream_run([TA], streaming.order(**options)))
+    folder = tmp_path / "out" / "ta"
+    changed = change(folder, base, experts[0])
+    order = streaming.order(**options | (changed if isinstance(changed, dict) else {}))
+    before = when(folder)
+    with pytest.raises(ValueError, match="ta exists: choose another folder, or say --overwrite") as caught:
+        list(streaming.stream_run([TA], order))
+    assert f"{folder} holds another merge: " in str(caught.value)
+    assert told in str(caught.value)
+    assert when(folder) == before
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def older(file):
+    manifest = json.loads(file.read_text())
+    manifest["versions"]["smat_fn"] = "0.0.1"
+    file.write_text(json.dumps(manifest))
+
+
+def test_verify_lists_every_file_that_has_changed(copied, tmp_path):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0, shard_size=10**5)))
+    folder = tmp_path / "ta"
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    count = len(shards) + 2 + 3  # index and config.json; an input each
+    for path in (folder, folder / "README.md"):
+        assert streaming.verify(path) == (count, [])
+    changed = bytearray((folder / shards[-1]).read_bytes())
+    changed[-1] ^= 1
+    (folder / shards[-1]).write_bytes(changed)
+    (folder / "config.json").unlink()
+    (experts[1] / "model.safetensors").write_bytes(b"")
+    found, problems = streaming.verify(folder)
+    assert found == count
+    assert [problem.partition(" ")[0] for problem in problems] == [
+        str(folder / shards[-1]),
+        str(folder / "config.json"),
+        str((experts[1] / "model.safetensors").absolute()),
+    ]
+    assert " has changed: SHA-256 " in problems[0]
+    assert problems[1].endswith(" is missing")
+
+
+def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
+    params = stored(inputs[0])
+    checkpoint.save_expert(tmp_path / "m", params, checkpoint.describe(params, kind="merged"))
+    assert streaming.verify(tmp_path / "m") == (1, [])
+    manifest = checkpoint.load_manifest(tmp_path / "m") | {"fingerprint": "0" * 64}
+    (tmp_path / "m" / "manifest.json").write_text(json.dumps(manifest))
+    assert streaming.verify(tmp_path / "m")[1] == [
+        f"{tmp_path / 'm' / 'model.safetensors'} has not the weights that were written"
+    ]
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        streaming.verify(tmp_path)
+
+
+def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
+    order = streaming.order(*inputs, out=tmp_path / "new", seed=0, shard_size=10**5)
+    plans = streaming.plan_run([WeightAverage(), TIES], order)
+    assert list(tmp_path.iterdir()) == []
+    assert list(plans) == [tmp_path / "new" / "wa", tmp_path / "new" / "ties"]
+    base = stored(inputs[0])
+    (plan, _) = plans.values()
+    assert (plan.leaves, plan.parameters) == (len(base), sum(leaf.numel() for leaf in base.values()))
+    text = plan_text(tmp_path / "new" / "wa", plan)
+    for part in (
+        "all checks passed",
+        f"{plan.parameters:,} parameters",
+        "72 MiB",
+        f"1.1 MB in {len(plan.shards)} files",
+    ):
+        assert part in text
+
+
+def test_problems_of_all_mergers_are_told_once_and_together(inputs, tmp_path):
+    base, experts = inputs
+    (tmp_path / "dare").mkdir()
+    order = streaming.order(base / "no", experts, out=tmp_path, seed=0)
+    configs = [TaskArithmetic(), Ties(keep=2.0, aggregate="sum", scope="global"), Dare(coef=1.0, drop_prob=1.0)]
+    for run in (streaming.stream_run, streaming.plan_run):
+        with pytest.raises(ValueError, match="ta needs a coefficient: give --coef") as error:
+            dict(run(configs, order))
+        problems = str(error.value).split("; ")
+        assert len(problems) == len(set(problems)) == 6
+        for part in (
+            "ties needs a coefficient",
+            "keep is 2.0",
+            "drop_prob is 1.0",
+            f"{base / 'no'} is no",
+            "dare exists",
+        ):
+            assert part in str(error.value)
+
+
+def test_experts_of_one_name_or_another_base_are_refused(inputs, runs, copied, tmp_path):
+    base, experts = copied
+    manifest = checkpoint.load_manifest(experts[1]) | {"base_fingerprint": "0" * 64}
+    (experts[1] / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="there is another expert named") as error:
+        streaming.order(base, [*experts, inputs[1][0]], out=tmp_path / "out", seed=0)
+    assert f"{experts[1]} was trained from another base than {base}" in str(error.value)
+
+
+def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):
+    base, experts = inputs
+    given = [Path(f"x{i}={path}") for i, path in enumerate(experts)]
+    order = streaming.order(base, given, out=tmp_path / "out", seed=0)
+    assert order.experts == {f"x{i}": path for i, path in enumerate(experts)}
+    assert list(load_inputs(base, given).experts) == list(order.experts)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b").mkdir()
+    assert named(Path("a=b")) == (None, Path("a=b"))  # it is there
+    assert named(Path("a=org/model@main")) == ("a", Path("org/model@main"))
+    assert named(Path("a=~/b")) == ("a", Path.home() / "b")
+    for path in (Path("runs/lr=3/x"), Path("=x"), Path("x="), Path("x")):
+        assert named(path) == (None, path)
+
+
+def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
+    base, experts = copied
+    for path, text in zip(experts, ("[]", '{"task": "x"}'), strict=True):
+        (path / "manifest.json").write_text(text)
+    order = streaming.order(base, experts, out=tmp_path / "out", seed=0)
+    assert order.experts == {path.name: path for path in experts}
+    assert list(order.manifests.values()) == [{}, {}]
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("4kb", 4000), ("1.5 MB", 1500000), ("123", 123)])
+def test_sizes(text, size):
+    assert streaming.bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5GiB", "-1", "GB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="write 5GB, 200MB or a number of bytes"):
+        streaming.bytes_of(text)

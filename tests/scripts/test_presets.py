@@ -1,0 +1,233 @@
+"""Configuration: every mapping complete, every option explained, every name backed by code."""
+
+import ast
+import inspect
+import json
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import smat_fn.config
+from smat_fn import mat, merge
+from smat_fn.config import (
+    MERGERS,
+    METHODS,
+    MORE_MERGERS,
+    PRESETS,
+    Dare,
+    DareTies,
+    Smat,
+    Ties,
+    preset_of,
+    resolve,
+    settings,
+)
+from smat_fn.report import tables
+from smat_fn.suites import SUITES, task_names
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Path(smat_fn.config.__file__).parent
+PACKAGE = CONFIG.parent
+PRESET = pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
+
+
+@PRESET
+def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
+    assert preset.suite in SUITES
+    assert preset.family in merge.CALIBRATION_COEFS
+    assert {name: type(config) for name, config in preset.methods.items()} == {c.name: c for c in METHODS}
+    assert {name: type(config) for name, config in preset.mergers.items()} == {c.name: c for c in MERGERS}
+    assert set(preset.lr) == set(preset.methods)
+    assert set(preset.lr.values()) <= set(preset.lr_grid)
+    open_ = {
+        (name, f.name)
+        for name, config in {**preset.methods, **preset.mergers}.items() for f in fields(config)
+        if getattr(config, f.name) is None
+    }  # fmt: skip
+    searched = {(name, "coef") for name in ("ta", "ties", "dare", "della")}
+    assert open_ == {("smat", "lam"), ("smat", "offload"), *searched}
+
+
+def test_mergers_stand_in_the_order_of_the_tables():
+    assert [c.name for c in MERGERS] == list(merge.MERGERS) == [name.lower() for name in tables.MERGERS]
+
+
+def test_the_digits_learning_rates_are_those_that_the_study_chose():
+    result = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
+    assert {name: PRESETS["digits"].lr[name] for name in result["lr"]} == result["lr"]
+    assert sorted(PRESETS["digits"].lr_grid) == sorted(map(float, result["dev"]["ft"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen_there"),
+    [("digits", {"asam", "mergopt", "orthoreg"}), ("minilm", {"ft", "smat", "asam", "mergopt", "orthoreg"})],
+)
+def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
+    stored = json.loads((ROOT / f"benchmarks/results/{name}_methods_tuning.json").read_text())["chosen"]
+    by_adam = {own["method"]: own for label, own in stored.items() if not label.endswith("-Muon")}
+    preset = PRESETS[name]
+    assert chosen_there <= set(by_adam)
+    for method in chosen_there:
+        assert settings(preset.methods[method]) == by_adam[method]["hyperparameters"]
+        assert preset.lr[method] == by_adam[method]["training"]["lr"]
+
+
+def test_methods_correspond_to_files_and_their_options_to_arguments():
+    folder = Path(mat.__file__).parent
+    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step"} == {c.module for c in METHODS}
+    shared = set(inspect.signature(mat.finetune.build).parameters)
+    for method in METHODS:
+        build = import_module(f"smat_fn.mat.{method.module}").build
+        assert {f.name for f in fields(method)} == set(inspect.signature(build).parameters) - shared
+
+
+def test_mergers_correspond_to_files_and_their_options_to_arguments():
+    folder = Path(merge.__file__).parent
+    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {
+        "select",
+        "coefs",
+        "common",
+        "inputs",
+        "leaves",
+        "configured",
+    }
+    modules = [*merge.MERGERS.values(), *merge.MORE_MERGERS.values()]
+    assert {module.__name__.rpartition(".")[2] for module in modules} == files
+    assert [c.name for c in MORE_MERGERS] == list(merge.MORE_MERGERS)
+    for config in (*MERGERS, *MORE_MERGERS):
+        module = {**merge.MERGERS, **merge.MORE_MERGERS}[config.name]
+        function = getattr(merge, module.__name__.rpartition(".")[2])
+        taken = set(inspect.signature(function).parameters) - {"key", "base", "experts"}
+        assert {f.name for f in fields(config)} == taken
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        (CONFIG / "methods.py", {c.__name__ for c in METHODS}),
+        (CONFIG / "mergers.py", {c.__name__ for c in (*MERGERS, *MORE_MERGERS)}),
+        (ROOT / "train.py", {"Train"}),
+        (ROOT / "merge.py", {"All", "Merge", "Verify"}),
+        (ROOT / "eval.py", {"Eval"}),
+        (
+            PACKAGE / "scripts/analyse/commands.py",
+            {"Shared", "ExpertsCurve", "Replacement", "Gains", "Landscape", "Diagnose"},
+        ),
+    ],
+    ids=["methods", "mergers", "train", "merge", "eval", "commands"],
+)
+def test_every_option_has_the_text_that_help_prints(file, names):
+    classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert names <= set(classes)
+    bare = []
+    for name in names:
+        assert ast.get_docstring(classes[name])
+        body = classes[name].body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+                continue
+            text = after.value if isinstance(after, ast.Expr) else None
+            if not (isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.endswith(".")):
+                bare.append(f"{name}.{node.target.id}")
+    # the choice of a subcommand has texts of its own
+    assert set(bare) <= {"Train.method", "Merge.merger"}
+
+
+def test_options_left_out_take_the_presets_values():
+    preset = PRESETS["digits"]
+    assert resolve(Smat(), preset.methods) == preset.methods["smat"]
+    given = resolve(Smat(sigma=0.0, period=1), preset.methods)
+    assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
+    assert resolve(Ties(coef=0.0, scope="tensor"), preset.mergers) == Ties(0.0, 0.5, "sum", "tensor")
+    assert settings(Dare(drop_prob=0.0)) == {"drop_prob": 0.0}
+    assert resolve(DareTies(0.2), preset.mergers) == DareTies(0.2)  # no preset holds it
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    assert preset_of("digits") is PRESETS["digits"]
+    with pytest.raises(ValueError, match="preset 'digit' is unknown, choose one of digits, llama"):
+        preset_of("digit")
+
+
+@pytest.mark.parametrize(
+    ("name", "rho", "b", "lambda_reg", "optimizer", "muon_lr"),
+    [
+        ("llama-3.2-1b", 2, 5e-4, 0.03, "adamw", None),
+        ("llama-3.2-1b-muon", 2, 5e-4, 0.03, "muon", 4e-4),
+        ("llama-3.1-8b", 0.25, 2.5e-4, 0.01, "adamw", None),
+    ],
+)
+def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, muon_lr):
+    preset = PRESETS[name]
+    assert vars(preset.training) == {
+        **{"steps": None, "lr": 2e-5, "optimizer": optimizer, "muon_lr": muon_lr, "schedule": "constant"},
+        **{
+            "weight_decay": 1e-3,
+            "max_grad_norm": 1.0,
+            "accumulate": 1,
+            "precision": None,
+            "lora": None,
+            "independent_draws": False,
+        },
+        "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
+    }
+    assert {method: settings(config) for method, config in preset.methods.items()} == {
+        "ft": {},
+        "smat": {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "period": 4, "noise": "uniform"},
+        "asam": {"rho": rho, "adaptive": True},
+        "mergopt": {"b": b, "k_max": 7},
+        "orthoreg": {"lambda_reg": lambda_reg, "block_only": False},
+    }
+    assert {merger: settings(config) for merger, config in preset.mergers.items()} == {
+        "wa": {},
+        "ta": {},
+        "ties": {"keep": 0.5, "aggregate": "sum", "scope": "global"},
+        "dare": {"drop_prob": 0.3},
+        "della": {"drop_prob": 0.5, "window": 0.14},
+    }
+    assert set(preset.lr.values()) == {2e-5}
+    wanted = {"dtype": "bfloat16", "max_length": 512, "batch_size": 8, "data": "yanggangu/SMAT-TRACE"}
+    assert preset.options == wanted | {"model": "meta-llama/" + name.removesuffix("-muon").title() + "-Instruct"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "rho", "b", "lambda_reg"),
+    [
+        ("clip-vit-b32", "openai/clip-vit-base-patch32", 0.25, 2e-4, 0.1),
+        ("clip-vit-l14", "openai/clip-vit-large-patch14", 0.125, 5e-5, 0.05),
+    ],
+)
+def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
+    preset = PRESETS[name]
+    assert (preset.suite, preset.family) == ("clip8", "vision")
+    assert vars(preset.training) == {
+        **{"steps": 4000, "lr": 1e-5, "optimizer": "adam", "muon_lr": None, "schedule": "cosine"},
+        **{
+            "weight_decay": 0.0,
+            "max_grad_norm": None,
+            "accumulate": 1,
+            "precision": None,
+            "lora": None,
+            "independent_draws": False,
+            "epochs": {},
+        },
+    }
+    assert {method: settings(config) for method, config in preset.methods.items()} == {
+        "ft": {},
+        "smat": {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4, "noise": "uniform"},
+        "asam": {"rho": rho, "adaptive": True},
+        "mergopt": {"b": b, "k_max": 8},
+        "orthoreg": {"lambda_reg": lambda_reg, "block_only": False},
+    }
+    assert {merger: settings(config) for merger, config in preset.mergers.items()} == {
+        "wa": {},
+        "ta": {},
+        "ties": {"keep": 0.5, "aggregate": "sum", "scope": "global"},
+        "dare": {"drop_prob": 0.3},
+        "della": {"drop_prob": 0.1, "window": 0.14},
+    }
+    assert set(preset.lr.values()) == {1e-5}
+    wanted = {"model": model, "data": "yanggangu/SMAT-CLIP8", "dtype": "float32", "batch_size": 128}
+    assert preset.options == wanted

@@ -1,0 +1,335 @@
+"""Training that ended early goes on to the same bits: weights, log, nothing twice, nothing lost."""
+
+import json
+import os
+import random as python_random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, optim, testing
+from smat_fn.config import DIGITS, Adapters, Training
+from smat_fn.mat.finetune import State
+from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.logs import Log
+from smat_fn.scripts.train.snapshots import Interrupted, Saver, Stop
+
+ROOT = Path(__file__).parents[3]
+TIMED = {
+    "seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes",
+    "simulation_share",
+}  # fmt: skip
+OPTIONS = ("--suite-options", "pretrain_steps", "10", "images_per_task", "120")
+METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg")
+
+
+def log_of(folder, task):
+    rows = [json.loads(line) for line in (folder / f"{task}.log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]
+
+
+def weights_of(folder, task):
+    return checkpoint.load_manifest(folder / task)["fingerprint"]
+
+
+def after(monkeypatch, step, act):
+    """``act()`` once, when a step of this number has been logged."""
+    original, done = Log.step, []
+
+    def stepped(self, number, info, batch):
+        original(self, number, info, batch)
+        if number == step and not done:
+            done.append(number)
+            act()
+
+    monkeypatch.setattr(Log, "step", stepped)
+
+
+class Killed(Exception):
+    """Nothing is saved after it, as after SIGKILL."""
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
+        {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
+        {"precision": "bf16", "lora": Adapters(3, 6.0)},
+    ],
+    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16"],
+)
+def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp_path, monkeypatch, change):
+    training = replace(Training(steps=9, lr=5e-4), **change)
+    options = {"training": training, "tasks": ("rot90", "mirror"), "save_every_steps": 4}
+    train(tmp_path / "whole", **options)
+    after(monkeypatch, 6, kill)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", **options)
+    path = snapshots.path_of(tmp_path / "cut", "rot90")
+    assert snapshots.read(path).step == 4
+    assert len(log_of(tmp_path / "cut", "rot90")) == 7
+    told = []
+    train(tmp_path / "cut", **options, resume=True, report=told.append)
+    assert told == ["rot90: goes on after step 4 of 9"]
+    for task in ("rot90", "mirror"):
+        assert weights_of(tmp_path / "cut", task) == weights_of(tmp_path / "whole", task)
+        assert log_of(tmp_path / "cut", task) == log_of(tmp_path / "whole", task)
+    assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
+    options = {"name": name, "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
+    train(tmp_path / "whole", **options)
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", **options)
+    train(tmp_path / "cut", **options, resume=True)
+    assert weights_of(tmp_path / "cut", "stripes") == weights_of(tmp_path / "whole", "stripes")
+    assert log_of(tmp_path / "cut", "stripes") == log_of(tmp_path / "whole", "stripes")
+
+
+def test_asked_to_stop_it_saves_at_once_and_says_where(train, tmp_path, monkeypatch):
+    stop = Stop()
+    after(monkeypatch, 2, lambda: setattr(stop, "signal", signal.SIGTERM))
+    with pytest.raises(Interrupted, match=r"stopped by signal 15 after 3 steps of rot90; .*--resume$") as caught:
+        train(tmp_path, tasks=("rot90",), stop=stop)
+    assert caught.value.status == 143
+    assert snapshots.read(snapshots.path_of(tmp_path, "rot90")).step == 3
+    assert [row["step"] for row in log_of(tmp_path, "rot90")] == [0, 1, 2]
+
+
+def test_killed_before_any_snapshot_it_starts_anew(runs, train, tmp_path, monkeypatch):
+    after(monkeypatch, 3, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, tasks=("rot90",), save_every_minutes=60)
+    # a write that was cut off, of the log and of an expert
+    with open(tmp_path / "rot90.log.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    (tmp_path / ".rot90.new-1").mkdir()
+    (tmp_path / ".rot90.new-1" / "manifest.json").write_text("{}")
+    train(tmp_path, tasks=("rot90",), resume=True)
+    assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
+    assert log_of(tmp_path, "rot90") == log_of(runs["smat"], "rot90")
+    assert not (tmp_path / ".rot90.new-1").exists()
+
+
+def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_path, monkeypatch):
+    train(tmp_path, tasks=("rot90",))
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, tasks=("mirror",), save_every_steps=2)
+    before = (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="is of an unfinished expert: go on with --resume") as error:
+        train(tmp_path, tasks=("rot90", "mirror"))
+    assert "rot90 exists" in str(error.value)
+    other = replace(DIGITS.methods["smat"], sigma=0.02)
+    with pytest.raises(ValueError, match="other settings") as error:
+        train(tmp_path, method=other, tasks=("rot90", "mirror", "stripes"), seed=22, resume=True)
+    assert str(error.value).count("hyperparameters.sigma was 0.01, is 0.02, seed was 21, is 22") == 2
+    assert "choose another --out" in str(error.value)
+    assert not (tmp_path / "stripes").exists()
+    told = []
+    train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
+    assert told == ["rot90: finished before", "mirror: goes on after step 4 of 6"]
+    assert (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_overwrite_forgets_what_was_unfinished(runs, train, tmp_path, monkeypatch):
+    after(monkeypatch, 4, kill)
+    write = snapshots.save_file
+    monkeypatch.setattr(snapshots, "save_file", lambda *a, **k: time.sleep(0.2) or write(*a, **k))
+    with pytest.raises(Killed):
+        train(tmp_path, "ft", tasks=("rot90",), save_every_steps=2)
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "rot90.log.jsonl", "rot90.resume.safetensors"}
+    with pytest.raises(ValueError, match="resume and overwrite exclude each other"):
+        train(tmp_path, tasks=("rot90",), resume=True, overwrite=True)
+    train(tmp_path, tasks=("rot90",), overwrite=True)
+    assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
+
+
+def test_a_bad_loss_keeps_the_last_good_state_and_says_where(suite, train, tmp_path):
+    def broken(task, key, step):
+        images, labels = suite.batch(task, key, step)
+        return (images * float("nan") if step == 4 else images), labels
+
+    with pytest.raises(ValueError, match=r"loss of mirror is nan at step 4, on training rows \d+(, \d+)+: ") as error:
+        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror",), save_every_steps=3, log_every=6)
+    path = snapshots.path_of(tmp_path, "mirror")
+    assert str(error.value).endswith(f"the last good state, after 3 steps, is {path}")
+    assert snapshots.read(path).step == 3
+
+
+def test_a_state_that_is_not_finite_is_never_kept(tmp_path):
+    optimizer, params = optim.adam(0.1), {"w": torch.ones(2)}
+    saver = Saver(tmp_path / "a.safetensors", {})
+    for step, value in ((1, 1.0), (2, float("inf"))):
+        saver.save(State({"w": torch.full((2,), value)}, optimizer.init(params), step), {})
+    saver.wait()
+    assert snapshots.read(saver.path).step == 1
+    assert saver.where() == f"the last good state, after 1 steps, is {saver.path}"
+
+
+def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
+    shapes = {"a": (3, 4), "b": (4,)}
+    params = testing.random_tree(0, shapes)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.muon(0.1, rest=optim.adamw(0.1, weight_decay=0.1)))
+    state = optimizer.init(params)
+    for seed in (1, 2):
+        params, state = optimizer.update(testing.random_tree(seed, shapes), state, params)
+    saver = Saver(tmp_path / "a.safetensors", {"seed": 1}, every_steps=2)
+    assert [saver.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    saver.save(State(params, state, 2), {"x": 1})
+    want = {path: leaf.clone() for path, leaf in params.items()}
+    for leaf in params.values():
+        leaf.zero_()  # as a donated step would
+    saver.wait()
+    fresh = State({path: torch.zeros_like(leaf) for path, leaf in params.items()}, optimizer.init(params), 0)
+    back = snapshots.restore(saver.path, fresh)
+    testing.assert_trees_equal(back.params, want)
+    muon = back.opt_state.optimizer
+    assert (back.step, muon.step, muon.rest.step) == (2, 2, 2)
+    testing.assert_trees_equal(muon.momentum, state.optimizer.momentum)
+    testing.assert_trees_equal(muon.rest.nu, state.optimizer.rest.nu)
+    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1})
+    with pytest.raises(ValueError, match="is the state of another optimizer or model"):
+        snapshots.restore(saver.path, State(fresh.params, optim.adam(0.1).init(params), 0))
+    saver.path.write_bytes(saver.path.read_bytes()[:50])
+    with pytest.raises(ValueError, match="cannot be read"):
+        snapshots.read(saver.path)
+    saver.discard()
+    assert list(tmp_path.iterdir()) == []
+    assert saver.where() is None
+
+
+def test_a_snapshot_is_written_beside_training_and_replaces_the_last_one_whole(tmp_path, monkeypatch):
+    begun, go, write = threading.Event(), threading.Event(), snapshots.save_file
+    saver = Saver(tmp_path / "a.safetensors", {})
+    saver.save(State({"w": torch.ones(2)}, (), 1), {})
+    saver.wait()
+
+    def held(tensors, path, **options):
+        write(tensors, path, **options)
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(snapshots, "save_file", held)
+    saver.save(State({"w": torch.ones(2)}, (), 2), {})  # comes back while the file is being written
+    assert begun.wait(60)
+    assert snapshots.read(saver.path).step == 1
+    go.set()
+    saver.wait()
+    assert snapshots.read(saver.path).step == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_snapshot_is_due_by_steps_or_by_minutes_since_the_last_one(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(snapshots.time, "monotonic", lambda: now[0])
+    saver = Saver(tmp_path / "a.safetensors", {}, every_steps=10, every_minutes=2.0)
+    assert [saver.due(step) for step in (9, 10)] == [False, True]
+    now[0] = 120.0
+    assert saver.due(3)
+    saver.save(State({"w": torch.ones(2)}, (), 3), {})
+    saver.wait()
+    now[0] = 239.0
+    assert not saver.due(4)
+
+
+def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(snapshots, "save_file", full)
+    saver = Saver(tmp_path / "a.safetensors", {})
+
+    def save():
+        saver.save(State({"w": torch.ones(2)}, (), 1), {})
+        saver.wait()
+
+    with pytest.warns(UserWarning, match="no space left.*training goes on without it"):
+        save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(out, *more):
+    return [sys.executable, "-W", "error", str(ROOT / "train.py"), "smat", "--out", str(out), *OPTIONS, *more]
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def kill_after(out, process, lines, number):
+    """Send a signal once the logs have so many lines; whether that ended the process."""
+    while process.poll() is None:
+        if sum(log.read_bytes().count(b"\n") for log in out.glob("*.log.jsonl")) >= lines:
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    return process.wait() != 0
+
+
+def test_a_process_ended_by_signals_ends_with_the_same_weights_and_log(suite, tmp_path, monkeypatch, capsys):
+    more = ("--tasks", "rot90", "--steps", "40", "--save-every-steps", "8")
+    before = signal.getsignal(signal.SIGINT)
+
+    def here(out, *words):
+        monkeypatch.setattr(sys, "argv", command(out, *more, *words)[3:])
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as exit_:
+            return exit_.code
+        return 0
+
+    cut = tmp_path / "cut"
+    process = subprocess.Popen(command(cut, *more), env=environment())
+    assert kill_after(cut, process, 18, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert here(tmp_path / "whole") == 0
+    after(monkeypatch, 35, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert here(cut, "--resume") == 130
+    told = capsys.readouterr()
+    assert "rot90: goes on after step " in told.out
+    assert told.err.startswith("train.py: stopped by signal 2 after 36 steps of rot90; the last good state, after 36 ")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert here(cut, "--resume") == 0
+    assert weights_of(cut, "rot90") == weights_of(tmp_path / "whole", "rot90")
+    assert log_of(cut, "rot90") == log_of(tmp_path / "whole", "rot90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_any_number_of_signals_at_random_moments(suite, tmp_path, seed):
+    more = ("--steps", "120", "--tasks", "rot90", "mirror", "--save-every-minutes", "0.01")
+    source = python_random.Random(seed)
+    subprocess.run(command(tmp_path / "whole", *more), env=environment(), check=True, capture_output=True)
+    cut, ended = tmp_path / "cut", True
+    for kills in range(8):
+        process = subprocess.Popen([*command(cut, *more), "--resume"], env=environment(), stderr=subprocess.PIPE)
+        number = source.choice((signal.SIGKILL, signal.SIGTERM))
+        ended = kill_after(cut, process, source.randrange(30 * kills, 30 * kills + 40), number)
+        error = process.stderr.read().decode()
+        process.stderr.close()
+        if not ended:
+            break
+        assert process.returncode in (-number, 143), error
+        assert "Traceback" not in error
+    if ended:
+        subprocess.run([*command(cut, *more), "--resume"], env=environment(), check=True, capture_output=True)
+    for task in ("rot90", "mirror"):
+        assert weights_of(cut, task) == weights_of(tmp_path / "whole", task)
+        assert log_of(cut, task) == log_of(tmp_path / "whole", task)

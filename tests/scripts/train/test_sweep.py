@@ -1,0 +1,144 @@
+"""Many runs from one command: one a device, again only what has not ended well, and a table of it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from smat_fn import checkpoint
+from smat_fn.scripts.train import launching, sweep
+from smat_fn.scripts.train.launching import Job
+from smat_fn.scripts.train.sweep import Status, Sweep
+
+# stands for train.py: appends its arguments to a file, fails where a file says so
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+here = Path(__file__).parent
+with open(here / "calls.jsonl", "a") as file:
+    file.write(json.dumps([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")]) + "\\n")
+print("hello from", sys.argv[1])
+sys.exit(3 if (here / f"fail-{sys.argv[1]}").exists() else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def calls(script):
+    file = script.parent / "calls.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_every_method_with_every_seed_and_again_only_what_failed(script, tmp_path):
+    options = Sweep(tmp_path / "out", methods=("ft", "smat"), seeds=(1, 2), flags="--steps 2 --label 'a b'")
+    (tmp_path / "fail-smat").touch()
+    lines = []
+    with pytest.raises(ValueError, match=r"2 runs failed.*smat-seed1\.log.*smat-seed2\.log"):
+        sweep.sweep(options, script=script, report=lines.append)
+    rest = ["--resume", "--steps", "2", "--label", "a b"]
+    assert [words for words, _ in calls(script)] == [
+        [method, "--seed", str(seed), "--out", str(tmp_path / f"out/{method}-seed{seed}"), *rest]
+        for seed in (1, 2)
+        for method in ("ft", "smat")
+    ]
+    assert lines[0].startswith("4 runs, 0 of them done")
+    assert lines[2] == "[2/4] smat-seed1: failed with status 3"
+    assert (tmp_path / "out/jobs/ft-seed1.log").read_text() == "hello from ft\n"
+    (tmp_path / "fail-smat").unlink()
+    sweep.sweep(options, script=script, report=lines.append)
+    assert len(calls(script)) == 6
+    assert lines[5].startswith("4 runs, 2 of them done")
+    sweep.sweep(options, script=script, report=lines.append)
+    assert len(calls(script)) == 6
+    # other flags are another run
+    sweep.sweep(Sweep(tmp_path / "out", seeds=(1,), flags="--steps 3"), script=script, report=lines.append)
+    assert len(calls(script)) == 8
+
+
+def test_one_process_at_a_time_on_each_device(script, tmp_path):
+    jobs = [Job(str(i), (sys.executable, str(script), str(i)), tmp_path / f"{i}.log") for i in range(5)]
+    ended = dict((job.name, status) for job, status in launching.local(devices=("0", "3"))(jobs))
+    assert ended == dict.fromkeys("01234", 0)
+    assert {device for _, device in calls(script)} == {"0", "3"}
+
+
+def test_children_are_ended_when_the_parent_stops(tmp_path):
+    wait = (
+        "import signal, sys, time; signal.signal(15, lambda *a: (print('saved', flush=True), sys.exit(143)));"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    jobs = [
+        Job("quick", (sys.executable, "-c", "import time; time.sleep(1)"), tmp_path / "quick.log"),
+        Job("slow", (sys.executable, "-c", wait), tmp_path / "slow.log"),
+    ]
+    running = launching.local(processes=2)(jobs)
+    assert next(running)[0].name == "quick"
+    while "up" not in (tmp_path / "slow.log").read_text():
+        pass
+    running.close()
+    assert (tmp_path / "slow.log").read_text() == "up\nsaved\n"
+
+
+def test_a_sweep_that_is_asked_to_end_ends_its_runs(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    parent = (
+        "import sys; from pathlib import Path; from smat_fn.scripts.train.sweep import Sweep, sweep;"
+        "here = Path(sys.argv[1]); sweep(Sweep(here / 'out', methods=('ft',), seeds=(0,)), script=here / 'train.py')"
+    )
+    root, pid = Path(__file__).parents[3], tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", parent, str(tmp_path)], cwd=root, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (pid.exists() and pid.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its logs open
+def test_jobs_of_a_cluster(script, tmp_path):
+    pytest.importorskip("submitit")
+    (tmp_path / "fail-two").touch()
+    jobs = [Job(name, (sys.executable, str(script), name), tmp_path / f"{name}.log") for name in ("one", "two")]
+    launch = launching.submitit_jobs(tmp_path / "submitit", cluster="debug", timeout_min=1)
+    assert {job.name: status for job, status in launch(jobs)} == {"one": 0, "two": 3}
+
+
+def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
+    run = tmp_path / "smat-seed0"
+    checkpoint.save_expert(run / "rot90", {"w": torch.zeros(1)}, {"kind": "expert"})
+    checkpoint.save_expert(run / "base", {"w": torch.zeros(1)}, {"kind": "base"})
+    (run / "rot90.log.jsonl").write_text('{"step": 399, "loss": 0.5}\n')
+    (run / "mirror.log.jsonl").write_text('{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
+    rows = sweep.progress(tmp_path)
+    assert [row[1:4] for row in rows] == [("mirror", False, 6), ("rot90", True, 399)]
+    sweep.status(Status(tmp_path))
+    printed = capsys.readouterr().out
+    assert "step 7, loss 0.250" in printed
+    assert "1/2" in printed
+    with pytest.raises(ValueError, match="holds no run"):
+        sweep.progress(tmp_path / "smat-seed0" / "base" / "none")
+
+
+def test_bad_input_is_listed():
+    with pytest.raises(ValueError, match=r"method 'sgd' is unknown.*seeds are \(1, 1\).*flag --out is set") as error:
+        sweep.jobs(Sweep(Path("x"), methods=("sgd",), seeds=(1, 1), flags="--out y"), script=Path("train.py"))
+    assert "ft, smat" in str(error.value)
+    with pytest.raises(ValueError, match="processes is 0"):
+        launching.local(processes=0)
+    with pytest.raises(ValueError, match="name each once"):
+        launching.local(devices=("0", "0"))

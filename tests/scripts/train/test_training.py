@@ -1,0 +1,396 @@
+"""Experts on disk: the same bits again, the same data for every method, nothing left of a run that fails."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from statistics import stdev
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, optim, random, tree
+from smat_fn.config import DIGITS, Asam, Finetune, Mergopt, Smat, Training
+from smat_fn.scripts.train import loop, resting, stopwatch
+from smat_fn.scripts.train.logs import Log
+from smat_fn.scripts.train.loop import train_expert
+from smat_fn.simulation import probe
+from smat_fn.suites import task_names
+from smat_fn.testing import assert_trees_close
+
+SMAT = partial(Smat, alpha_min=0.2, drop_prob=0.5, sigma=0.01, period=2, noise="uniform")
+SIX = Training(steps=6, lr=5e-4)
+TIMED = {
+    "seconds", "examples_per_second", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes",
+    "simulation_share",
+}  # fmt: skip
+
+
+def log_of(folder, task):
+    return [json.loads(line) for line in (folder / f"{task}.log.jsonl").read_text().splitlines()]
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
+
+
+def test_a_run_leaves_experts_logs_and_the_base(runs, suite):
+    folders = [*suite.tasks, "base"]
+    assert sorted(p.name for p in runs["smat"].iterdir()) == sorted(
+        [*folders, *(f"{t}.log.jsonl" for t in suite.tasks)]
+    )
+    base, manifest = checkpoint.load_expert(runs["smat"] / "base", suite.base)
+    assert same(base, suite.base)
+    assert (manifest["kind"], manifest["suite"]) == ("base", dict(suite.recipe))
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(runs, suite, train, tmp_path):
+    train(tmp_path / "again")
+    train(tmp_path / "other", seed=22, tasks=("rot90",))
+    for task in suite.tasks:
+        assert (tmp_path / "again" / task / "model.safetensors").read_bytes() == (
+            runs["smat"] / task / "model.safetensors"
+        ).read_bytes()
+    prints = {
+        checkpoint.load_manifest(folder / "rot90")["fingerprint"] for folder in (runs["smat"], tmp_path / "other")
+    }
+    assert len(prints) == 2
+
+
+def test_an_expert_does_not_depend_on_the_tasks_trained_before_it(runs, train, tmp_path):
+    train(tmp_path / "alone", tasks=("stripes",))
+    alone, among = (checkpoint.load_leaves(folder / "stripes")[0] for folder in (tmp_path / "alone", runs["smat"]))
+    assert same(alone, among)
+
+
+def test_all_methods_see_the_same_batches(suite):
+    seen = {}
+    for name in ("ft", "smat"):
+        batches = seen[name] = []
+
+        def recorded(task, key, step, batches=batches):
+            batches.append(suite.batch(task, key, step))
+            return batches[-1]
+
+        train_expert(suite._replace(batch=recorded), "mirror", DIGITS.methods[name], SIX, seed=3)
+    assert len(seen["ft"]) == len(seen["smat"]) == 6
+    for ours, theirs in zip(seen["ft"], seen["smat"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(seen["ft"][0][0], seen["ft"][1][0])
+
+
+def test_smat_is_ft_until_its_first_simulated_step(runs, suite):
+    ft, smat = (log_of(runs[name], "rot90") for name in ("ft", "smat"))
+    # period 4: the loss of step 3 is the first that meets a simulated state
+    assert [a["loss"] == b["loss"] for a, b in zip(ft, smat, strict=True)] == [True] * 3 + [False] * 3
+    long = replace(DIGITS.methods["smat"], period=7)
+    expert = train_expert(suite, "rot90", long, SIX, seed=21)
+    assert same(expert, checkpoint.load_leaves(runs["ft"] / "rot90")[0])
+
+
+def test_the_log_names_simulated_steps_and_their_scale(runs):
+    rows = log_of(runs["smat"], "negative")
+    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["simulated"] for row in rows] == [False, False, False, True, False, False]
+    assert all(row["scale"] == 1 for row in rows if not row["simulated"])
+    assert 0.1 <= rows[3]["scale"] < 1
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 and row["seconds"] > 0 for row in rows)
+
+
+def test_log_every_thins_the_log_and_keeps_the_last_step(runs, train, tmp_path):
+    train(tmp_path / "run", tasks=("rot90",), log_every=4)
+    rows, every = log_of(tmp_path / "run", "rot90"), log_of(runs["smat"], "rot90")
+    for row in (*rows, *every):
+        for name in TIMED & row.keys():
+            del row[name]
+    assert rows == [every[3], every[5]]
+
+
+def test_the_manifest_says_how_the_expert_was_made(runs, suite):
+    manifest = checkpoint.load_manifest(runs["smat"] / "rot90")
+    expert, _ = checkpoint.load_leaves(runs["smat"] / "rot90")
+    assert manifest["hyperparameters"] == {
+        "alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "period": 4, "noise": "uniform",
+    }  # fmt: skip
+    assert manifest["training"] == {
+        "steps": 6, "lr": 5e-4, "optimizer": "adam", "muon_lr": None, "schedule": "cosine", "weight_decay": 0.0,
+        "max_grad_norm": None, "accumulate": 1, "precision": None,
+    }  # fmt: skip
+    told = {name: manifest[name] for name in ("kind", "task", "label", "method", "seed", "suite")}
+    assert told == {
+        "kind": "expert", "task": "rot90", "label": "SMAT", "method": "smat", "seed": 21, "suite": dict(suite.recipe),
+    }  # fmt: skip
+    assert manifest["base_fingerprint"] == checkpoint.fingerprint(suite.base)
+    assert manifest["fingerprint"] == checkpoint.fingerprint(expert)
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["seconds"] > 0
+
+
+def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(ValueError, match="steps is 0") as error:
+        train(
+            tmp_path,
+            method=Smat(alpha_min=2.0, drop_prob=1.0, sigma=0.01, period=0, noise="uniform"),
+            tasks=("rot9", "mirror", "negative", "negative"),
+            training=Training(steps=0, lr=1e-3, weight_decay=0.1, max_grad_norm=-1.0, accumulate=0),
+            log_every=0,
+            save_every_steps=0,
+            save_every_minutes=0.0,
+            probe=-1,
+            log_to=("wandp",),
+        )
+    text = str(error.value)
+    for part in ("log_every is 0", "weight_decay is 0.1", "alpha_min is 2.0", "drop_prob is 1.0", "period is 0"):
+        assert part in text
+    for part in ("accumulate is 0", "save_every_steps is 0", "save_every_minutes is 0", "probe is -1", "'wandp'"):
+        assert part in text
+    for part in ("-1.0", "'rot9' is unknown", "mirror exists", "'negative' is named twice"):
+        assert part in text
+    assert text.count("steps is 0") == 2  # of training, and save_every_steps
+    assert "\n" not in text
+    assert [p.name for p in tmp_path.iterdir()] == ["mirror"]
+    with pytest.raises(ValueError, match="learning rate is nan"):
+        train(tmp_path / "run", training=Training(steps=6, lr=math.nan))
+    with pytest.raises(ValueError, match="no tasks"):
+        train(tmp_path / "run", tasks=())
+
+
+def test_overwrite_replaces_experts_and_nothing_else(train, tmp_path):
+    train(tmp_path, tasks=("rot90", "mirror"))
+    before = {task: checkpoint.load_manifest(tmp_path / task)["fingerprint"] for task in ("rot90", "mirror")}
+    with pytest.raises(ValueError, match=r"rot90 exists: choose another folder, or say --overwrite"):
+        train(tmp_path, "ft", tasks=("rot90",))
+    train(tmp_path, "ft", tasks=("rot90",), overwrite=True, label="plain")
+    manifests = {task: checkpoint.load_manifest(tmp_path / task) for task in before}
+    assert (manifests["rot90"]["method"], manifests["rot90"]["label"]) == ("ft", "plain")
+    assert manifests["rot90"]["fingerprint"] != before["rot90"]
+    assert manifests["mirror"]["fingerprint"] == before["mirror"]
+
+
+def test_the_base_of_other_experts_is_not_replaced(suite, train, tmp_path):
+    train(tmp_path, tasks=("rot90",))
+    other = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    with pytest.raises(ValueError, match=r"base is another base than suite 'digits' gives"):
+        train(tmp_path, suite=other, tasks=("mirror",))
+    assert checkpoint.load_manifest(tmp_path / "base")["fingerprint"] == checkpoint.fingerprint(suite.base)
+    assert not (tmp_path / "mirror").exists()
+    train(tmp_path, suite=other, tasks=("mirror",), overwrite=True)
+    assert checkpoint.load_manifest(tmp_path / "base")["fingerprint"] == checkpoint.fingerprint(other.base)
+
+
+def test_a_nan_loss_stops_with_its_step_and_leaves_no_expert(suite, train, tmp_path):
+    def broken(task, key, step):
+        images, labels = suite.batch(task, key, step)
+        return (images * math.nan if step == 2 else images), labels
+
+    broken_suite = suite._replace(batch=broken, batch_rows=None)
+    with pytest.raises(ValueError, match=r"loss of mirror is nan at step 2: lower the learning rate$"):
+        train(tmp_path, suite=broken_suite, tasks=("mirror", "rot90"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mirror.log.jsonl"]
+    assert [row["step"] for row in log_of(tmp_path, "mirror")] == [0, 1]
+
+
+def test_parameters_that_are_not_finite_are_never_saved(suite, train, tmp_path):
+    def kink(params, batch):
+        # zero, with an infinite slope
+        return sum((leaf - leaf.detach()).abs().sum().sqrt() for leaf in params.values()), None
+
+    with pytest.raises(ValueError, match=r"of the mirror expert holds \d+ values that are NaN"):
+        train(
+            tmp_path,
+            "ft",
+            suite=suite._replace(loss_fn=lambda task: kink),
+            tasks=("mirror",),
+            training=Training(steps=1, lr=1e-3),
+        )
+    assert not (tmp_path / "mirror").exists()
+
+
+def test_a_loss_that_is_not_finite_is_found_between_lines_and_names_its_rows(suite, train, tmp_path):
+    def broken(task, key, step):
+        images, labels = suite.batch(task, key, step)
+        return (images * math.nan if step in (2, 3) else images), labels
+
+    rows = suite.batch_rows("mirror", random.fold_in(random.key(21), "mirror"), 2)
+    _, labels = suite.batch("mirror", random.fold_in(random.key(21), "mirror"), 2)
+    assert len(rows) == len(labels)
+    with pytest.raises(ValueError, match=f"is nan at step 2, on training rows {', '.join(map(str, rows))}: lower"):
+        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror",), log_every=5)
+    assert log_of(tmp_path, "mirror") == []
+
+
+def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
+    # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is
+    exact = suite._replace(base={path: leaf.double() for path, leaf in suite.base.items()})
+    whole, *parts = (
+        train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, accumulate=n), seed=21) for n in (1, 2, 5)
+    )
+    assert all(leaf.dtype == torch.float64 for leaf in whole.values())
+    for other in parts:
+        assert not same(other, whole)
+        apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-6)}
+        assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
+
+
+def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
+    seen = {}
+    for precision in (None, "fp32", "bf16", "mixed"):
+        dtypes = seen[precision] = set()
+
+        def loss_fn(task, dtypes=dtypes):
+            inner = suite.loss_fn(task)
+
+            def loss(params, batch):
+                dtypes.update(leaf.dtype for leaf in params.values())
+                return inner(params, batch)
+
+            return loss
+
+        training_ = replace(SIX, steps=4, precision=precision)
+        watched = suite._replace(loss_fn=loss_fn)
+        seen[precision, "expert"] = train_expert(watched, "rot90", DIGITS.methods["smat"], training_, seed=21)
+        assert {leaf.dtype for leaf in seen[precision, "expert"].values()} == {torch.float32}
+    assert seen[None] == seen["fp32"] == {torch.float32}
+    assert seen["bf16"] == seen["mixed"] == {torch.bfloat16}
+    assert same(seen[None, "expert"], seen["fp32", "expert"])
+    rounded = {p: all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in seen[p, "expert"].values())
+               for p in ("bf16", "mixed")}  # fmt: skip
+    assert rounded == {"bf16": True, "mixed": False}
+    assert_trees_close(seen["mixed", "expert"], seen[None, "expert"], atol=4.1e-3)  # 4 steps of Adam at 5e-4, twice
+
+
+def test_a_base_in_bf16_is_trained_by_masters_and_rounded_once_at_the_end(suite):
+    narrow = suite._replace(base={path: leaf.bfloat16() for path, leaf in suite.base.items()})
+    small = Training(steps=8, lr=1e-5, schedule="constant", precision="mixed")
+    masters = suite._replace(base={path: leaf.float() for path, leaf in narrow.base.items()})
+    expert = train_expert(narrow, "rot90", DIGITS.methods["ft"], small, seed=21)
+    wide = train_expert(masters, "rot90", DIGITS.methods["ft"], small, seed=21)
+    assert same(expert, {path: leaf.bfloat16() for path, leaf in wide.items()})
+
+
+def test_an_expert_is_probed_on_dev_at_keys_that_all_runs_share(suite, train, tmp_path):
+    at = DIGITS.methods["smat"]
+    train(tmp_path, "ft", tasks=("rot90",), probe=3, probe_at=at)
+    manifest, row = checkpoint.load_manifest(tmp_path / "rot90"), log_of(tmp_path, "rot90")[-1]
+    expert, _ = checkpoint.load_expert(tmp_path / "rot90", suite.base)
+    keys = random.split(random.fold_in(random.key(0), "probe"), 3)
+    strengths = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "noise": "uniform"}
+    (dev,) = suite.dev_batches("rot90")
+    assert len(dev.batch[1]) == dev.weight == 250
+    want = probe(suite.loss_fn("rot90"), expert, suite.base, [dev], keys, where=suite.where, **strengths)
+    told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **strengths}
+    assert manifest["probe"] == told
+    assert (row["probe_clean"], row["probe_simulated"]) == (want.clean, want.mean)
+    with pytest.raises(ValueError, match="it needs strengths"):
+        train(tmp_path / "other", tasks=("rot90",), probe=1)
+
+
+def test_manifest_and_last_line_say_what_training_cost(runs):
+    manifest, rows = checkpoint.load_manifest(runs["smat"] / "rot90"), log_of(runs["smat"], "rot90")
+    names = ("seconds", "clean_step_seconds", "simulated_step_seconds", "peak_memory_bytes", "peak_memory_of")
+    assert {name: rows[-1][name] for name in names} == {name: manifest[name] for name in names}
+    assert set(names) & set(rows[-2]) == {"seconds", "peak_memory_bytes"}
+    cost = 5 * manifest["clean_step_seconds"] + manifest["simulated_step_seconds"]
+    assert cost == pytest.approx(manifest["seconds"], abs=1e-3)
+    assert manifest["peak_memory_bytes"] > 2**26
+    assert manifest["peak_memory_of"] == "resident process"
+    assert "simulated_step_seconds" not in checkpoint.load_manifest(runs["ft"] / "rot90")
+    assert [row["lr"] for row in rows] == [optim.cosine(5e-4, 6)(step) for step in range(6)]
+    assert all(row["examples_per_second"] > 0 for row in rows)
+
+
+def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, monkeypatch):
+    now, prepared = [0.0], []
+
+    def batch(task, key, step):
+        now[0] += 1.0 if prepared else 100.0
+        prepared.append(step)
+        return suite.batch(task, key, step)
+
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    cpu = torch.device("cpu")
+    with Log(tmp_path / "log.jsonl", task="rot90", total=6, device=cpu, rates=lambda step: {}) as log:
+        train_expert(suite._replace(batch=batch), "rot90", DIGITS.methods["ft"], SIX, seed=3, log=log)
+        assert log.cost()["seconds"] == 6.0
+    assert prepared == [0, *range(6)]
+
+
+@pytest.mark.parametrize("precision", [None, "mixed", "fp32"])
+@pytest.mark.parametrize(
+    "method",
+    [Finetune(), Asam(rho=0.5), Mergopt(b=1e-3, k_max=3), *(SMAT(offload=r) for r in ("cpu", "stream"))],
+    ids=["ft", "asam", "mergopt", "cpu", "stream"],
+)
+def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, suite, monkeypatch):
+    base = tree.clone(suite.base)
+    module = suite.loss_fn("rot90").module
+    own = {name: p.data for name, p in module.named_parameters() if name in base}
+    for name, p in module.named_parameters():  # as a language model's, whose base is the module's own weights
+        if name in base:
+            p.data = base[name]
+    four = Training(steps=4, lr=5e-4, precision=precision)
+    resting_suite, sizes = suite._replace(base=base), []
+    wanted = train_expert(suite, "rot90", method, four, seed=3)
+    assert not resting.rests(method, base)  # on a CPU there is nothing to give back
+
+    def on_device(method, leaves):
+        return method.name != "orthoreg"
+
+    def look(step, info):
+        sizes.extend(leaf.untyped_storage().nbytes() for leaf in base.values())
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "rests", on_device)
+    try:
+        found = train_expert(resting_suite, "rot90", method, four, seed=3)
+        with pytest.raises(KeyboardInterrupt):
+            train_expert(resting_suite, "rot90", method, four, seed=3, on_step=look)
+    finally:
+        for name, p in module.named_parameters():
+            p.data = own.get(name, p.data)
+    assert same(found, wanted)
+    assert set(sizes) == {0}
+    assert same(base, suite.base)
+
+
+def test_memory_that_others_share_stays():
+    both = torch.arange(6.0)
+    part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
+    with resting.resting({"part": part, "alone": alone}, kept):
+        assert both.tolist() == [0, 1, 2, 3, 4, 5]
+        assert alone.untyped_storage().nbytes() == 0
+    assert both.tolist() == [7, 8, 2, 3, 4, 5]
+    assert torch.equal(alone, torch.zeros(3))
+
+
+def test_weight_decay_needs_adamw(suite):
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.1, adam has none"):
+        loop.make_optimizer(Training(steps=1, lr=1e-3, weight_decay=0.1))
+    decayed = Training(steps=1, lr=0.25, optimizer="adamw", schedule="constant", weight_decay=0.5)
+    still = suite._replace(loss_fn=lambda task: lambda params, batch: ((0.0 * params["layernorm.weight"]).sum(), None))
+    expert = train_expert(still, "rot90", DIGITS.methods["ft"], decayed, seed=0)
+    # a zero gradient leaves AdamW with its decay alone: theta * (1 - lr * decay), exact in these numbers
+    assert all(torch.equal(expert[path], leaf * 0.875) for path, leaf in suite.base.items())
+
+
+def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
+    training_ = Training(steps=2, lr=1e-3, optimizer="muon", muon_lr=0.5, schedule="constant", weight_decay=0.25)
+    optimizer = loop.make_optimizer(training_, suite.where)
+    matrices = {path for path, leaf in suite.base.items() if leaf.ndim == 2 and suite.where(path, leaf)}
+    assert 0 < len(matrices) < len(suite.base)
+    state = optimizer.init(suite.base)
+    assert set(state.momentum) == matrices
+    zero = {path: torch.zeros_like(leaf) for path, leaf in suite.base.items()}
+    moved, _ = optimizer.update(zero, state, suite.base)
+    # a zero gradient leaves the decays alone, each at its own learning rate
+    for path, leaf in suite.base.items():
+        assert torch.allclose(moved[path], leaf * (1 - 0.25 * (0.5 if path in matrices else 1e-3)), rtol=1e-6)
+    for optimizer, muon_lr in (("muon", None), ("adam", 0.5)):
+        with pytest.raises(ValueError, match=f"muon_lr is {muon_lr} for {optimizer}"):
+            loop.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
+
+
+def test_tasks_are_known_without_loading_the_suite(suite):
+    assert task_names("digits") == suite.tasks

@@ -1,0 +1,392 @@
+"""Vision tasks on a tiny CLIP: images as batches, heads from prompts, all problems before any training."""
+
+import gc
+import json
+import runpy
+import shutil
+import weakref
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+
+from smat_fn import checkpoint, random, tree
+from smat_fn.config import PRESETS
+from smat_fn.data import batch_indices, pixels
+from smat_fn.mat import finetune, smat
+from smat_fn.models import clip
+from smat_fn.optim import adam
+from smat_fn.suites import clip8, load_suite, task_names
+from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
+
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/clip_tiny.py"))
+NAMES = {"MNIST": ("0", "1", "2"), "shapes": ("square", "round thing")}
+EIGHT = ("Cars", "DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SUN397", "SVHN")
+SIZES = {"train": 11, "dev": 5, "test": 7}
+
+
+def write_task(folder, task, names, sizes=SIZES, side=9, shift=0):
+    """``folder/task/{train,dev,test}.npz``: noise whose mean brightness tells the class."""
+    (folder / task).mkdir(parents=True)
+    for split, size in sizes.items():
+        noise = np.random.default_rng(len(split) + shift).integers(0, 60, (size, side, side + 1, 3))
+        labels = np.arange(size) % len(names)
+        images = (noise + 60 * labels[:, None, None, None]).astype(np.uint8)
+        np.savez(folder / task / f"{split}.npz", images=images, labels=labels, class_names=np.array(names))
+    return folder
+
+
+def arrays(folder, task, split):
+    with np.load(folder / task / f"{split}.npz") as store:
+        return dict(store)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model and images of a task of the paper and of one of the user's."""
+    root = tmp_path_factory.mktemp("clip8")
+    for task, names in NAMES.items():
+        write_task(root / "rows", task, names)
+    texts = [text for task, names in NAMES.items() for text in prompts(TEMPLATES.get(task, DEFAULT), names)]
+    EXAMPLE["write_model"](root / "model", texts, width=16, layers=1, image=8, patch=4, seed=0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    def call(seed=3, **options):
+        given = {"model": str(folders / "model"), "data": str(folders / "rows"), "device": "cpu", "batch_size": 4}
+        return load_suite("clip8", **{"seed": seed, **given, **options})
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def suite(load):
+    return load()
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return clip.load(folders / "model")
+
+
+def moved(params, size=0.3):
+    generator = torch.Generator().manual_seed(1)
+    return {name: leaf + size * torch.randn(leaf.shape, generator=generator) for name, leaf in params.items()}
+
+
+def test_the_base_is_the_vision_tower_and_the_masked_set_its_blocks(suite, model):
+    assert list(suite.base) == list(model.params)
+    assert all(torch.equal(suite.base[name], leaf) for name, leaf in model.params.items())
+    masked = {name for name, leaf in suite.base.items() if suite.where(name, leaf)}
+    assert masked == {n for n in suite.base if n.endswith(("proj.weight", "fc1.weight", "fc2.weight"))}
+    assert len(masked) == 6
+
+
+def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folders, tmp_path):
+    assert task_names("clip8", data="some/dataset") == clip8.TASKS == EIGHT
+    for task in ("zebra", "SVHN", "apple", "Cars"):
+        write_task(tmp_path, task, ("a",), {"train": 1})
+    (tmp_path / "folders" / "dev" / "a").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    assert task_names("clip8", data=tmp_path) == ("Cars", "SVHN", "apple", "folders", "zebra")
+    assert task_names("clip8", data=tmp_path, tasks=["zebra"]) == ("zebra",)
+    with pytest.raises(ValueError, match="holds no task: make folders <task> with train, dev, test"):
+        task_names("clip8", data=tmp_path / "notes")
+    with pytest.raises(ValueError, match=r"\['a', 'a'\]: name at least one, each once"):
+        task_names("clip8", tasks=["a", "a"])
+
+
+def test_the_usual_prompts_name_the_class_once():
+    assert {task: len(own) for task, own in TEMPLATES.items()} == dict(
+        zip(EIGHT, (8, 8, 3, 3, 1, 18, 2, 1), strict=True)
+    )
+    for own in (*TEMPLATES.values(), DEFAULT):
+        assert len(set(own)) == len(own)
+        assert all(template.count("{}") == 1 and template.count("{") == 1 for template in own)
+    assert prompts(["a {}", "the {}."], ["x", "{} y"]) == ["a x", "the x.", "a {} y", "the {} y."]
+
+
+def test_batches_are_a_function_of_the_run_key_and_the_step(suite, folders, model):
+    key = random.key(8)
+    stored = arrays(folders / "rows", "MNIST", "train")
+    for step in (5, 0, 1):
+        images, labels = suite.batch("MNIST", key, step)
+        chosen = batch_indices(key, 11, 4, step)
+        assert torch.equal(labels, torch.from_numpy(stored["labels"])[chosen])
+        assert images.dtype == torch.uint8
+        own = model.processor(list(stored["images"][chosen]), return_tensors="pt")["pixel_values"]
+        assert torch.equal(pixels.look_up(pixels.value_table(model.processor), images), own)
+    # 11 rows: two batches of 4 and the last one of 3
+    assert suite.epoch_steps("MNIST") == 3
+    assert [len(suite.batch("MNIST", key, step)[1]) for step in range(3)] == [4, 4, 3]
+
+
+def test_the_loss_is_that_of_transformers_zero_shot_classifier(folders, load, model):
+    from transformers import CLIPModel
+
+    suite = load(templates={"shapes": ["one {}"]})
+    images, labels = suite.batch("shapes", random.key(0), 0)
+    loss, logits = suite.loss_fn("shapes")(suite.base, (images, labels))
+    whole = CLIPModel.from_pretrained(folders / "model").eval()
+    with torch.no_grad():
+        values = pixels.look_up(pixels.value_table(model.processor), images)
+        expected = whole(**model.tokens(["one square", "one round thing"]), pixel_values=values).logits_per_image
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, labels), rtol=1e-5, atol=1e-5)
+
+
+def test_a_score_is_top_1_accuracy_over_the_split(suite, load, folders):
+    params = moved(suite.base)
+    small = load(eval_batch=2)
+    for task, split in (("MNIST", "dev"), ("MNIST", "test"), ("shapes", "test")):
+        stored = arrays(folders / "rows", task, split)
+        images = pixels.prepare(stored["images"], clip.load(folders / "model").processor)
+        right = 0
+        for image, label in zip(images, torch.from_numpy(stored["labels"]), strict=True):
+            right += suite.loss_fn(task)(params, (image[None], label[None]))[1].argmax() == label
+        score = suite.score(params, task, split)
+        assert score == pytest.approx(100 * right.item() / len(images))
+        assert small.score(params, task, split) == score
+    assert suite.score(params, "MNIST", "test") not in (0, 100)
+
+
+def test_scoring_leaves_the_model_as_it_was(suite):
+    kept = tree.clone(suite.base)
+    suite.score({name: torch.zeros_like(leaf) for name, leaf in kept.items()}, "MNIST", "dev")
+    assert all(torch.equal(suite.base[name], leaf) for name, leaf in kept.items())
+    with pytest.raises(ValueError, match=r"lacks leaf 'post_layernorm\.weight'"):
+        suite.score({n: leaf for n, leaf in kept.items() if n != "post_layernorm.weight"}, "MNIST", "dev")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_methods_learn_the_rows(load, checkpointing):
+    suite, key = load(gradient_checkpointing=checkpointing), random.key(0)
+    loss_fn, where = suite.loss_fn("MNIST"), suite.where
+    strengths = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4, "where": where}
+    everything = suite.batch("MNIST", key, 0), suite.batch("MNIST", key, 1), suite.batch("MNIST", key, 2)
+    before = fmean(loss_fn(suite.base, batch)[0].item() for batch in everything)
+    for method in (
+        finetune.build(loss_fn, adam(1e-2), suite.base),
+        smat.build(loss_fn, adam(1e-2), suite.base, **strengths),
+    ):
+        state = method.init(suite.base)
+        for step in range(48):
+            state, _ = method.update(key, state, suite.batch("MNIST", key, step))
+        after = fmean(loss_fn(state.params, batch)[0].item() for batch in everything)
+        assert after < 0.9 * before
+
+
+def test_a_second_load_makes_no_head_and_prepares_no_split(load, suite, folders, monkeypatch):
+    first = suite.score(suite.base, "MNIST", "test")
+    monkeypatch.setattr(pixels, "prepare", lambda *args: pytest.fail("it is in the cache"))
+    monkeypatch.setattr(clip, "zero_shot_head", lambda *args: pytest.fail("it is in the cache"))
+    assert load().score(suite.base, "MNIST", "test") == first
+
+
+def test_the_text_tower_is_not_kept(load, monkeypatch):
+    seen = []
+
+    def spy(*args, **options):
+        bundle = real(*args, **options)
+        seen.append(weakref.ref(bundle.head))
+        return bundle
+
+    real = clip.load
+    monkeypatch.setattr(clip, "load", spy)
+    suite = load()
+    gc.collect()
+    # the head's maker holds the whole model, nothing else does
+    assert [ref() for ref in seen] == [None]
+    assert suite.tasks == tuple(NAMES)
+
+
+def test_the_recipe_is_json_and_rebuilds_the_suite(load, suite, folders, monkeypatch):
+    monkeypatch.chdir(folders)
+    assert load(model="model", data="./rows").recipe == suite.recipe
+    recipe = json.loads(json.dumps(suite.recipe))
+    assert (recipe["model"], recipe["data"]) == (str(folders / "model"), str(folders / "rows"))
+    assert recipe["tasks"] == ["MNIST", "shapes"]
+    assert recipe["templates"] == {"MNIST": ['a photo of the number: "{}".'], "shapes": ["a photo of a {}."]}
+    twin = load_suite(**recipe, device="cpu")
+    assert twin.recipe == suite.recipe
+    assert checkpoint.fingerprint(twin.base) == checkpoint.fingerprint(suite.base)
+    assert twin.content("shapes", "dev") == suite.content("shapes", "dev") != suite.content("shapes", "test")
+
+
+def test_templates_are_by_task_for_all_tasks_or_in_a_file(load, suite, tmp_path):
+    given = {"shapes": ["the {}", "my {}"]}
+    (tmp_path / "templates.json").write_text(json.dumps(given))
+    one, from_file = load(templates=given), load(templates=str(tmp_path / "templates.json"))
+    assert one.recipe["templates"] == from_file.recipe["templates"] == suite.recipe["templates"] | given
+    assert load(templates="a {}").recipe["templates"] == {task: ["a {}"] for task in NAMES}
+    batch = suite.batch("shapes", random.key(0), 0)
+    logits = [each.loss_fn("shapes")(suite.base, batch)[1] for each in (suite, one, from_file)]
+    assert torch.equal(logits[1], logits[2])
+    assert not torch.equal(logits[0], logits[1])
+    assert one.content("shapes", "dev") != suite.content("shapes", "dev")
+    assert one.content("MNIST", "dev") == suite.content("MNIST", "dev")
+    for bad, complaint in (
+        ("a photo", "neither a prompt with {} for the class nor a JSON file"),
+        ({"MNIST": "a {}"}, "must be lists of prompts by task"),
+        ({"SVHN": ["a {}"]}, r"templates name \['SVHN'\], the tasks are \['MNIST', 'shapes'\]"),
+        ({"MNIST": ["a {}", "b"], "shapes": []}, r"do not: \['b'\].*shapes: there are none"),
+        ({"shapes": ["a" + 100 * " {}"]}, "shapes: 2 prompts have more tokens than the 77"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load(templates=bad)
+
+
+def test_rows_and_dtype_reach_the_suite(load, suite):
+    few = load(rows=3, dtype="bfloat16")
+    assert few.epoch_steps("MNIST") == 1
+    assert sorted(few.batch("MNIST", random.key(0), 0)[1].tolist()) == [0, 1, 2]
+    assert {leaf.dtype for leaf in few.base.values()} == {torch.bfloat16}
+    assert few.score(few.base, "MNIST", "test") in (0, pytest.approx(100 / 3), pytest.approx(200 / 3), 100)
+
+
+def test_folders_of_classes_and_encoded_images_give_the_same_suite(load, suite, folders, tmp_path):
+    from PIL import Image
+
+    for split in SIZES:
+        stored = arrays(folders / "rows", "shapes", split)
+        for i, (image, label) in enumerate(zip(stored["images"], stored["labels"], strict=True)):
+            # by name: square is label 1
+            path = tmp_path / "shapes" / split / NAMES["shapes"][label] / f"{i:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    other = load(data=str(tmp_path))
+    images, labels = other.batch("shapes", random.key(2), 0)
+    ready = pixels.prepare(
+        arrays(folders / "rows", "shapes", "train")["images"], clip.load(folders / "model").processor
+    )
+    for image, label in zip(images, labels, strict=True):
+        (place,) = [i for i, one in enumerate(ready) if torch.equal(one, image)]
+        assert place % 2 == 1 - label
+    params = moved(suite.base)
+    assert other.score(params, "shapes", "test") == suite.score(params, "shapes", "test")
+
+
+def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(load, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(source, name, split):
+        asked.append((source, name, split))
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])}
+        if split != "train":
+            features["label"] = datasets.Value("int64")
+        from PIL import Image
+
+        images = [Image.fromarray(np.full((9, 9, 3), 99 * i, dtype=np.uint8)) for i in range(2)]
+        rows = {"image": images, "label": [0, 1]}
+        return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    suite = load(data="someone/eight", tasks=["SVHN"], templates="a {}")
+    assert asked == [("someone/eight", "SVHN", split) for split in ("train", "dev", "test")]
+    assert suite.recipe["data"] == "someone/eight"
+    assert suite.score(suite.base, "SVHN", "test") in (0, 50, 100)
+
+
+def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
+    asked = []
+
+    def fails(source, task, split, columns):
+        asked.append((source, task, split))
+        raise ValueError("cannot be had")
+
+    monkeypatch.setattr(clip8, "load_rows", fails)
+    with pytest.raises(ValueError, match=r"^cannot be had$"):
+        load(data="nobody/none")
+    assert asked == [("nobody/none", "Cars", "train")]
+
+
+def test_data_problems_are_told_together_before_the_model_is_loaded(load, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(clip, "load", lambda *a, **k: pytest.fail("the model is not needed"))
+    shutil.copytree(folders / "rows", tmp_path / "rows")
+    stored = arrays(folders / "rows", "MNIST", "dev")
+    np.savez(tmp_path / "rows" / "MNIST" / "dev.npz", **stored | {"labels": stored["labels"] + 1})
+    np.savez(tmp_path / "rows" / "MNIST" / "test.npz", images=stored["images"][0], labels=stored["labels"])
+    np.savez(tmp_path / "rows" / "shapes" / "train.npz", **stored | {"images": stored["images"][0]})
+    (tmp_path / "rows" / "shapes" / "dev.npz").unlink()
+    (tmp_path / "rows" / "shapes" / "test.npz").unlink()
+    (tmp_path / "rows" / "shapes" / "test.json").write_text('[{"prompt": "a", "answer": "b"}]')
+    with pytest.raises(ValueError, match=r"shapes has no dev\.json") as error:
+        load(data=str(tmp_path / "rows"), model=str(tmp_path / "none"), eval_batch=0)
+    message = str(error.value)
+    for part in (
+        "dev.npz: the label of row 2 is outside 0 to 2",
+        "lacks ['class_names']",
+        "images are uint8 (9, 10, 3), must be uint8 (N, H, W, 3)",
+        "(shapes, test) holds texts: give images and labels",
+        f"no folder {tmp_path / 'none'}",
+        "eval_batch is 0",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_class_names_that_do_not_fit_are_told_together(load, folders, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    stored = arrays(folders / "rows", "MNIST", "dev")
+    for task in ("none", "other", "few"):
+        shutil.copytree(folders / "rows" / "MNIST", tmp_path / task)
+    np.savez(tmp_path / "other" / "test.npz", **stored | {"class_names": np.array(["0", "1", "two"])})
+    picture = (folders / "rows").parent / "picture.png"
+    from PIL import Image
+
+    Image.fromarray(stored["images"][0]).save(picture)
+    for split in SIZES:
+        (tmp_path / "none" / f"{split}.npz").unlink()
+        pyarrow.parquet.write_table(
+            pyarrow.table({"image": [picture.read_bytes()], "label": [5]}), tmp_path / "none" / f"{split}.parquet"
+        )
+    (tmp_path / "few" / "dev.npz").unlink()
+    shutil.copy(tmp_path / "none" / "dev.parquet", tmp_path / "few" / "dev.parquet")
+    with pytest.raises(ValueError, match="none names no classes, a head needs them") as error:
+        load(data=str(tmp_path))
+    assert "the class names of other in test are not those in train" in str(error.value)
+    assert "few has label 5 in dev and 3 class names" in str(error.value)
+
+
+def test_bad_options_are_told_together(load):
+    with pytest.raises(ValueError, match="batch_size is 0") as error:
+        load(batch_size=0, rows=2.5, gradient_checkpointing=1)
+    for part in ("rows is 2.5", "gradient_checkpointing is 1"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"no options \['epochs'\].*'device', 'eval_batch'"):
+        load(epochs=3)
+    with pytest.raises(ValueError, match="clip8 needs model and data"):
+        load_suite("clip8", seed=0)
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        load(device="gpu")
+
+
+def test_unknown_tasks_and_splits_are_refused(suite):
+    for call in (suite.loss_fn, suite.epoch_steps, lambda task: suite.batch(task, random.key(0), 0)):
+        with pytest.raises(ValueError, match=r"clip8 task 'SVHN' is unknown.*'MNIST'"):
+            call("SVHN")
+    with pytest.raises(ValueError, match=r"split 'train' is unknown"):
+        suite.score(suite.base, "MNIST", "train")
+
+
+def test_a_processor_of_another_size_is_told(load, folders, tmp_path):
+    shutil.copytree(folders / "model", tmp_path / "model")
+    file = tmp_path / "model" / "preprocessor_config.json"
+    values = json.loads(file.read_text()) | {"crop_size": {"height": 8, "width": 6}}
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"makes images of \(8, 6\) \(task MNIST, train\), the model takes \(8, 8\)"):
+        load(model=str(tmp_path / "model"))
+
+
+def test_the_presets_name_the_papers_data():
+    for name in ("clip-vit-b32", "clip-vit-l14"):
+        assert PRESETS[name].suite == "clip8"
+        assert task_names("clip8", **PRESETS[name].options) == EIGHT

@@ -1,0 +1,181 @@
+"""Image tasks on models without a text tower: frozen heads from a few rows, the rest trained, merged and scored."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smat_fn import random
+from smat_fn.data import pixels
+from smat_fn.data.rows import load_rows
+from smat_fn.evaluate.metrics import accuracy
+from smat_fn.grad import value_and_grad
+from smat_fn.mat import smat
+from smat_fn.merge import weight_average
+from smat_fn.models import image_classifier
+from smat_fn.optim import adam
+from smat_fn.suites import heads, load_suite
+
+NAMES = ("dark", "light", "red")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def save(folder, kind="vit"):
+    """A tiny random model with a head of its own and an image processor."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    common = {"image_size": 8, "patch_size": 4, "num_labels": 5}
+    if kind == "vit":
+        module = hf.ViTForImageClassification(hf.ViTConfig(**common, **SIZES, hidden_dropout_prob=0.5))
+    elif kind == "swin":
+        sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+        module = hf.SwinForImageClassification(hf.SwinConfig(**{**common, "patch_size": 2}, **sizes))
+    elif kind == "resnet":
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+        module = hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=5, **sizes))
+    else:
+        module = hf.ViTModel(hf.ViTConfig(**common, **SIZES), add_pooling_layer=False)
+    module.save_pretrained(folder)
+    hf.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model, and images of three classes that brightness and colour tell apart."""
+    root = tmp_path_factory.mktemp("classifier")
+    save(root / "model")
+    for seed, task in enumerate(("plain", "shapes")):
+        (root / "rows" / task).mkdir(parents=True)
+        for split, size in (("train", 30), ("dev", 9), ("test", 12)):
+            labels = np.arange(size) % 3
+            images = np.random.default_rng(seed).integers(0, 90, (size, 8, 8, 3))
+            images[labels == 1] += 60
+            images[labels == 2, ..., 0] += 60
+            arrays = {"images": images.astype(np.uint8), "labels": labels, "class_names": np.array(NAMES)}
+            np.savez(root / "rows" / task / f"{split}.npz", **arrays)
+    return root
+
+
+@pytest.fixture(scope="module")
+def load(folders, _own_cache):
+    def call(seed=3, **options):
+        given = {"model": str(folders / "model"), "data": str(folders / "rows"), "device": "cpu", "batch_size": 8}
+        return load_suite("clip8", **{"seed": seed, **given, **options})
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def suite(load):
+    return load()
+
+
+def test_the_base_is_all_but_the_head_and_the_masked_set_that_of_blocks(suite, folders):
+    from transformers import ViTForImageClassification
+
+    whole = dict(ViTForImageClassification.from_pretrained(folders / "model").named_parameters())
+    assert list(suite.base) == [name for name in whole if not name.startswith("classifier.")]
+    assert all(torch.equal(leaf, whole[name]) for name, leaf in suite.base.items())
+    masked = {name for name, leaf in suite.base.items() if suite.where(name, leaf)}
+    assert masked == {name for name in suite.base if ".layer" in name and whole[name].ndim == 2}
+    assert len(masked) == 2 * 6
+
+
+def test_features_are_what_the_models_own_head_gets(folders):
+    from transformers import ViTForImageClassification
+
+    module = ViTForImageClassification.from_pretrained(folders / "model").eval()
+    values, model = torch.rand(4, 3, 8, 8), image_classifier.load(folders / "model")
+    with torch.no_grad():
+        own = module.vit(values).last_hidden_state[:, 0]
+        assert torch.equal(model.features(values), F.normalize(own, dim=-1))
+        assert torch.equal(module.classifier(own), module(values).logits)
+
+
+def test_a_head_is_the_logistic_regression_of_a_few_rows_and_frozen(suite, folders):
+    model = image_classifier.load(folders / "model")
+    train = load_rows(folders / "rows", "shapes", "train")
+    places = heads.head_rows(train.labels.tolist(), 3, random.fold_in(random.key(3), "shapes"), None)
+    assert sorted(train.labels[places].tolist()) == [0] * 10 + [1] * 10 + [2] * 10
+    few = pixels.prepare_some(train.images, model.processor, places)
+    values = pixels.look_up(pixels.value_table(model.processor), few)
+    head = heads.fit_head(model.features(values), torch.from_numpy(train.labels[places]), c=10.0)
+    batch = suite.batch("shapes", random.key(0), 0)
+    loss, logits = suite.loss_fn("shapes")(suite.base, batch)
+    expected = F.linear(model.features(pixels.look_up(pixels.value_table(model.processor), batch[0])), **head)
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(loss, F.cross_entropy(expected, batch[1]))
+
+
+def test_smat_trains_experts_that_merge_and_are_scored(suite):
+    settings = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4}
+    experts = {}
+    for task in suite.tasks:
+        loss_fn = suite.loss_fn(task)
+        method = smat.build(loss_fn, adam(3e-3), suite.base, where=suite.where, **settings)
+        state = method.init(suite.base)
+        for step in range(24):
+            state, _ = method.update(random.key(0), state, suite.batch(task, random.key(0), step))
+        (batch, _), *_ = suite.dev_batches(task)
+        assert loss_fn(state.params, batch)[0] < 0.8 * loss_fn(suite.base, batch)[0]
+        experts[task] = state.params
+    merged = weight_average(experts)
+    parts = [suite.loss_fn("plain")(merged, micro.batch) for micro in suite.dev_batches("plain")]
+    found = torch.cat([logits.argmax(1) for _, logits in parts])
+    labels = torch.cat([micro.batch[1] for micro in suite.dev_batches("plain")])
+    assert suite.score(merged, "plain", "dev") == accuracy(found, labels)
+
+
+def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_the_rows(load, suite):
+    recipe = json.loads(json.dumps(suite.recipe))
+    assert recipe["templates"] == {}
+    batch = suite.batch("plain", random.key(1), 0)
+    again = load_suite(**recipe, device="cpu").loss_fn("plain")(suite.base, batch)[1]
+    first = suite.loss_fn("plain")(suite.base, batch)[1]
+    assert torch.equal(again, first)
+    few = {"rows": 30}
+    assert torch.equal(load(**few).loss_fn("plain")(suite.base, batch)[1], first)
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin", "resnet", "backbone"])
+def test_other_models_are_taken_as_they_are(kind, load, tmp_path):
+    suite = load(model=str(save(tmp_path, kind)), tasks=["plain"])
+    loss, logits = suite.loss_fn("plain")(suite.base, suite.batch("plain", random.key(0), 0))
+    assert logits.shape == (8, 3)
+    assert torch.isfinite(loss)
+    assert not any("classifier" in name for name in suite.base)
+    assert any(suite.where(name, leaf) for name, leaf in suite.base.items()) == (kind != "resnet")
+
+
+def test_gradient_checkpointing_gives_the_same_bits_without_dropout(load, suite):
+    batch = suite.batch("plain", random.key(0), 0)
+    own = [load(gradient_checkpointing=on).loss_fn("plain") for on in (False, True)]
+    (loss, grads), (other, others) = (value_and_grad(fn, engine="autograd")(suite.base, batch) for fn in own)
+    assert loss[0] == other[0]
+    assert all(torch.equal(grads[name], leaf) for name, leaf in others.items())
+
+
+def test_what_does_not_fit_is_told(load, folders, tmp_path):
+    from transformers import BertConfig, BertModel, ViTImageProcessorPil
+
+    with pytest.raises(ValueError, match="has no text tower: leave them out"):
+        load(templates="a photo of a {}.")
+    (tmp_path / "few" / "plain").mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        with np.load(folders / "rows" / "plain" / f"{split}.npz") as store:
+            arrays = dict(store)
+        np.savez(tmp_path / "few" / "plain" / f"{split}.npz", **{**arrays, "class_names": np.array([*NAMES, "odd"])})
+    with pytest.raises(ValueError, match="plain: no row of train is of class odd, and a head needs one"):
+        load(data=str(tmp_path / "few"))
+    save(tmp_path / "large")
+    ViTImageProcessorPil(size={"height": 12, "width": 12}).save_pretrained(tmp_path / "large")
+    with pytest.raises(ValueError, match=r"Input image size \(12\*12\) doesn't match model \(8\*8\)"):
+        load(model=str(tmp_path / "large"))
+    BertModel(BertConfig(vocab_size=5, **SIZES)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="cannot be loaded as a CLIP or an image classifier") as error:
+        load(model=str(tmp_path / "bert"))
+    assert "\n" not in str(error.value)

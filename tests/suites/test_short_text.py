@@ -1,0 +1,413 @@
+"""Short texts on a tiny random BERT: features, heads, frozen states, splits, and all problems before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smat_fn import checkpoint, grad, random, tree
+from smat_fn.config import PRESETS
+from smat_fn.data import batch_indices, labelled
+from smat_fn.errors import check_member
+from smat_fn.mat import finetune, smat
+from smat_fn.models import encoder, packing
+from smat_fn.optim import adam
+from smat_fn.suites import heads, load_suite, short_text, task_names
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
+WORDS = [f"w{i}" for i in range(24)]
+SIZES = {"train": 30, "dev": 9, "test": 11}
+CLASSES = {"tone": 2, "topic": 3}
+
+
+def rows(task, split):
+    """Texts of 1 to 9 words, no two alike, whose first word tells the class."""
+    generator = torch.Generator().manual_seed(len(task) * 10 + len(split))
+    found = []
+    for i in range(SIZES[split]):
+        rest = torch.randint(3, 24, (i % 9,), generator=generator).tolist()
+        words = [f"w{i % CLASSES[task]}", *(WORDS[j] for j in rest)]
+        found.append({"text": " ".join(words) + f" {split}{i}", "label": i % CLASSES[task]})
+    return found
+
+
+def write(folder, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in content.items():
+        (folder / name).write_text(json.dumps(rows))
+
+
+def write_model(folder, kind="bert", **options):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    texts = [row["text"] for task in CLASSES for row in rows(task, "train")]
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=special))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    wrapped.save_pretrained(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(wrapped), max_position_embeddings=24, pad_token_id=0, **sizes | options
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config)
+        for p in model.parameters():
+            p.data += 0.2 * torch.randn(p.shape)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("short_text")
+    for task in CLASSES:
+        write(root / "rows" / task, {f"{split}.json": rows(task, split) for split in SIZES})
+    write_model(root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    def call(seed=3, **options):
+        given = {"model": str(folders / "model"), "data": str(folders / "rows"), "device": "cpu", "batch_size": 4}
+        given |= {"train_layers": 2, "max_length": 16, "progress": False}
+        return load_suite("short_text", **{"seed": seed, **given, **options})
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def suite(load):
+    return load()
+
+
+def moved(params, size=0.1):
+    generator = torch.Generator().manual_seed(1)
+    return {name: leaf + size * torch.randn(leaf.shape, generator=generator) for name, leaf in params.items()}
+
+
+def whole_model(folders):
+    from transformers import AutoModel, AutoTokenizer
+
+    return AutoModel.from_pretrained(folders / "model").eval(), AutoTokenizer.from_pretrained(folders / "model")
+
+
+def features_one_by_one(model, tokenizer, texts, longest=16):
+    found = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"]
+        mean = model(input_ids=ids).last_hidden_state[0].mean(0)
+        found.append(mean / mean.norm())
+    return torch.stack(found)
+
+
+def test_the_base_is_the_top_layers_alone_and_the_masked_set_their_matrices(suite, folders):
+    model, _ = whole_model(folders)
+    expected = {n: p for n, p in model.named_parameters() if n.startswith(("encoder.layer.1.", "encoder.layer.2."))}
+    assert list(suite.base) == list(expected)
+    assert all(torch.equal(suite.base[name], p) for name, p in expected.items())
+    assert {n for n, p in suite.base.items() if suite.where(n, p)} == {n for n, p in expected.items() if p.ndim == 2}
+
+
+@pytest.mark.parametrize("layers", [1, 3, None])
+def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(load, folders, layers):
+    suite = load(train_layers=layers)
+    model, tokenizer = whole_model(folders)
+    params, key = moved(suite.base), random.key(7)
+    chosen = batch_indices(key, SIZES["train"], 4, 2).tolist()
+    own = [rows("topic", "train")[i] for i in chosen]
+    labels = torch.tensor([row["label"] for row in own])
+
+    # heads come from the base: 16 rows a class are more than there are, so all rows
+    texts = [row["text"] for row in rows("topic", "train")]
+    with torch.no_grad():
+        train = labelled.Labelled(tuple(texts), tuple(i % 3 for i in range(30)))
+        order = heads.head_rows(train.labels, 3, random.fold_in(random.key(3), "topic"), None)
+        features = features_one_by_one(model, tokenizer, [texts[i] for i in order])
+        head = heads.fit_head(features, torch.tensor([i % 3 for i in order]), c=10.0)
+        model.load_state_dict(params, strict=False)
+        logits = features_one_by_one(model, tokenizer, [row["text"] for row in own]) @ head["weight"].T + head["bias"]
+    loss, got = suite.loss_fn("topic")(params, suite.batch("topic", key, 2))
+    torch.testing.assert_close(got, logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels), rtol=1e-3, atol=1e-3)
+
+    test = rows("topic", "test")
+    with torch.no_grad():
+        tested = features_one_by_one(model, tokenizer, [r["text"] for r in test]) @ head["weight"].T + head["bias"]
+    right = [guess == row["label"] for guess, row in zip(tested.argmax(1).tolist(), test, strict=True)]
+    assert suite.score(params, "topic", "test") == pytest.approx(100 * sum(right) / len(right))
+
+
+def test_texts_in_several_rows_have_the_features_they_have_in_one(suite, monkeypatch):
+    batch, loss_fn = suite.batch("topic", random.key(5), 1), suite.loss_fn("topic")
+    params = moved(suite.base)
+    whole = loss_fn(params, batch)[1]
+    for room in (1, 9, 20):
+        monkeypatch.setattr(packing, "ROOM", room)
+        torch.testing.assert_close(loss_fn(params, batch)[1], whole, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_about_equally_long():
+    lengths = [7, 3, 9, 4, 4, 1, 8]
+    for room, rows in ((100, 1), (18, 2), (12, 3), (1, 7)):
+        packed = packing.pack(lengths, room)
+        assert sorted(place for row in packed for place in row) == list(range(7))
+        assert len(packed) == rows
+        sums = [sum(lengths[place] for place in row) for row in packed]
+        assert max(sums) - min(sums) <= max(lengths)
+    assert packing.pack([5, 1, 4, 2], 6) == [[0, 1], [2, 3]]
+
+
+def test_a_head_is_where_its_penalised_loss_has_no_slope():
+    generator = torch.Generator().manual_seed(0)
+    for classes, count in ((2, 12), (4, 20)):
+        features = F.normalize(torch.randn(count, 5, generator=generator, dtype=torch.float64), dim=1)
+        labels = torch.arange(count) % classes
+        head = {name: leaf.double() for name, leaf in heads.fit_head(features, labels, c=3.0).items()}
+        error = (features @ head["weight"].T + head["bias"]).softmax(1) - F.one_hot(labels, classes)
+        weight = head["weight"]
+        if classes == 2:  # one vector w is penalised, the difference of the two
+            torch.testing.assert_close(weight[0], -weight[1])
+            weight = torch.stack((torch.zeros_like(weight[0]), 2 * weight[1]))
+            error = torch.stack((torch.zeros_like(error[:, 0]), error[:, 1]), 1)
+        torch.testing.assert_close(weight / 3.0 + error.T @ features, torch.zeros_like(weight), rtol=0, atol=5e-3)
+        torch.testing.assert_close(error.sum(0), torch.zeros(classes, dtype=torch.float64), rtol=0, atol=5e-3)
+
+
+def test_a_head_takes_the_first_rows_of_every_class_in_a_random_order():
+    many = labelled.Labelled(("x",) * 90, tuple(i % 30 for i in range(90)))
+    few = labelled.Labelled(("x",) * 90, tuple(i % 3 for i in range(90)))
+    key = random.key(0)
+    for own, classes, given, number in ((few, 3, None, 16), (many, 30, None, 3), (few, 3, 5, 5), (many, 30, 9, 3)):
+        places = heads.head_rows(own.labels, classes, key, given)
+        assert [own.labels[i] for i in places] == [label for label in range(classes) for _ in range(number)]
+        assert len(set(places)) == len(places)
+    assert heads.head_rows(few.labels, 3, random.key(1), 5) != heads.head_rows(few.labels, 3, key, 5)
+
+
+def test_gradients_reach_every_leaf_and_both_engines_agree(suite):
+    loss_fn, batch = suite.loss_fn("tone"), suite.batch("tone", random.key(0), 0)
+    (loss, _), grads = grad.value_and_grad(loss_fn, engine="autograd")(suite.base, batch)
+    assert all(g.abs().sum() > 0 for name, g in grads.items() if not name.endswith("key.bias"))
+    (other, _), others = grad.value_and_grad(loss_fn)(suite.base, batch)
+    torch.testing.assert_close(other, loss)
+    for name, g in grads.items():
+        torch.testing.assert_close(others[name], g, rtol=1e-4, atol=1e-6)
+
+
+def test_methods_train_on_it_and_leave_the_base_alone(suite):
+    kept, key = tree.clone(suite.base), random.key(0)
+    strengths = {"alpha_min": 0.5, "drop_prob": 0.2, "sigma": 0.01, "period": 2}
+    for build, own in ((finetune.build, {}), (smat.build, {"where": suite.where, **strengths})):
+        method = build(suite.loss_fn("topic"), adam(3e-3), suite.base, donate=True, **own)
+        state, losses = method.init(suite.base), []
+        for step in range(40):
+            state, info = method.update(key, state, suite.batch("topic", key, step))
+            losses.append(float(info.loss))
+        assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
+    assert all(torch.equal(suite.base[name], leaf) for name, leaf in kept.items())
+
+
+def test_frozen_layers_run_once_for_a_row(load, suite, monkeypatch):
+    key = random.key(1)
+    first, score = suite.batch("tone", key, 3), suite.score(suite.base, "tone", "dev")
+    suite.batch("topic", key, 3)
+    monkeypatch.setattr(encoder, "_check_alone", lambda *a, **k: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "_states", lambda *a, **k: pytest.fail("computed again"))
+        patch.setattr(encoder, "_features", lambda *a, **k: pytest.fail("computed again"))
+        again = load()
+        assert all(torch.equal(a, b) for a, b in zip(again.batch("tone", key, 3), first, strict=True))
+        assert again.score(again.base, "tone", "dev") == score
+    monkeypatch.setattr(short_text, "HELD", 0)
+    for got, wanted in zip(load().batch("tone", key, 3), first, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_micro_batches_weigh_as_much_as_they_have_texts(suite):
+    batch, loss_fn = suite.batch("topic", random.key(0), 1), suite.loss_fn("topic")
+    for parts in (1, 3, 9):
+        micros = suite.split(batch, parts)
+        assert [own.weight for own in micros] == [len(own.batch.labels) for own in micros]
+        assert sum(own.weight for own in micros) == 4
+        mean = sum(own.weight * loss_fn(suite.base, own.batch)[0] for own in micros) / 4
+        torch.testing.assert_close(mean, loss_fn(suite.base, batch)[0])
+    dev = suite.dev_batches("topic")
+    assert sum(own.weight for own in dev) == SIZES["dev"]
+
+
+def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_head_rows_alone(load, suite):
+    recipe = json.loads(json.dumps(suite.recipe))
+    twin = load_suite(**recipe, device="cpu", eval_batch=2, progress=False)
+    assert twin.recipe == suite.recipe
+    params, key = moved(suite.base), random.key(2)
+    assert [twin.score(params, t, s) for t in CLASSES for s in ("dev", "test")] == [
+        suite.score(params, t, s) for t in CLASSES for s in ("dev", "test")
+    ]
+    assert twin.content("tone", "dev") == suite.content("tone", "dev") != suite.content("tone", "test")
+    one, other = load(seed=4, per_class=2), load(seed=5, per_class=2)
+    assert checkpoint.fingerprint(one.base) == checkpoint.fingerprint(other.base)
+    assert all(torch.equal(a, b) for a, b in zip(one.batch("tone", key, 0), other.batch("tone", key, 0), strict=True))
+    assert not torch.equal(*(s.loss_fn("tone")(s.base, s.batch("tone", key, 0))[1] for s in (one, other)))
+
+
+def test_few_rows_are_the_first_of_each_split_with_the_same_heads(load, suite):
+    few, key = load(rows=5), random.key(0)
+    assert few.epoch_steps("tone") == 2
+    assert {row for step in (0, 1) for row in few.batch_rows("tone", key, step)} == set(range(5))
+    assert sum(own.weight for own in few.dev_batches("tone")) == 5
+    batch = suite.batch("tone", key, 0)
+    assert torch.equal(few.loss_fn("tone")(few.base, batch)[1], suite.loss_fn("tone")(suite.base, batch)[1])
+
+
+def test_splits_that_are_not_there_are_made_from_train(tmp_path):
+    own = [{"text": f"text {i}", "label": "ab"[i % 2]} for i in range(200)]
+    write(tmp_path / "a", {"train.json": [*own, own[0]]})
+    task = labelled.load_task(str(tmp_path / "a"))
+    sets = {split: set(rows.texts) for split, rows in task.splits.items()}
+    assert (list(sets), task.classes) == (["train", "dev", "test"], ("a", "b"))
+    assert (len(sets["test"]), len(sets["dev"]), len(sets["train"])) == (50, 50, 100)
+    assert sets["train"] | sets["dev"] | sets["test"] == {row["text"] for row in own}
+    assert all(rows.labels.count(0) in (25, 50, 51) for rows in task.splits.values())
+    write(tmp_path / "a", {"test.json": own[:20]})
+    other = labelled.load_task(str(tmp_path / "a"))
+    assert other.splits["test"].texts == tuple(row["text"] for row in own[:20])
+    assert not set(other.splits["test"].texts) & {*other.splits["train"].texts, *other.splits["dev"].texts}
+    assert labelled.load_task(str(tmp_path / "a")) == other
+
+
+def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
+    import pyarrow
+    import pyarrow.parquet
+
+    expected = labelled.load_task(str(folders / "rows" / "topic"))
+    names = ["x", "y", "z"]
+    write(tmp_path, {"labels.json": names})
+    lines = [json.dumps({"sentence": r["text"], "intent": names[r["label"]]}) for r in rows("topic", "train")]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows("topic", "dev")), tmp_path / "validation.parquet")
+    write(tmp_path, {"test.json": rows("topic", "test")})
+    assert labelled.load_task(str(tmp_path)) == expected._replace(classes=("x", "y", "z"))
+
+
+def test_the_hub_is_asked_by_task_or_by_the_names_of_a_mapping(load, monkeypatch, tmp_path):
+    import datasets
+
+    asked = []
+
+    def load_dataset(source, name):
+        asked.append((source, name))
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["x", "y"])})
+        parts = {split: rows("tone", split) for split in ("train", "test")} | {"validation": rows("tone", "dev")}
+        return datasets.DatasetDict({n: datasets.Dataset.from_list(own, features=features) for n, own in parts.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    suite = load(data="someone/many", tasks=["tone"])
+    assert suite.recipe["data"] == "someone/many"
+    write(tmp_path, {"sources.json": {"a": "someone/one", "b": "someone/two:small"}})
+    mapped = load(data=str(tmp_path / "sources.json"))
+    assert asked == [("someone/many", "tone"), ("someone/one", None), ("someone/two", "small")]
+    assert mapped.tasks == ("a", "b")
+    assert load_suite(**json.loads(json.dumps(mapped.recipe)), device="cpu", progress=False).recipe == mapped.recipe
+
+
+def test_problems_of_data_and_model_are_told_together_before_any_work(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder, "load", lambda *a, **k: pytest.fail("the model is not needed"))
+    good = rows("tone", "train")
+    write(tmp_path / "a", {"train.json": [{"text": " ", "label": 0}, {"text": "x", "label": True}, *good]})
+    write(tmp_path / "b", {"train.json": good, "test.json": [{"text": "x", "label": 7}], "labels.json": ["n", "p"]})
+    write(tmp_path / "c", {"train.json": [{"body": "x", "label": 0}]})
+    write(tmp_path / "d", {"train.json": good, "dev.json": good, "test.json": good, "labels.json": ["n", "p", "q"]})
+    write(tmp_path / "e", {"train.json": {"text": "x"}, "test.json": []})
+    (tmp_path / "f").mkdir()
+    tasks = [*"abcdef", "g"]
+    with pytest.raises(ValueError, match="the text of row 0 is no text") as error:
+        load(data=str(tmp_path), tasks=tasks, model=str(tmp_path / "none"), eval_batch=0)
+    for part in (
+        "the label of row 1 is none of the 2 classes (True the first)",
+        "test: the label of row 0 is none of the 2 classes (7 the first)",
+        "no column text or sentence, there are ['body', 'label']",
+        "no row of train is of class q",
+        "it is to hold objects",
+        "f: there is no split train",
+        f"there is no folder {tmp_path / 'g'}",
+        f"there is no folder {tmp_path / 'none'}: give a model",
+        "eval_batch is 0",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="none can be made from train"):
+        labelled.load_task(str(_few(tmp_path)))
+
+
+def _few(folder):
+    write(folder / "few", {"train.json": rows("tone", "train")[:3]})
+    return folder / "few"
+
+
+def test_bad_options_are_told_together(load, folders):
+    with pytest.raises(ValueError, match="batch_size is 0") as error:
+        load(batch_size=0, rows=2.5, train_layers=0, head_c=0, normalize=1, max_length=2, tasks=["tone", "a/b"])
+    for part in ("rows is 2.5", "train_layers is 0", "head_c is 0", "normalize is 1", "max_length is 2", "['a/b']"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"no options \['epochs'\]"):
+        load(epochs=3)
+    with pytest.raises(ValueError, match="short_text needs model and data"):
+        load_suite("short_text", seed=0)
+    with pytest.raises(ValueError, match="max_length is 25, the model has 24 positions"):
+        load(max_length=25)
+    with pytest.raises(ValueError, match=r"data has no tone, it has a"):
+        load(data={"a": str(folders / "rows" / "tone")}, tasks=["tone"])
+    with pytest.raises(ValueError, match=r"data is 7, must be a folder"):
+        load(data=7)
+    with pytest.raises(ValueError, match="short_text task 'x' is unknown"):
+        load().loss_fn("x")
+    with pytest.raises(ValueError, match="split 'train' is unknown"):
+        load().score(load().base, "tone", "train")
+    check_member("task", "tone", load().tasks)
+
+
+def test_models_that_cannot_be_trained_that_way_say_so(load, folders, tmp_path):
+    with pytest.raises(ValueError, match="train_layers is 4, BertModel has 3 layers"):
+        load(train_layers=4)
+    write_model(tmp_path / "relative", "mpnet")
+    with pytest.raises(ValueError, match=r"do not run on states alone .*train_layers=None"):
+        load(model=str(tmp_path / "relative"))
+    suite = load(model=str(tmp_path / "relative"), train_layers=None)
+    assert 0 <= suite.score(suite.base, "tone", "dev") <= 100
+    with pytest.raises(ValueError, match="cannot be loaded as an encoder with a tokenizer"):
+        load(model=str(folders / "rows"))
+
+
+def test_the_preset_is_short_text_with_five_experts():
+    preset = PRESETS["minilm"]
+    assert preset.suite == "short_text"
+    assert preset.methods["mergopt"].k_max == len(short_text.TASKS) == len(task_names("short_text"))
+    assert set(preset.methods) == {"ft", "smat", "asam", "mergopt", "orthoreg"}
+    assert set(preset.lr.values()) <= set(preset.lr_grid)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared with data/text")
+def test_the_five_tasks_have_their_rows_and_classes():
+    assert task_names("short_text", data=str(SHARED)) == short_text.TASKS
+    for task, classes in zip(short_text.TASKS, (2, 4, 6, 77, 150), strict=True):
+        found = labelled.load_task(str(SHARED / task))
+        assert {split: len(own.texts) for split, own in found.splits.items()} == {
+            "train": 2000,
+            "dev": 200,
+            "test": 500,
+        }
+        assert len(found.classes) == classes
+        sets = [set(own.texts) for own in found.splits.values()]
+        assert len(set.union(*sets)) == 2700
+        places = heads.head_rows(found.splits["train"].labels, classes, random.key(0), None)
+        assert len(places) == classes * (3 if classes > 20 else 16)

@@ -1,0 +1,328 @@
+"""Language tasks on a tiny model: the rows as batches, the decodes as scores, all problems before any training."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from smat_fn import checkpoint, random, tree
+from smat_fn.config import PRESETS, Finetune, Training
+from smat_fn.data import text
+from smat_fn.evaluate.decoding import TRACE, Decoding, generator
+from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
+from smat_fn.mat import finetune
+from smat_fn.models import causal_lm
+from smat_fn.optim import adamw
+from smat_fn.scripts.train.loop import budget
+from smat_fn.scripts.train.training import train_run
+from smat_fn.suites import load_suite, task_names, trace
+
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/trace_tiny.py"))
+WORDS = ["hold", "raise", "cut", "the", "rate", "and", "keep", "prices", "stable", "now"]
+
+
+def write_rows(folder, task, sizes=(11, 3, 4), answers=("A", "B", "C")):
+    """``folder/task/{train,dev,eval}.json``: prompts of a few words."""
+    (folder / task).mkdir(parents=True)
+    for split, size in zip(("train", "dev", "eval"), sizes, strict=True):
+        rows = [
+            {
+                "prompt": f"{task} {split} {i}: " + " ".join(WORDS[i % 5 : i % 5 + 3 + i % 4]),
+                "answer": answers[i % len(answers)],
+            }
+            for i in range(size)
+        ]
+        (folder / task / f"{split}.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model and rows of a greedy and of a sampled task."""
+    root = tmp_path_factory.mktemp("trace")
+    for task in ("MeetingBank", "FOMC"):
+        write_rows(root / "rows", task)
+    texts = EXAMPLE["row_texts"](root / "rows", ["FOMC", "MeetingBank"])
+    EXAMPLE["write_model"](root / "model", texts, vocabulary=300, width=16, layers=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    def call(seed=3, **options):
+        given = {"model": str(folders / "model"), "data": str(folders / "rows"), "device": "cpu", "max_new_tokens": 4}
+        return load_suite("trace", **{"seed": seed, **given, **options})
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def suite(load):
+    return load()
+
+
+@pytest.fixture(scope="module")
+def lm(folders):
+    return causal_lm.load(folders / "model")
+
+
+def pairs(folders, task, split):
+    return [
+        (row["prompt"], row["answer"]) for row in json.loads((folders / "rows" / task / f"{split}.json").read_text())
+    ]
+
+
+def test_the_base_is_every_leaf_of_the_model_and_the_masked_set_that_of_blocks(suite, lm):
+    assert list(suite.base) == list(lm.params)
+    assert all(torch.equal(suite.base[name], leaf) for name, leaf in lm.params.items())
+    masked = {name for name, leaf in suite.base.items() if suite.where(name, leaf)}
+    assert masked == {n for n in suite.base if "_proj" in n}
+    assert len(masked) == 7
+
+
+def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folders, tmp_path):
+    seven = ("C-STANCE", "FOMC", "MeetingBank", "ScienceQA", "NumGLUE-cm", "NumGLUE-ds", "20Minuten")
+    assert (
+        trace.TASKS
+        == seven
+        == task_names("trace", data="some/dataset")
+        == tuple(PRESETS["llama-3.2-1b"].training.epochs)
+    )
+    for task in ("zebra", "ScienceQA", "apple", "FOMC"):
+        write_rows(tmp_path, task)
+    (tmp_path / "notes").mkdir()
+    assert task_names("trace", data=str(tmp_path)) == ("FOMC", "ScienceQA", "apple", "zebra")
+    assert task_names("trace", data=str(tmp_path), tasks=["zebra"]) == ("zebra",)
+    with pytest.raises(ValueError, match="holds no task"):
+        task_names("trace", data=str(tmp_path / "notes"))
+    with pytest.raises(ValueError, match=r"\['a', 'a'\]: name at least one, each once"):
+        task_names("trace", tasks=["a", "a"])
+
+
+def test_batches_are_the_rows_as_text_encodes_them(suite, folders, lm):
+    key = random.key(8)
+    examples = text.encode(pairs(folders, "FOMC", "train"), lm.tokenizer, vocabulary=len(lm.tokenizer))
+    for step in (5, 0, 1):
+        found = suite.batch("FOMC", key, step)
+        expected = text.batch(examples, key, step, batch_size=8, pad=lm.tokenizer.pad_token_id)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # 11 rows: a batch of 8 and the last one of 3, every row once
+    assert suite.epoch_steps("FOMC") == 2
+    rows = [tuple(row[row != 2].tolist()) for s in (0, 1) for row in suite.batch("FOMC", key, s)["input_ids"]]
+    assert sorted(rows) == sorted(example.input_ids for example in examples)
+
+
+def test_the_loss_is_the_mean_over_every_token_that_is_real(suite, lm):
+    batch = suite.batch("MeetingBank", random.key(0), 0)
+    loss, tokens = suite.loss_fn("MeetingBank")(suite.base, batch)
+    with torch.no_grad():
+        logits = lm.module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    scores = logits.double().log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    real = batch["attention_mask"][:, 1:].bool()
+    assert tokens == real.sum()
+    torch.testing.assert_close(loss.double(), -scores[real].mean(), rtol=1e-5, atol=0)
+    assert not real.all()
+
+
+def test_options_reach_the_rows(load, suite):
+    key = random.key(0)
+    short = load(max_length=6, batch_size=2, rows=5, mask_prompt=True, truncate="prompt-middle")
+    assert short.epoch_steps("FOMC") == 3
+    batch = short.batch("FOMC", key, 0)
+    assert batch["input_ids"].shape == (2, 8)
+    assert int(batch["attention_mask"].sum()) == 12
+    assert int((batch["labels"] >= 0).sum()) < 12
+    assert short.cuts("FOMC").rows == 5
+    assert short.cuts("FOMC").eos == 1
+    assert suite.cuts("FOMC").eos == 0
+
+
+def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(suite, folders, lm):
+    params = {
+        name: leaf + 0.3 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1))
+        for name, leaf in suite.base.items()
+    }
+    generate = generator(lm.loss_fn, lm.tokenizer, params)
+    for task, split, file in (("FOMC", "dev", "dev"), ("FOMC", "test", "eval"), ("MeetingBank", "test", "eval")):
+        prompts, answers = zip(*pairs(folders, task, file), strict=True)
+        settings = TRACE[task]._replace(max_new_tokens=4)
+        texts = [generate(prompts, settings, 3, repeat=r) for r in range(settings.repeats)]
+        scores = [TRACE_METRICS[task](own, answers, prompts) for own in texts]
+        assert suite.score(params, task, split) == fmean(scores)
+        assert [suite.score_once(params, task, split, r) for r in range(settings.repeats)] == scores
+    assert texts[0] != texts[1] != texts[2]
+    assert suite.repeats == {"MeetingBank": 3}
+
+
+def test_scoring_leaves_the_model_as_it_was(suite):
+    kept = tree.clone(suite.base)
+    suite.score({name: torch.zeros_like(leaf) for name, leaf in kept.items()}, "FOMC", "dev")
+    assert all(torch.equal(suite.base[name], leaf) for name, leaf in kept.items())
+    with pytest.raises(ValueError, match=r"lacks leaf 'model\.norm\.weight'"):
+        suite.score({n: leaf for n, leaf in kept.items() if n != "model.norm.weight"}, "FOMC", "dev")
+
+
+def test_a_method_learns_the_rows(suite):
+    method = finetune.build(suite.loss_fn("FOMC"), adamw(1e-2, weight_decay=0.0), suite.base, donate=True)
+    key, state, losses = random.key(0), method.init(suite.base), []
+    for step in range(40):
+        state, info = method.update(key, state, suite.batch("FOMC", key, step))
+        losses.append(info.loss.item())
+    assert fmean(losses[-2:]) < 0.5 * losses[0]
+
+
+def test_the_recipe_is_json_with_absolute_paths_and_rebuilds_the_suite(load, suite, folders, monkeypatch):
+    monkeypatch.chdir(folders)
+    assert load(model="model", data="./rows").recipe == suite.recipe
+    recipe = json.loads(json.dumps(suite.recipe))
+    assert (recipe["model"], recipe["data"]) == (str(folders / "model"), str(folders / "rows"))
+    assert recipe["tasks"] == ["FOMC", "MeetingBank"]
+    twin = load_suite(**recipe, device="cpu")
+    assert twin.recipe == suite.recipe
+    assert checkpoint.fingerprint(twin.base) == checkpoint.fingerprint(suite.base)
+    assert twin.score(twin.base, "MeetingBank", "dev") == suite.score(suite.base, "MeetingBank", "dev")
+
+
+def test_steps_come_from_rows_and_epochs(suite):
+    training = Training(None, 1e-3, epochs={"FOMC": 3, "MeetingBank": 7})
+    assert [budget(suite, task, training).steps for task in suite.tasks] == [3 * 2, 7 * 2]
+    assert budget(suite, "FOMC", training).epochs == {"FOMC": 3}
+    assert budget(suite, "FOMC", Training(5, 1e-3, epochs={"FOMC": 3})) == Training(5, 1e-3)
+
+
+def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(load, tmp_path):
+    write_rows(tmp_path, "mine", answers=("A", "B"))
+    assert trace.settings_of("mine", trace.TraceRecipe("m", "d")) == Decoding(100)
+    for name, metric in {"label": label_accuracy, "number": numeric_accuracy, "rouge-l": rouge_l}.items():
+        suite = load(data=str(tmp_path), metric=name)
+        seen = []
+
+        def spy(texts, answers, prompts, seen=seen, metric=metric):
+            seen.append((len(texts), answers))
+            return metric(texts, answers, prompts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace, "METRICS", {name: spy})
+            suite.score(suite.base, "mine", "dev")
+        assert seen == [(3, ("A", "B", "A"))]
+        assert suite.repeats == {}
+
+
+def test_columns_of_other_names_are_named_and_stay_in_the_recipe(load, tmp_path):
+    write_rows(tmp_path, "mine")
+    for file in (tmp_path / "mine").iterdir():
+        file.write_text(file.read_text().replace('"prompt"', '"question"'))
+    with pytest.raises(ValueError, match=r"column 'prompt' is missing.*--suite-options columns prompt=NAME"):
+        load(data=str(tmp_path))
+    suite = load(data=str(tmp_path), columns="prompt=question")
+    assert suite.recipe["columns"] == {"prompt": "question"}
+    assert load(data=str(tmp_path), columns={"prompt": "question"}).recipe == suite.recipe
+    twin = load_suite(**json.loads(json.dumps(suite.recipe)), device="cpu")
+    assert torch.equal(*(s.batch("mine", random.key(0), 0)["input_ids"] for s in (suite, twin)))
+    for bad in ("question", "prompt=", 3):
+        with pytest.raises(ValueError, match="must name ours and the source's: prompt=question,answer=reply"):
+            load(data=str(tmp_path), columns=bad)
+
+
+def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_path):
+    write_rows(tmp_path, "mine", answers=("good", "poor"))
+    load(data=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no answer of mine \(dev\) begins with a letter A to D.*mine \(eval\)"):
+        load(data=str(tmp_path), metric="label")
+    write_rows(tmp_path / "some", "mine", answers=("good", "poor", "B"))
+    load(data=str(tmp_path / "some"), metric="label")
+
+
+def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(causal_lm, "load", lambda *a, **k: pytest.fail("the model is not needed"))
+    write_rows(tmp_path / "rows", "FOMC")
+    (tmp_path / "rows" / "FOMC" / "dev.json").write_text('[{"prompt": "a"}]')
+    (tmp_path / "rows" / "FOMC" / "eval.json").unlink()
+    with pytest.raises(ValueError, match=r"FOMC has no eval\.json") as error:
+        load(data=str(tmp_path / "rows"), tasks=["FOMC", "other"], model=str(tmp_path / "none"), decode_batch=0)
+    message = str(error.value)
+    for part in (
+        "'answer'",
+        "other has no train.json",
+        "other has no dev.json",
+        f"no folder {tmp_path / 'none'}",
+        "decode_batch is 0",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
+    asked = []
+
+    def fails(source, task, split, columns):
+        asked.append((source, task, split))
+        raise ValueError("cannot be had")
+
+    monkeypatch.setattr(trace, "load_rows", fails)
+    with pytest.raises(ValueError, match=r"^cannot be had$"):
+        load(data="nobody/none")
+    assert asked == [("nobody/none", "C-STANCE", "train")]
+
+
+def test_bad_options_are_told_together(load):
+    with pytest.raises(ValueError, match="max_length is 1") as error:
+        load(max_length=1, batch_size=0, rows=2.5, metric="bleu", truncate="middle", mask_prompt=1)
+    for part in ("batch_size is 0", "rows is 2.5", "metric 'bleu'", "truncate 'middle'", "mask_prompt is 1"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"no options \['epochs'\].*'device'"):
+        load(epochs=3)
+    with pytest.raises(ValueError, match="trace needs model and data"):
+        load_suite("trace", seed=0)
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        load(device="gpu")
+    with pytest.raises(ValueError, match="dtype 'int8'"):
+        load(dtype="int8")
+
+
+def test_unknown_tasks_and_splits_are_refused(suite):
+    for call in (suite.loss_fn, suite.epoch_steps, suite.cuts, lambda task: suite.batch(task, random.key(0), 0)):
+        with pytest.raises(ValueError, match=r"trace task 'C-STANCE' is unknown.*'FOMC'"):
+            call("C-STANCE")
+    with pytest.raises(ValueError, match=r"split 'train' is unknown"):
+        suite.score(suite.base, "FOMC", "train")
+
+
+def test_a_base_that_gives_no_finite_loss_is_not_blamed_on_the_learning_rate(suite, tmp_path):
+    broken = suite._replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
+    with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained"):
+        train_run(broken, Finetune(), Training(2, 1e-3), seed=0, tasks=["FOMC"], out=tmp_path)
+
+
+def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path):
+    def edited(name, file, change):
+        shutil.copytree(folders / "model", tmp_path / name)
+        values = json.loads((tmp_path / name / file).read_text())
+        change(values)
+        (tmp_path / name / file).write_text(json.dumps(values))
+        return str(tmp_path / name)
+
+    config = "tokenizer_config.json"
+    with pytest.raises(ValueError, match="has no EOS token"):
+        load(model=edited("eos", config, lambda values: values.pop("eos_token")))
+    with pytest.raises(ValueError, match="more than the model's 20"):
+        load(model=edited("short", "config.json", lambda v: v.update(max_position_embeddings=20))).epoch_steps("FOMC")
+    EXAMPLE["write_model"](tmp_path / "small", ["a"], vocabulary=300, width=16, layers=1)
+    for file in ("tokenizer.json", config):
+        shutil.copy(folders / "model" / file, tmp_path / "small" / file)
+    with pytest.raises(ValueError, match="the embedding has 259 rows, too few for the tokenizer"):
+        load(model=str(tmp_path / "small"))
+
+
+def test_a_suite_over_a_device_map_is_the_same_suite(load, suite, folders):
+    pytest.importorskip("accelerate")
+    mapped = load(device=None, device_map="auto")
+    assert mapped.recipe == suite.recipe
+    assert checkpoint.fingerprint(mapped.base) == checkpoint.fingerprint(suite.base)
+    assert mapped.score(mapped.base, "MeetingBank", "dev") == suite.score(suite.base, "MeetingBank", "dev")
+    with pytest.raises(ValueError, match="device is 'cpu' and there is a device_map too: give one of them"):
+        load(device_map="auto")
