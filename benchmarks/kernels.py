@@ -13,8 +13,8 @@ from torch import Tensor
 
 from smat_fn import ops, random
 from smat_fn.checkpoint import write_text
-from smat_fn.ops import launch
-from smat_fn.ops.plan import Numbers
+from smat_fn.ops import library
+from smat_fn.ops.cpu import Numbers
 from smat_fn.simulation import draw
 
 from . import timing
@@ -77,7 +77,7 @@ def run(dry_run: bool) -> list[dict[str, Any]]:
 
 def by_kernels(device: torch.device) -> AbstractContextManager[None]:
     """Inside, leaves on the device go to the kernels, on the CPU interpreted."""
-    return launch.forced() if device.type == "cpu" else nullcontext()
+    return library.forced() if device.type == "cpu" else nullcontext()
 
 
 def cases(dry_run: bool) -> list[tuple[str, Mapping[str, Sequence[int]], torch.dtype]]:
@@ -118,7 +118,7 @@ def numbers_of(leaves: Leaves, device: torch.device) -> Numbers:
 
 def check_bits(device: torch.device) -> None:
     """No timing of kernels that compute something else. Raises: AssertionError."""
-    for dtype in launch.SUPPORTED:
+    for dtype in library.SUPPORTED:
         here = make({"layers.w": (5001,), "b": (16,)}, dtype, torch.device("cpu"))
         params, base, out = ([leaf.to(device, copy=True) for leaf in leaves] for leaves in here[:3])
         there = Leaves(params, base, out, here.masked)
@@ -167,7 +167,7 @@ def ours(leaves: Leaves, device: torch.device) -> dict[str, Callable[[], Any]]:
     grads = {str(i): leaf for i, leaf in enumerate(base)}
 
     def finish(draw: Numbers | None, max_norm: float | None) -> Callable[[], Any]:
-        return lambda: ops.finish(grads, draw, masked, max_norm=max_norm, donate=False)
+        return lambda: ops.reweight_and_clip(grads, draw, masked, max_norm=max_norm, donate=False)
 
     return {
         "simulate": lambda: ops.simulate_into(params, base, out, *numbers, masked, starts),

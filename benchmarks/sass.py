@@ -46,9 +46,9 @@ def record(*, dry_run: bool) -> list[Call]:
     import torch
 
     from smat_fn import ops, random
-    from smat_fn.ops import kernels, launch
-    from smat_fn.ops.plan import Numbers
-    from smat_fn.simulation.draws import quantiles
+    from smat_fn.ops import kernels, library
+    from smat_fn.ops.cpu import Numbers
+    from smat_fn.simulation.state import quantiles
 
     calls: dict[Any, Call] = {}
 
@@ -78,15 +78,15 @@ def record(*, dry_run: bool) -> list[Call]:
     kernels.simulate_kernel, kernels.reweight_kernel = (Recorded(kernel) for kernel in originals)
     zero = torch.zeros((), dtype=torch.float64)
     try:
-        with launch.forced():
+        with library.forced():
             for params, base, masked, noise in trees():
                 streams = random.leaf_streams(random.key(0), ["w"])
                 numbers = Numbers(streams, torch.ones(()), zero.long(), zero, quantiles(noise))  # type: ignore[arg-type]
                 ops.simulate(params, base, numbers, [masked], [0])
                 ops.reweight(params, numbers, [masked], [0])
                 for max_norm in (None, 1.0):
-                    ops.finish({"w": params[0]}, numbers, [masked], max_norm=max_norm, donate=False)
-                ops.finish({"w": params[0]}, None, [masked], max_norm=None, donate=False)
+                    ops.reweight_and_clip({"w": params[0]}, numbers, [masked], max_norm=max_norm, donate=False)
+                ops.reweight_and_clip({"w": params[0]}, None, [masked], max_norm=None, donate=False)
     finally:
         kernels.simulate_kernel, kernels.reweight_kernel = originals
     return list(calls.values())

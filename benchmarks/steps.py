@@ -23,8 +23,7 @@ from torch import Tensor
 
 from smat_fn import random
 from smat_fn.mat import finetune, smat
-from smat_fn.mat import step as _step
-from smat_fn.mat.offload import simulated as _simulated
+from smat_fn.mat import simulated as at_simulated
 from smat_fn.mat.offload import storage
 from smat_fn.types import Method
 
@@ -141,12 +140,12 @@ def phases() -> Iterator[dict[str, float]]:
 
         return run
 
-    simulator = _simulated._simulator
+    simulator = at_simulated._simulator
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
-            (_simulated, "simulate", timed("simulate", _simulated.simulate)),
-            (_simulated, "_simulator", lambda *args: timed("simulate", simulator(*args))),
-            (_step, "finish", timed("finish", _step.finish)),
+            (at_simulated, "simulate", timed("simulate", at_simulated.simulate)),
+            (at_simulated, "_simulator", lambda *args: timed("simulate", simulator(*args))),
+            (smat, "reweight_and_clip", timed("finish", smat.reweight_and_clip)),
             (storage.CudaRuntime, "copy", copied(storage.CudaRuntime)),
             (storage.HostRuntime, "copy", copied(storage.HostRuntime)),
         ):

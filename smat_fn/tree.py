@@ -25,7 +25,8 @@ def flatten(tree: Params) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = {}
     problems: list[str] = []
     _collect(tree, "", leaves, problems)
-    raise_problems(problems)
+    if problems:
+        raise_problems(problems)
     return leaves
 
 
@@ -88,6 +89,10 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
     """
     problems = []
     for other_name, other in others.items():
+        if len(other) == len(reference) and all(
+            path in other and other[path].shape == leaf.shape for path, leaf in reference.items()
+        ):
+            continue
         lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
         unknown = [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
         misshapen = [
@@ -98,7 +103,8 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
         problems += shortened(lacking, f"{other_name} lacks {{}} more leaves of {name}")
         problems += shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
         problems += shortened(misshapen, f"{{}} more leaves of {other_name} have another shape in {name}")
-    raise_problems(problems)
+    if problems:
+        raise_problems(problems)
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
@@ -109,7 +115,8 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
         for path, leaf in leaves.items()
         if not leaf.is_floating_point()
     ]
-    raise_problems(shortened(problems, f"{{}} more leaves of {name} are not floating-point"))
+    if problems:
+        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not floating-point"))
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

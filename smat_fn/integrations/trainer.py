@@ -5,18 +5,17 @@ attach(trainer, key=random.key(0), sigma=2e-3)
 trainer.train()
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import errors, tree
+from ..mat.simulated import SimulatedWeights
 from ..mat.smat import is_simulated
 from ..random import fold_in
-from ..simulation import Draw, draw, reweight, simulate
-from ..simulation.draws import all_off, check_strengths
+from ..simulation import Draw, draw
+from ..simulation.state import all_off, draw_problems
 from ..types import Noise, Params, Where
 from ..where import block_linear
 
@@ -33,10 +32,10 @@ class Attached:
         simulated: Callable[[int], bool],
     ) -> None:
         self.draw: Draw | None = None
-        self._trainer, self._base, self._where, self._make, self._simulated = trainer, base, where, make, simulated
+        self._trainer, self._make, self._simulated = trainer, make, simulated
         self._leaves = leaves_of(trainer.model)
-        self._states = {path: torch.empty_like(leaf.data) for path, leaf in self._leaves.items()}
-        self._step = -1  # whose state the buffer holds
+        self._weights = SimulatedWeights(self._leaves, base, where=where)
+        self._step = -1  # that of the draw
         self._original = trainer.training_step
         trainer.training_step = self._training_step
 
@@ -45,40 +44,18 @@ class Attached:
         self._trainer.training_step = self._original
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
-        trainer = self._trainer
-        step = trainer.state.global_step
+        trainer, step = self._trainer, self._trainer.state.global_step
         if not self._simulated(step):
             return self._original(*args, **options)
-        if step != self._step:  # one draw for all micro-batches of an optimizer step
+        if step != self._step or self.draw is None:  # one draw for all micro-batches of an optimizer step
             self.draw, self._step = self._make(step), step
-            with torch.no_grad():
-                weights = {path: p.detach() for path, p in self._leaves.items()}
-                simulate(weights, self._base, self.draw, where=self._where, out=self._states)
-        try:
-            with self._switched():
-                result = self._original(*args, **options)
-        except BaseException:
-            self._step = -1  # another try begins with other weights
-            raise
+        with self._weights.at(self.draw):
+            result = self._original(*args, **options)
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
-            assert self.draw is not None
             grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
-            with torch.no_grad():
-                reweight(grads, self.draw, where=self._where, out=grads)
+            self._weights.reweight(grads, self.draw)
             self._step = -1  # training may begin anew, from this step on
         return result
-
-    @contextmanager
-    def _switched(self) -> Iterator[None]:
-        """The parameters' storage is theta~ inside, theta again after it, whatever happens."""
-        kept = [p.data for p in self._leaves.values()]
-        try:
-            for path, p in self._leaves.items():
-                p.data = self._states[path]
-            yield
-        finally:
-            for p, data in zip(self._leaves.values(), kept, strict=True):
-                p.data = data
 
 
 def attach(
@@ -99,17 +76,26 @@ def attach(
     at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by
     ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ inside
     ``training_step`` alone: optimizer, evaluation, saving and error handling see theta. The draw of step s is
-    ``draw(fold_in(key, s), ...)``, so that a resumed run goes on with the same draws.
+    ``draw(fold_in(key, s), ...)``, so that a resumed run has the same draws.
 
-    Args: trainer: with its model in place; wrapped models (DDP), accumulation, checkpointing, mixed precision and
-        compiled models are fine; key: the run key; base: theta_0 by parameter name, None: a copy of the trainable
-        weights as they are now (before a checkpoint is resumed, these are the pretrained ones); where: the masked set,
-        None: `where.block_linear` of the model; others: as in `smat_fn.mat.smat.build`.
-    Returns: a handle with ``detach()``.
-    Raises: ValueError that lists bad options, a base that does not match, weights sharded by FSDP or DeepSpeed.
-    Source: paper section 4.1 to 4.3. Memory: theta_0 and theta~ beside the model.
+    Args:
+        trainer: with its model in place; wrapped models (DDP), accumulation, checkpointing, mixed precision and
+            compiled models are fine.
+        key: the run key, int64 (2,).
+        base: theta_0 by parameter name; None: a copy of the trainable weights as they are now (before a checkpoint is
+            resumed, these are the pretrained ones).
+        where: the masked set; None: `smat_fn.where.block_linear` of the model.
+        alpha_min, drop_prob, sigma, period, noise: as in `smat_fn.mat.smat.build`.
+
+    Returns:
+        A handle with ``detach()``.
+
+    Raises:
+        ValueError: lists bad options, a base that does not match, weights sharded by FSDP or DeepSpeed.
+
+    Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model.
     """
-    problems = check_strengths(alpha_min, drop_prob, sigma, noise)
+    problems = draw_problems(alpha_min, drop_prob, sigma, noise)
     if not (isinstance(period, int) and period >= 1):
         problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     sharded = [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]

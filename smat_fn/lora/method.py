@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import random, tree
-from ..mat import _composed
+from ..mat import smat
+from ..mat.simulated import simulated_gradient
 from ..types import LossFn, Method, Optimizer, Where
 from .adapters import Lora, init
 from .loss import with_lora
@@ -37,10 +38,8 @@ def build(
     Raises: ValueError that lists every bad argument, and in ``init`` for adapters of other names or shapes.
     """
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
-    return _composed.build(
-        around(with_lora(loss_fn, base, lora)),
-        lambda drawn: around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)),
-        optimizer,
-        like,
-        **options,
-    )
+    at_simulated = simulated_gradient(
+        None, base, engine=options.get("engine", "autograd"),
+        loss_at=lambda drawn: around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)),
+    )  # fmt: skip
+    return smat.build_from(around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like, **options)

@@ -8,14 +8,14 @@ from torch import Tensor
 from .. import tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
-from . import step as _step
+from . import step
 from .step import State
 
 __all__ = ["Info", "State", "build", "climb"]
 
 
 class Info(NamedTuple):
-    """What is only looked at."""
+    """Per-step diagnostics. Nothing here feeds the next step."""
 
     loss: Tensor  # shape=(), at theta
     aux: Aux
@@ -47,20 +47,20 @@ def build(
     Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
     Source: Kwon et al., 2021; Foret et al., 2021; Lee et al., 2025 (SAFT); paper section 5.1.
     """
-    problems = _step.check(optimizer, max_grad_norm, engine)
-    problems += _step.check_strengths(rho=rho)
+    problems = step.check(optimizer, max_grad_norm, engine)
+    problems += step.check_not_negative(rho=rho)
     if problems:
         raise ValueError("asam: " + "; ".join(problems))
     at = value_and_grad(loss_fn, engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        loss, aux, grads = _step.accumulate(at, state.params, batch)
+        loss, aux, grads = step.accumulate(at, state.params, batch)
         climbed = climb(state.params, grads, rho=rho, adaptive=adaptive)
-        climbed_loss, _, grads = _step.accumulate(at, climbed, batch)
-        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        climbed_loss, _, grads = step.accumulate(at, climbed, batch)
+        state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
 
-    return Method(_step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), update)
 
 
 @torch.no_grad()

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from ..grad import value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
-from . import step as _step
+from . import step
 from .step import State
 
 __all__ = ["Info", "State", "build"]
 
 
 class Info(NamedTuple):
-    """What is only looked at."""
+    """Per-step diagnostics. Nothing here feeds the next step."""
 
     loss: Tensor  # shape=()
     aux: Aux
@@ -34,19 +34,19 @@ def build(
 
     Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0, only its structure is used; where: unused here, the
         masked set of methods that have one; max_grad_norm: clip by global norm; engine: of `value_and_grad`;
-        donate: reuse the state's buffers (the state passed in is then spent), same bits.
+        donate: reuse the state's buffers (the state passed in is then spent), bit-identical.
     Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; key is unused.
     Raises: ValueError for bad arguments, and in ``init`` for params that do not match base.
     Source: paper Eq. task-loss.
     """
-    problems = _step.check(optimizer, max_grad_norm, engine)
+    problems = step.check(optimizer, max_grad_norm, engine)
     if problems:
         raise ValueError("finetune: " + "; ".join(problems))
     gradient = value_and_grad(loss_fn, engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        loss, aux, grads = _step.accumulate(gradient, state.params, batch)
-        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        loss, aux, grads = step.accumulate(gradient, state.params, batch)
+        state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 
-    return Method(_step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), update)

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from .. import random
 from ..grad import value_and_grad
-from ..simulation.apply import simulate
-from ..simulation.draws import Draw, draw
+from ..simulation.state import Draw, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from ..where import never
-from . import step as _step
+from . import step
 from .step import State
 
 __all__ = ["Info", "State", "build", "offset"]
@@ -21,7 +20,7 @@ STRENGTHS = 6  # a is uniform on {0.1, ..., 0.6}
 
 
 class Info(NamedTuple):
-    """What is only looked at."""
+    """Per-step diagnostics. Nothing here feeds the next step."""
 
     loss: Tensor  # shape=(), at the offset point
     aux: Aux
@@ -53,8 +52,8 @@ def build(
     Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
     Source: Yang et al., 2026; paper section 5.1.
     """
-    problems = _step.check(optimizer, max_grad_norm, engine)
-    problems += _step.check_strengths(b=b)
+    problems = step.check(optimizer, max_grad_norm, engine)
+    problems += step.check_not_negative(b=b)
     if not (isinstance(k_max, int) and k_max >= 1):
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
     if problems:
@@ -66,11 +65,11 @@ def build(
         with torch.no_grad():
             # base = theta leaves theta + epsilon of the simulated state
             moved = simulate(state.params, state.params, drawn, where=never)
-        loss, aux, grads = _step.accumulate(at, moved, batch)
-        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        loss, aux, grads = step.accumulate(at, moved, batch)
+        state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, drawn.sigma / (math.sqrt(2) * b) if b else drawn.sigma)
 
-    return Method(_step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), update)
 
 
 def offset(key: Tensor, *, b: float, k_max: int) -> Draw:

@@ -9,14 +9,14 @@ from torch import Tensor
 from .. import tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
-from . import step as _step
+from . import step
 from .step import State
 
 __all__ = ["Info", "State", "build", "penalty", "penalty_and_grad"]
 
 
 class Info(NamedTuple):
-    """What is only looked at."""
+    """Per-step diagnostics. Nothing here feeds the next step."""
 
     loss: Tensor  # shape=(), the task loss
     aux: Aux
@@ -48,23 +48,23 @@ def build(
     Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
     Source: Liu et al., 2026; paper section 5.1.
     """
-    problems = _step.check(optimizer, max_grad_norm, engine)
-    problems += _step.check_strengths(lambda_reg=lambda_reg)
+    problems = step.check(optimizer, max_grad_norm, engine)
+    problems += step.check_not_negative(lambda_reg=lambda_reg)
     if problems:
         raise ValueError("orthoreg: " + "; ".join(problems))
     at = value_and_grad(loss_fn, engine=engine)
     picked = where if block_only else None
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        loss, aux, grads = _step.accumulate(at, state.params, batch)
+        loss, aux, grads = step.accumulate(at, state.params, batch)
         value, pull = penalty_and_grad(state.params, base, where=picked)
         flat = tree.flatten(grads)
         pulled = {path: (flat[path].to(r.dtype) + lambda_reg * r).to(flat[path].dtype) for path, r in pull.items()}
         grads = tree.unflatten(grads, {**flat, **pulled})
-        state, norm = _step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, value)
 
-    return Method(_step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), update)
 
 
 def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tensor:

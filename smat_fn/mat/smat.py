@@ -1,32 +1,78 @@
 """SMAT: the task loss at simulated merged states, every t-th step or mixed into every step."""
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import random, tree
+from .. import tree
+from ..errors import problems_of, raise_problems
 from ..grad import value_and_grad
-from ..simulation.apply import reweight
-from ..simulation.draws import Draw, all_off, check_strengths, draw
+from ..optim.chain import clip
+from ..random import fold_in
+from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
+from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
-from . import step as _step
-from .offload import simulated as _simulated
-from .offload.simulated import Result
-from .step import State
+from . import step
+from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
+from .step import Gradient, State, accumulate
 
-__all__ = ["Info", "State", "build", "is_simulated"]
+__all__ = ["Info", "State", "build", "build_from", "is_simulated", "literal_step"]
 
 
 class Info(NamedTuple):
-    """What is only looked at."""
+    """Per-step diagnostics. Nothing here feeds the next step."""
 
     loss: Tensor  # shape=(), the loss that was differentiated
     aux: Aux
     grad_norm: Tensor  # shape=(), float32, after reweighting, before clipping
     scale: Tensor  # alpha, shape=(), float32; 1 on a clean step
     simulated: bool
+
+
+def is_simulated(step: int, period: int) -> bool:
+    """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
+    return (step + 1) % period == 0
+
+
+def literal_step(
+    key: Tensor,
+    state: State,
+    batch: Batch,
+    *,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    period: int = 4,
+    engine: Engine = "autograd",
+    **hyperparameters: Any,
+) -> tuple[State, Info]:
+    """One step of the paper, literally; `build` gives a bit-identical one in fewer passes over memory.
+
+    Args:
+        key: the run key, int64 (2,).
+        state: State of `build`'s ``init``.
+        batch: one batch.
+        hyperparameters: alpha_min, drop_prob, sigma, noise of `smat_fn.draw`; the others as in `build`.
+    """
+    params, gradient = state.params, value_and_grad(loss_fn, engine=engine)
+    simulated, scale = is_simulated(state.step, period), torch.ones(())
+    if simulated:
+        drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
+        scale = drawn.scale
+        with torch.no_grad():
+            merged = simulate(params, base, drawn, where=where)  # theta_0 + alpha m (.) (theta - theta_0) + epsilon
+        (loss, aux), grads = gradient(merged, batch)
+        grads = reweight(grads, drawn, where=where)  # alpha m (.) grad L(theta~)
+    else:
+        (loss, aux), grads = gradient(params, batch)
+    grads, norm = clip(grads, max_grad_norm)
+    params, opt_state = optimizer.update(grads, state.opt_state, params)
+    return State(params, opt_state, state.step + 1), Info(loss, aux, norm, scale, simulated)
 
 
 def build(
@@ -53,77 +99,127 @@ def build(
     ``alpha m (.) grad L(theta~)`` (Eq. smat-gradient) when ``(s + 1) % period == 0``, else ``grad L(theta)``: one
     forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
     The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
-    Perturb all off every step is clean: the bits of `finetune`.
+    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`.
 
-    Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0; where: the masked set S, None masks every leaf;
-        max_grad_norm: clip by global norm after reweighting; alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw`;
-        period: t >= 1, 1 simulates every step; lam: lambda in [0, 1], replaces the schedule; offload: where
-        theta_0 and theta~ live, bits being equal. None: base as it is, theta~ a new tree. "cpu": theta_0 in pinned
-        memory, prefetched during clean steps into one reusable buffer that becomes theta~. "recompute": theta_0 on the
-        device, theta~ rebuilt block by block in forward and backward, no second copy. "stream": the same with
-        theta_0 streamed from pinned memory, no copy at all. engine: of `value_and_grad`;
-        donate: reuse the state's buffers (the state passed in is then spent), same bits.
-    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
-    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Args:
+        loss_fn: ``(params, batch) -> (loss, aux)``.
+        optimizer: anything with ``init`` and ``update`` (`smat_fn.optim`).
+        base: theta_0, a tree of params' structure and shapes.
+        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        max_grad_norm: clip by global norm after reweighting; None: no clipping.
+        alpha_min: Scale, in [0, 1]; 1 switches it off.
+        drop_prob: Mask, in [0, 1), the probability of removing a coordinate; 0 switches it off.
+        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
+        period: t >= 1; 1 simulates every step.
+        noise: "uniform", "gaussian" or "laplace".
+        lam: lambda in [0, 1]; replaces the schedule.
+        offload: where theta_0 and theta~ live, bit-identical: see `smat_fn.mat.simulated.simulated_gradient`.
+        engine: as in `smat_fn.value_and_grad`.
+        donate: reuse the state's buffers (the state passed in is then spent), bit-identical.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` params that do not match base.
+
     Source: paper sections 4.1 to 4.3.
     """
-    problems = _step.check(optimizer, max_grad_norm, engine) + check_strengths(alpha_min, drop_prob, sigma, noise)
-    if not (isinstance(period, int) and period >= 1):
-        problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
-    if lam is not None:
-        try:
-            check_lam(lam)
-        except ValueError as error:
-            problems.append(str(error))
-    problems += _simulated.problems(loss_fn, offload, engine)
-    if problems:
-        raise ValueError("smat: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
-    at_simulated = _simulated.build(
+    problems = offload_problems(loss_fn, offload, engine)
+    at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
         loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
-    )
-    off = all_off(alpha_min, drop_prob, sigma)
-
-    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        weight = float(is_simulated(state.step, period)) if lam is None else lam
-        weight = 0.0 if off else weight
-        drawn, clean, merged = None, None, None
-        if weight < 1:
-            if not off:
-                at_simulated.idle(state.params)
-            clean = _step.accumulate(at, state.params, batch)
-        if weight > 0:
-            drawn = draw(
-                random.fold_in(key, state.step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise
-            )
-            merged = at_simulated.gradient(state.params, batch, drawn)
-        scale = torch.ones(()) if drawn is None else drawn.scale
-        if clean is not None and merged is not None and drawn is not None:
-            (loss, aux, grads), drawn = _mix(weight, clean, merged, drawn, where), None
-        else:
-            loss, aux, grads = merged or cast(Result, clean)
-        state, norm = _step.apply(
-            optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate, drawn=drawn, where=where
-        )
-        return state, Info(loss, aux, norm, scale, weight > 0)
-
+    )  # fmt: skip
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
-    return Method(_step.init(optimizer, base, donate=donate), update)
+    return build_from(
+        loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
+        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, lam=lam, engine=engine, donate=donate,
+        problems=problems,
+    )  # fmt: skip
 
 
-def is_simulated(step: int, period: int) -> bool:
-    """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
-    return (step + 1) % period == 0
+def build_from(
+    loss_fn: LossFn,
+    at_simulated: SimulatedGradient | None,
+    optimizer: Optimizer,
+    like: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    alpha_min: float = 0.2,
+    drop_prob: float = 0.5,
+    sigma: float = 2e-3,
+    period: int = 4,
+    noise: Noise = "uniform",
+    lam: float | None = None,
+    engine: Engine = "autograd",
+    donate: bool = False,
+    key_of: Callable[[Tensor], Tensor] = lambda key: key,
+    problems: list[str] | None = None,
+) -> Method:
+    """SMAT around a `SimulatedGradient`: what `build`, adapters and processes with draws of their own share.
+
+    Args:
+        loss_fn: the clean loss.
+        at_simulated: the gradient at simulated states.
+        like: tree of the parameters' names and shapes.
+        key_of: from the step's key to that of its draw.
+        problems: errors found before, raised together with those found here.
+    """
+    found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
+    found += draw_problems(alpha_min, drop_prob, sigma, noise)
+    if not (isinstance(period, int) and period >= 1):
+        found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+    found += [] if lam is None else problems_of(check_lam, lam)
+    if found:
+        raise_problems(["smat: " + found[0], *found[1:]])
+    assert at_simulated is not None
+    gradient, simulated = value_and_grad(loss_fn, engine=engine), at_simulated
+    off = all_off(alpha_min, drop_prob, sigma) or lam == 0
+    if lam is not None:
+        period = 1
+        simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        drawn = None
+        if off or not is_simulated(state.step, period):
+            if not off:
+                simulated.prepare(state.params)
+            loss, aux, grads = accumulate(gradient, state.params, batch)
+        else:
+            own = key_of(fold_in(key, state.step))
+            drawn = draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
+            loss, aux, grads = simulated(state.params, batch, drawn)
+        weights = None if simulated.reweighted else drawn
+        grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
+        state = step.advance(optimizer, state, grads, donate=donate)
+        return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
+
+    return Method(step.init(optimizer, like, donate=donate), update)
 
 
-def _mix(weight: float, clean: Result, merged: Result, drawn: Draw, where: Where | None) -> Result:
-    (loss, aux, grads), (merged_loss, merged_aux, raw) = clean, merged
+class _Mixed:
+    """``(1 - lambda) grad L(theta) + lambda alpha m (.) grad L(theta~)``: both losses in one step."""
 
-    def mean(a: Tensor, b: Tensor) -> Tensor:
-        dtype = tree.compute_dtype(a)
-        return ((1 - weight) * a.to(dtype) + weight * b.to(dtype)).to(a.dtype)
+    reweighted = True
 
-    grads = tree.tree_map(mean, grads, reweight(raw, drawn, where=where))
-    return (1 - weight) * loss + weight * merged_loss, (aux, merged_aux), grads
+    def __init__(self, gradient: Gradient, at_simulated: SimulatedGradient, lam: float, where: Where | None) -> None:
+        self._gradient, self._at_simulated, self._lam, self._where = gradient, at_simulated, lam, where
+
+    def prepare(self, params: Params) -> None:
+        """Every step is simulated."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        self._at_simulated.prepare(params)
+        loss, aux, grads = accumulate(self._gradient, params, batch)
+        merged_loss, merged_aux, merged = self._at_simulated(params, batch, drawn)
+        if not self._at_simulated.reweighted:
+            merged = reweight(merged, drawn, where=self._where)
+        lam = self._lam
+
+        def mean(a: Tensor, b: Tensor) -> Tensor:
+            dtype = tree.compute_dtype(a)
+            return ((1 - lam) * a.to(dtype) + lam * b.to(dtype)).to(a.dtype)
+
+        return (1 - lam) * loss + lam * merged_loss, (aux, merged_aux), tree.tree_map(mean, grads, merged)

@@ -1,4 +1,4 @@
-"""What every method does around its gradient: micro-batches, clipping, the optimizer, donation."""
+"""For writers of methods: micro-batches around a gradient, then clipping and the optimizer, and checks of arguments."""
 
 import functools
 import math
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .. import tree
 from ..optim.chain import check_max_norm
-from ..simulation.apply import finish
-from ..simulation.draws import Draw
-from ..types import Aux, Batch, Engine, Micro, Optimizer, Params, Where
+from ..simulation import reweight_and_clip
+from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
 
 
 class State(NamedTuple):
@@ -82,33 +81,31 @@ def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
 
 
 def apply(
-    optimizer: Optimizer,
-    state: State,
-    grads: Params,
-    *,
-    max_grad_norm: float | None,
-    donate: bool,
-    drawn: Draw | None = None,
-    where: Where | None = None,
+    optimizer: Optimizer, state: State, grads: Params, *, max_grad_norm: float | None, donate: bool
 ) -> tuple[State, Tensor]:
-    """Reweight (with a draw), clip, then the optimizer on theta: (next state, gradient norm before clipping)."""
-    grads, norm = finish(grads, drawn, where=where, max_norm=max_grad_norm, donate=donate)
+    """Clip, then the optimizer on theta: (next state, 0-d float32 norm of the gradient before clipping)."""
+    grads, norm = reweight_and_clip(grads, None, max_norm=max_grad_norm, donate=donate)
+    return advance(optimizer, state, grads, donate=donate), norm
+
+
+def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) -> State:
+    """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
-    return State(params, opt_state, state.step + 1), norm
+    return State(params, opt_state, state.step + 1)
 
 
-def check_strengths(**strengths: float) -> list[str]:
-    """Problems of strengths that must be finite and not negative."""
+def check_not_negative(**numbers: float) -> list[str]:
+    """Errors for hyperparameters that are not finite or negative."""
     return [
         f"{name} is {value}, must be finite and not negative"
-        for name, value in strengths.items()
+        for name, value in numbers.items()
         if not (math.isfinite(value) and value >= 0)
     ]
 
 
 def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]:
-    """Problems of the arguments that all methods share."""
+    """Errors for the arguments that all methods share."""
     problems = []
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")

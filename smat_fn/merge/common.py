@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import errors, random, tree
 from ..compiled import array, loops_for
 from ..errors import problems_of
-from ..ops.chunked import centered_fields
+from ..ops.cpu import centered_fields
 from ..types import Params
 from .inputs import Leaves, coef_problems, kind_problems
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import array, loops_for
-from ..ops import cpu_loops as fused
+from ..ops import cpu
 from ..types import Params
 from .common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
@@ -53,12 +53,12 @@ def add_dropped(
     threshold = int(random.threshold(drop_prob))
     kept, out = 1 - threshold / 65536, out if total is None else total
     loops = loops_for(leaf, origin, key, out)
-    if loops is None or leaf.dtype not in fused.DTYPES or origin.dtype != torch.float32:
+    if loops is None or leaf.dtype not in cpu.DTYPES or origin.dtype != torch.float32:
         delta = leaf.to(origin.dtype) - origin
         ((fields,),) = fields_of(key[None, None], [(0, start, start + len(leaf))], leaf.device)
         value = _dropped(delta, fields, threshold, kept)
         return value if total is None else total.add_(value), bool(delta.isfinite().all())
-    window, numbers = fused.place(start), (numpy.int32(threshold), numpy.float32(kept))
+    window, numbers = cpu.place(start), (numpy.int32(threshold), numpy.float32(kept))
     largest = loops.add_dropped(array(key), *window, array(leaf), array(origin), *numbers, total is None, array(out))
     return out, largest < 0x7F800000
 

@@ -1,11 +1,10 @@
-"""The fast path: whole trees at once, chunked torch on the CPU and grouped Triton kernels on CUDA, with equal bits.
+"""The fast path: whole trees at once, chunked torch on the CPU and grouped Triton kernels on CUDA, bit-identical.
 
-Only this room imports triton, and only when a kernel is first launched.
+Only this package imports triton, and only when a kernel is first launched.
 """
 
 from . import plain
 from .autograd import reweight, simulate
-from .finish import finish
-from .library import reweight_into, simulate_into
+from .library import reweight_and_clip, reweight_into, simulate_into
 
-__all__ = ["finish", "plain", "reweight", "reweight_into", "simulate", "simulate_into"]
+__all__ = ["plain", "reweight", "reweight_and_clip", "reweight_into", "simulate", "simulate_into"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from . import launch, library, plain
-from .plan import Numbers
+from . import library, plain
+from .cpu import Numbers
 
 
 def simulate(
@@ -151,7 +151,7 @@ def _batched(
     leaves: Sequence[Tensor],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """A launch per element on the kernels, where each has a key of its own; else plain torch batched by vmap."""
-    if not launch.by_kernel(leaves):
+    if not library.by_kernel(leaves):
         stacked = torch.func.vmap(whole, in_dims=tuple(in_dims))(*args)
     else:
         rows = [apply(*(_element(a, d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]

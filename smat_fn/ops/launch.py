@@ -2,38 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .plan import Numbers, first_tiles, kept_scale, noise_step, tiles
+from .cpu import Numbers, first_tiles, kept_scale, noise_step, tiles
 
-SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 LAUNCHES: Counter[str] = Counter()  # by kernel name
 VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised on
 # a fused multiply-add would round once where the equation rounds twice
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
-_forced = False
-
-
-@contextmanager
-def forced() -> Iterator[None]:
-    """Kernels on CPU tensors too, in Triton's interpreter (TRITON_INTERPRET=1 before its first import)."""
-    global _forced
-    before, _forced = _forced, True
-    try:
-        yield
-    finally:
-        _forced = before
-
-
-def by_kernel(*leaves: Sequence[Tensor]) -> bool:
-    """Whether these leaves go to the kernels: on CUDA (or forced), in a dtype that they compute in float32."""
-    every = [leaf for group in leaves for leaf in group]
-    on_device = bool(every) and every[0].is_cuda and all(leaf.device == every[0].device for leaf in every)
-    return (on_device or (_forced and bool(every))) and all(leaf.dtype in SUPPORTED for leaf in every)
 
 
 class _Group(NamedTuple):
@@ -50,7 +29,7 @@ def simulate(
     masked: Sequence[bool],
     starts: Sequence[int],
 ) -> None:
-    """`chunked.simulate` by kernels: one launch per dtype, and one more for leaves that are not aligned."""
+    """`cpu.simulate` by kernels: one launch per dtype, and one more for leaves that are not aligned."""
     from . import kernels
 
     uniform = not numbers.quantiles.numel()
@@ -81,7 +60,7 @@ def reweight(
     clip: Tensor | None = None,
     store: bool = True,
 ) -> None:
-    """`chunked.reweight` by kernels, and its fusions with the clip of the global norm.
+    """`cpu.reweight` by kernels, and its fusions with the clip of the global norm.
 
     Args: sums: float32 (blocks of all leaves), receives each block's sum of squares of the reweighted gradient;
         clip: float32 (1,), a factor that the reweighted gradient is multiplied by; store: write the result to out.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from .plan import Numbers, kept_scale, noise_step
+from .cpu import Numbers, kept_scale, noise_step
 
 PIECE = 1 << 19  # coordinates whose random fields are held at once
 

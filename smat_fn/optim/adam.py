@@ -75,7 +75,7 @@ def _build(
         if not (math.isfinite(value) and value >= 0):
             problems.append(f"{name} is {value}, must be finite and not negative")
     try:
-        schedule = lr if callable(lr) else constant(lr)
+        _ = lr if callable(lr) else constant(lr)
     except ValueError as error:
         problems.append(str(error))
     errors.raise_problems(problems)
@@ -109,7 +109,7 @@ def _build(
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
-            lr=schedule(state.step),
+            lr=lr(state.step) if callable(lr) else lr,
             weight_decay=weight_decay,
             eps=eps,
             maximize=False,

@@ -30,7 +30,7 @@ def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tupl
     Raises: ValueError unless max_norm is None, or positive and finite.
     """
     check_max_norm(max_norm)
-    leaves, norm = ops.finish(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
+    leaves, norm = ops.reweight_and_clip(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, leaves), norm
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .. import random, tree
 from ..grad import ModuleLoss, reparametrised
-from ..mat import _composed
+from ..mat import smat
+from ..mat.simulated import simulated_gradient
 from ..simulation import Draw, simulate
 from ..types import Aux, Batch, LossFn, Method, Micro, Optimizer, Params, Where
 
@@ -62,8 +63,13 @@ def independent_smat(
         inside = reparametrised(loss_fn, lambda params: simulate(params, base, drawn, where=where))
         return replicated(inside)
 
-    return _composed.build(
-        replicated(loss_fn), at, optimizer, base, key_of=lambda key: random.fold_in(key, rank), **options
+    return smat.build_from(
+        replicated(loss_fn),
+        simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=at),
+        optimizer,
+        base,
+        key_of=lambda key: random.fold_in(key, rank),
+        **options,
     )
 
 

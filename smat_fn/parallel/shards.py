@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors
-from ..simulation import Draw, reweight, simulate
+from ..mat.simulated import SimulatedWeights
+from ..simulation import Draw, reweight
 from ..types import Where
 
 
@@ -55,16 +56,12 @@ def simulated_shards(
     Args: base: of `base_shards`; where: the masked set, by path.
     """
     _reshard(module)
-    shards = {path: _local(p).detach() for path, p in _leaves(module).items()}
-    kept = {path: shard.clone() for path, shard in shards.items()}  # FSDP2 owns the storage: it is written in place
-    with torch.no_grad():
-        simulate(kept, base, drawn, where=where, out=shards, starts=starts_of(module))
+    shards = {path: _local(p) for path, p in _leaves(module).items()}  # FSDP2 owns the storage: written in place
+    weights = SimulatedWeights(shards, base, where=where, starts=starts_of(module), switch=False)
     try:
-        yield
+        with weights.at(drawn):
+            yield
     finally:
-        with torch.no_grad():
-            for path, shard in shards.items():
-                shard.copy_(kept[path])
         _reshard(module)
 
 

@@ -1,9 +1,8 @@
 """Simulated merged states: Scale, Mask and Perturb (paper section 4.1), and the losses taken at them (4.2)."""
 
-from .apply import materialise, participation, reweight, simulate
-from .draws import NOISES, Draw, draw
 from .losses import clean_loss, mixed_loss, simulated_loss
 from .probes import Probe, probe
+from .state import NOISES, Draw, draw, materialise, participation, reweight, reweight_and_clip, simulate
 
 __all__ = [
     "NOISES",
@@ -16,6 +15,7 @@ __all__ = [
     "participation",
     "probe",
     "reweight",
+    "reweight_and_clip",
     "simulate",
     "simulated_loss",
 ]

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..types import Aux, Batch, LossFn, Params, Where
-from .apply import simulate
-from .draws import Draw
+from .state import Draw, simulate
 
 SimulatedLoss = Callable[[Params, Params, Batch, Draw], tuple[Tensor, Aux]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..types import Where
-from .draws import Draw
+from .state import Draw
 
 _MASK, _NOISE = 0, 1
 

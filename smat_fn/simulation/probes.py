@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Batch, LossFn, Micro, Noise, Params, Where
-from .apply import simulate
-from .draws import draw
+from .state import draw, simulate
 
 
 class Probe(NamedTuple):

@@ -43,7 +43,9 @@ METHODS = {
     "orthoreg": ({"": {"lambda_reg": 0.01}}, {"lambda_reg": (-0.1, "lambda_reg is -0.1")}),
 }
 FILES = sorted(
-    f.stem for f in Path(smat_fn.mat.__file__).parent.glob("*.py") if not f.stem.startswith("_") and f.stem != "step"
+    f.stem
+    for f in Path(smat_fn.mat.__file__).parent.glob("*.py")
+    if not f.stem.startswith("_") and f.stem not in ("step", "simulated")
 )
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]
 each_run = pytest.mark.parametrize(("name", "hyper"), RUNS)

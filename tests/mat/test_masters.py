@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from smat_fn import ModuleLoss, draw, optim, random, simulate, testing, tree, value_and_grad
 from smat_fn.grad import with_master_weights
 from smat_fn.mat import finetune, smat
-from smat_fn.mat.offload import simulated as _simulated
+from smat_fn.mat import simulated as _simulated
 from smat_fn.types import Optimizer
 
 SHAPES = {"blocks.0.w": (16, 8), "blocks.1.w": (8, 8), "bias": (8,)}

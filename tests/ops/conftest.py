@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from smat_fn import ops, random, simulate
-from smat_fn.ops import launch
-from smat_fn.ops.plan import Numbers
+from smat_fn.ops import launch, library
+from smat_fn.ops.cpu import Numbers
 from smat_fn.simulation import draw, reweight
 from smat_fn.testing import random_tree
 
@@ -102,7 +102,7 @@ def storage_on(device, leaf):
 
 def by_kernels():
     """Inside, leaves on DEVICE go to the kernels."""
-    return launch.forced() if DEVICE == "cpu" else nullcontext()
+    return library.forced() if DEVICE == "cpu" else nullcontext()
 
 
 @pytest.fixture

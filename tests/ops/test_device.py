@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from smat_fn import random, reweight, simulate
-from smat_fn.ops import launch
+from smat_fn.ops import launch, library
 from smat_fn.simulation import draw
-from smat_fn.simulation.apply import finish
+from smat_fn.simulation import reweight_and_clip as finish
 from smat_fn.testing import assert_trees_equal, random_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -18,7 +18,7 @@ def where(path, leaf):
 
 
 @pytest.mark.parametrize("noise", ["uniform", "gaussian"])
-@pytest.mark.parametrize("dtype", launch.SUPPORTED, ids=str)
+@pytest.mark.parametrize("dtype", library.SUPPORTED, ids=str)
 def test_the_bits_of_the_cpu_by_two_launches(dtype, noise):
     params, base = random_tree(1, SHAPES, dtype=dtype), random_tree(2, SHAPES, dtype=dtype)
     drawn = draw(random.key(3), alpha_min=0.2, drop_prob=0.5, sigma=2e-3, noise=noise)
@@ -39,7 +39,7 @@ def test_the_bits_of_the_cpu_by_two_launches(dtype, noise):
     assert_trees_equal({path: leaf.cpu() for path, leaf in clipped.items()}, expected)
 
 
-@pytest.mark.parametrize("dtype", launch.SUPPORTED, ids=str)
+@pytest.mark.parametrize("dtype", library.SUPPORTED, ids=str)
 def test_leaves_that_no_kernel_takes_are_clipped_to_the_bits_of_the_cpu(dtype):
     grads = {**random_tree(1, {"w": (513, 700)}, dtype=dtype), **random_tree(2, {"b": (9,)}, dtype=torch.float64)}
     before = launch.LAUNCHES.copy()

@@ -11,7 +11,7 @@ from torch.func import vmap
 from smat_fn import materialise, random
 from smat_fn.ops import autograd as faces
 from smat_fn.ops import launch, library
-from smat_fn.ops.plan import Numbers
+from smat_fn.ops.cpu import Numbers
 from smat_fn.testing import assert_trees_close, assert_trees_equal
 
 # torch's own: forward mode registers decompositions by torch.jit.script, linearize folds constants of a graph

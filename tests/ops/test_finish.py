@@ -27,7 +27,7 @@ def finished(kernels, device):
         numbers = type(c.numbers)(*(number.to(where) for number in c.numbers)) if simulated else None
         before = launch.LAUNCHES["reweight_kernel"]
         with kernels() if by_kernels else nullcontext():
-            result, norm = ops.finish(grads, numbers, c.masked, max_norm=max_norm, donate=donate)
+            result, norm = ops.reweight_and_clip(grads, numbers, c.masked, max_norm=max_norm, donate=donate)
         launches = launch.LAUNCHES["reweight_kernel"] - before
         assert (launches > 0) == by_kernels
         if not donate:
@@ -87,7 +87,7 @@ def test_a_donated_gradient_holds_the_result(case, kernels, device, by_kernels):
     grads = {path: leaf.to(where, copy=True) for path, leaf in c.params.items()}
     numbers = type(c.numbers)(*(number.to(where) for number in c.numbers))
     with kernels() if by_kernels else nullcontext():
-        result, _ = ops.finish(grads, numbers, c.masked, max_norm=0.5, donate=True)
+        result, _ = ops.reweight_and_clip(grads, numbers, c.masked, max_norm=0.5, donate=True)
     assert all(result[path].data_ptr() == grads[path].data_ptr() for path in grads)
 
 
@@ -116,7 +116,7 @@ def test_no_leaves_and_empty_leaves(kernels, device, by_kernels):
     where = device if by_kernels else "cpu"
     with kernels() if by_kernels else nullcontext():
         for leaves in ({}, {"a": torch.zeros(0, device=where)}):
-            result, norm = ops.finish(leaves, None, [False] * len(leaves), max_norm=1.0, donate=False)
+            result, norm = ops.reweight_and_clip(leaves, None, [False] * len(leaves), max_norm=1.0, donate=False)
             assert_trees_equal(result, leaves)
             assert norm == 0
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smat_fn import ops
-from smat_fn.ops import launch
+from smat_fn.ops import launch, library
 from smat_fn.testing import assert_trees_equal
 
 ALIGNED = {"a": (16, 8), "b": (8,), "c": (4104,)}
@@ -19,7 +19,7 @@ def variants():
     launch.VARIANTS |= before
 
 
-@pytest.mark.parametrize("dtype", launch.SUPPORTED, ids=str)
+@pytest.mark.parametrize("dtype", library.SUPPORTED, ids=str)
 def test_an_aligned_tree_takes_one_launch(case, dtype):
     case(ALIGNED, dtype).kernels(launches=1)
     case(ALIGNED, dtype, start=4096 + 8).kernels(launches=1)
@@ -56,7 +56,7 @@ def test_a_variant_serves_every_seed_step_size_and_draw(case, variants):
 def test_variants_are_dtype_masked_noise_and_aligned(case, variants):
     wanted = {
         (dtype, masked, noise, aligned)
-        for dtype in launch.SUPPORTED
+        for dtype in library.SUPPORTED
         for masked in (True, False)
         for noise in ("uniform", "gaussian", "laplace")
         for aligned in (True, False)
@@ -110,9 +110,9 @@ def test_tensors_on_the_cpu_take_no_kernel_unless_forced(case):
     c.public()
     c.chunked()
     assert before == launch.LAUNCHES
-    with launch.forced(), pytest.raises(ZeroDivisionError):
+    with library.forced(), pytest.raises(ZeroDivisionError):
         1 / 0  # noqa: B018
-    assert not launch.by_kernel(list(c.params.values()))
+    assert not library.by_kernel(list(c.params.values()))
 
 
 def test_a_scale_of_float64_is_rounded_before_a_kernel_reads_it(case, kernels, device):

@@ -12,8 +12,8 @@ from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
 from smat_fn.merge.dare import add_dropped
-from smat_fn.ops import cpu_loops as fused
-from smat_fn.ops.chunked import centered_fields
+from smat_fn.ops import cpu
+from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def test_leaves_of_all_dtypes_and_outputs_that_are_inputs(case, calls):
 def test_threads_share_the_coordinates(case, monkeypatch):
     c = case({"a": (3, 5), "b": (4097,), "c": (3000,)})
     expected = c.chunked()
-    monkeypatch.setattr(fused, "SPAN", 1000)
+    monkeypatch.setattr(cpu, "SPAN", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for got, wanted in zip(c.chunked(), expected, strict=True):
         assert_trees_equal(got, wanted)

@@ -76,7 +76,9 @@ def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
 
 def test_methods_correspond_to_files_and_their_options_to_arguments():
     folder = Path(mat.__file__).parent
-    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step"} == {c.module for c in METHODS}
+    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step", "simulated"} == {
+        c.module for c in METHODS
+    }
     shared = set(inspect.signature(mat.finetune.build).parameters)
     for method in METHODS:
         build = import_module(f"smat_fn.mat.{method.module}").build

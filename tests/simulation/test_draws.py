@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from smat_fn import random
-from smat_fn.simulation import NOISES, draw, draws, materialise, participation, simulate
-from smat_fn.simulation.draws import quantiles, table_on
+from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
+from smat_fn.simulation import noise as noise_tables
+from smat_fn.simulation.state import quantiles, table_on
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
 OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
@@ -97,8 +98,8 @@ def test_all_uniform_noise_values_have_mean_zero_and_the_stated_variance(every_f
 
 
 def test_tables_made_in_inference_mode_serve_gradients(monkeypatch):
-    monkeypatch.setattr(draws, "_TABLES", {})
-    monkeypatch.setattr(draws, "_SENT", {})
+    monkeypatch.setattr(noise_tables, "_TABLES", {})
+    monkeypatch.setattr(noise_tables, "_SENT", {})
     for noise in NOISES:
         with torch.inference_mode():
             there = table_on(quantiles(noise), torch.device("meta"))
@@ -110,10 +111,10 @@ def test_tables_made_in_inference_mode_serve_gradients(monkeypatch):
 
 
 def test_a_stand_in_of_a_transform_is_not_kept(monkeypatch):
-    monkeypatch.setattr(draws, "_SENT", {})
+    monkeypatch.setattr(noise_tables, "_SENT", {})
     table, place = quantiles("gaussian"), torch.device("meta")
     torch.func.grad(lambda x: (x * table_on(table, place).sum()).sum())(torch.ones(2, device="meta"))
-    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(kept) for kept in draws._SENT.values())
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(kept) for kept in noise_tables._SENT.values())
 
 
 def test_a_noise_table_is_sent_to_a_device_once():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smat_fn import ModuleLoss, random, simulate, tree, where
-from smat_fn.mat.offload import simulated as _simulated
+from smat_fn.mat import simulated as _simulated
 from smat_fn.mat.offload import storage
 from smat_fn.simulation import draw, naive
 

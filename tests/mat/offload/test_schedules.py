@@ -215,10 +215,10 @@ def test_a_base_of_another_dtype(runtime, network):
         assert_same(run, runs[0])
 
 
-def test_bad_residences_are_named(network):
+def test_bad_offload_modes_are_named(network):
     _, base = trees(network)
     for offload, loss_fn, options, text in [
-        ("disk", ModuleLoss(network, loss), {}, "offload is 'disk', choose host, device, stream, or None"),
+        ("disk", ModuleLoss(network, loss), {}, "offload is 'disk', choose cpu, recompute, stream, or None"),
         ("recompute", lambda p, b: (p, b), {}, "offload 'recompute' rebuilds the weights of modules: give a smat_fn"),
         ("recompute", reparametrised(ModuleLoss(network, loss), lambda p: p), {}, "or take offload 'cpu' for adapters"),
         (

@@ -1,15 +1,76 @@
-"""`simulate` and its gradient `reweight` on any tree: checks and paths around the operations of smat_fn.ops."""
+"""`draw`, `simulate` and its gradient `reweight` on any tree: checks and paths around the operations of smat_fn.ops."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from .. import errors, ops, random, tree
-from ..ops.plan import Numbers
-from ..types import Params, Where
-from .draws import Draw, table_on
+from .. import ops, random, tree
+from ..errors import raise_problems
+from ..ops.cpu import Numbers
+from ..types import Noise, Params, Where
+from .noise import quantiles, table_on
+
+NOISES: tuple[str, ...] = get_args(Noise)
+_NO_TABLE = torch.empty(0)  # uniform noise needs none
+
+
+class Draw(NamedTuple):
+    """Draws of alpha, m and epsilon; mask and noise stay implicit: functions of (key, path, coordinate)."""
+
+    key: Tensor  # shape=(2,), int64
+    scale: Tensor  # alpha, shape=(), float32
+    drop_prob: Tensor  # p, shape=(), float64
+    sigma: Tensor  # RMS of the noise in units of the weights, shape=(), float64
+    noise: Tensor  # quantiles of unit noise by 16-bit field, shape=(65536,), float32; empty for uniform noise
+
+
+def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise: Noise = "uniform") -> Draw:
+    r"""Draw the simulated state of one step.
+
+    ``alpha ~ U[alpha_min, 1]``, ``m_k = 0`` with probability p and else ``1 / (1 - p)``, ``epsilon_k`` of mean 0 and
+    RMS sigma, all independent. alpha comes from the child 0 of the key, mask and noise from its children by leaf path.
+
+    Args: key: int64 (2,), used for nothing else; alpha_min: in [0, 1]; drop_prob: p in [0, 1), the probability of
+        removing a coordinate of the masked set, realised on 16 bits; sigma: RMS of the noise, >= 0, in units of the
+        weights; noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch
+        Scale, Mask and Perturb off.
+    Returns: Draw on the key's device; can be vmapped over keys.
+    Raises: ValueError that lists every value out of range.
+    Source: paper Eqs. smat-state and smat-mask.
+    """
+    problems = draw_problems(alpha_min, drop_prob, sigma, noise)
+    if problems:
+        raise ValueError("draw: " + "; ".join(problems))
+    unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
+    scale = (alpha_min + (1.0 - alpha_min) * unit).to(torch.float32)
+
+    def number(value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float64, device=key.device)
+
+    table = _NO_TABLE if noise == "uniform" else quantiles(noise)
+    return Draw(key, scale, number(drop_prob), number(sigma), table.to(key.device))
+
+
+def draw_problems(alpha_min: float, drop_prob: float, sigma: float, noise: str) -> list[str]:
+    """Errors for hyperparameters of the three operations that are out of range."""
+    problems = []
+    if not 0 <= alpha_min <= 1:
+        problems.append(f"alpha_min is {alpha_min}, must lie in [0, 1] (1 switches Scale off)")
+    if not 0 <= drop_prob < 1:
+        problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")
+    if not (math.isfinite(sigma) and sigma >= 0):
+        problems.append(f"sigma is {sigma}, must be finite and not negative (0 switches Perturb off)")
+    if noise not in NOISES:
+        problems.append(f"noise is {noise!r}, choose one of {', '.join(NOISES)}")
+    return problems
+
+
+def all_off(alpha_min: float, drop_prob: float, sigma: float) -> bool:
+    """Whether Scale, Mask and Perturb are all switched off, so that theta~ is theta."""
+    return alpha_min == 1 and drop_prob == 0 and sigma == 0
 
 
 def simulate(
@@ -90,10 +151,10 @@ def reweight(
     return out if in_place else _result(grads, result, out, targets)
 
 
-def finish(
+def reweight_and_clip(
     grads: Params, draw: Draw | None, *, where: Where | None = None, max_norm: float | None = None, donate: bool = False
 ) -> tuple[Params, Tensor]:
-    """What is left between a gradient and the optimizer: `reweight` (with a draw), global norm, clip.
+    """Between a gradient and the optimizer: `reweight` (with a draw), global norm and clip, fused.
 
     ``g' = g min(1, max_norm / (norm + 1e-6))`` for ``g = alpha m (.) grads``; the bits of `reweight` followed by
     `smat_fn.optim.clip`, in no more passes over memory than a clip alone.
@@ -107,10 +168,10 @@ def finish(
     if len(parts) > 1:
         # several devices: reweight on each, then one norm
         weighted = tree.flatten(reweight(leaves, cast(Draw, draw), where=where))
-        result, norm = ops.finish(weighted, None, [], max_norm=max_norm, donate=True)
+        result, norm = ops.reweight_and_clip(weighted, None, [], max_norm=max_norm, donate=True)
     else:
         numbers, masked = (parts[0].numbers, parts[0].masked) if parts else (None, [])
-        result, norm = ops.finish(leaves, numbers, masked, max_norm=max_norm, donate=donate)
+        result, norm = ops.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, result), norm
 
 
@@ -152,7 +213,7 @@ def parts_of(
     for device, paths in devices.items():
         # the host does not wait for copies to a device; copies from one are waited for
         key, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in draw[:-1])
-        noise = table_on(draw.noise, device)
+        noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
         numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
         masked = [where is None or where(path, leaves[path]) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
@@ -172,7 +233,7 @@ def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]
         return {}
     problems = [f"starts names {path!r}, which is no leaf" for path in starts if path not in leaves]
     problems += [f"starts[{path!r}] is {start}, must not be negative" for path, start in starts.items() if start < 0]
-    errors.raise_problems(problems)
+    raise_problems(problems)
     return starts
 
 

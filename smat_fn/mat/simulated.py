@@ -1,0 +1,322 @@
+"""Gradients at simulated states, in one place: wherever theta_0 and theta~ live, and whoever runs the backward pass."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, cast, get_args
+
+import torch
+from torch import Tensor
+
+from .. import ops, tree
+from ..grad import MasterWeights, ModuleLoss, value_and_grad
+from ..simulation import Draw, reweight, simulate
+from ..simulation.state import parts_of
+from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
+from .offload.rebuild import blocks, rebuilding
+from .offload.storage import BaseBuffer, ResidentBase, StreamedBase
+from .step import Gradient, accumulate
+
+Result = tuple[Tensor, Aux, Params]
+
+
+class SimulatedGradient(Protocol):
+    """``(params, batch, draw) -> (loss, aux, gradient at theta~)``, made by `simulated_gradient`."""
+
+    reweighted: bool  # whether the gradient is that in params already, alpha m included
+
+    def prepare(self, params: Params) -> None:
+        """Called before the gradient of a clean step: time to move a part of theta_0."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        """Loss, aux and gradient at the state of a draw; a list of micro-batches shares the state."""
+
+
+def simulated_gradient(
+    loss_fn: LossFn | None,
+    base: Params,
+    *,
+    where: Where | None = None,
+    offload: Offload | None = None,
+    period: int = 1,
+    engine: Engine = "autograd",
+    loss_at: Callable[[Draw], LossFn] | None = None,
+) -> SimulatedGradient:
+    r"""The gradient at a simulated state, before reweighting.
+
+    ``grad L(theta~)``, ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` (Eqs. smat-state,
+    smat-gradient). All offload modes are bit-identical. Float32 master weights (`smat_fn.grad.with_master_weights`)
+    are simulated in float32 and rounded once, straight into the copy that the loss runs on.
+
+    Args:
+        loss_fn: ``(params, batch) -> (loss, aux)``.
+        base: theta_0, a tree like params.
+        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        offload: None keeps base as it is and makes a new tree for theta~. ``"cpu"``: theta_0 in pinned host memory,
+            copied during clean steps into one reusable buffer that becomes theta~. ``"recompute"``: theta_0 on the
+            device, theta~ rebuilt block by block in forward and backward, no second copy. ``"stream"``: the same with
+            theta_0 streamed from pinned memory, no copy on the device at all.
+        period: clean steps before a simulated one, plus one: over so many the copies of ``"cpu"`` are spread.
+        engine: as in `smat_fn.value_and_grad`.
+        loss_at: instead of ``loss_fn``: the loss at the state of a draw, for parameters that are not the weights
+            themselves (adapters) or are simulated elsewhere. The chain rule through `smat_fn.simulate` then gives the
+            gradient in params, alpha m included.
+
+    Returns:
+        SimulatedGradient.
+    """
+    if loss_at is not None:
+        return _Composed(loss_at, engine)
+    assert loss_fn is not None
+    if offload is None:
+        return _Fresh(loss_fn, base, where, engine)
+    if offload == "cpu":
+        return _Buffered(loss_fn, base, where, engine, slices=period - 1)
+    assert isinstance(loss_fn, ModuleLoss)
+    return _Rebuilt(loss_fn, base, where, streamed=offload == "stream")
+
+
+def offload_problems(loss_fn: LossFn, offload: Offload | None, engine: Engine) -> list[str]:
+    """Error messages for an offload mode that is unknown or does not fit the loss."""
+    if offload not in (None, *get_args(Offload)):
+        return [f"offload is {offload!r}, choose cpu, recompute, stream, or None for a new tree each time"]
+    found = []
+    if offload in ("recompute", "stream"):
+        inner = loss_fn.loss_fn if isinstance(loss_fn, MasterWeights) else loss_fn
+        # a loss that runs the module on a function of the parameters has no module of these weights
+        if not isinstance(inner, ModuleLoss) or type(inner).within is not ModuleLoss.within:
+            found.append(
+                f"offload {offload!r} rebuilds the weights of modules: give a smat_fn.ModuleLoss itself, or "
+                "with_master_weights of one, or take offload 'cpu' for adapters, replicas and other functions"
+            )
+        if engine != "autograd":
+            found.append(f"offload {offload!r} needs engine 'autograd', not {engine!r}")
+    return found
+
+
+class SimulatedWeights:
+    """The same gradient where somebody else runs forward and backward: a module's own parameters hold theta~ meanwhile.
+
+    Args:
+        parameters: the tensors by name; FSDP2's are the local shards.
+        base: theta_0 by name.
+        where: the masked set S.
+        starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
+        switch: True switches the parameters' storage to one buffer; False writes theta~ into the storage, for those
+            that belong to somebody else, and keeps a copy of theta.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
+        *,
+        where: Where | None = None,
+        starts: Mapping[str, int] | None = None,
+        switch: bool = True,
+    ) -> None:
+        self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
+        self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if switch else {}
+
+    @contextmanager
+    def at(self, drawn: Draw) -> Iterator[None]:
+        """Inside, the parameters hold the state of the draw; afterwards theta again, after an exception too.
+
+        One ``Draw`` object is simulated once: all micro-batches of a step share it.
+        """
+        weights = {path: p.detach() for path, p in self._parameters.items()}
+        kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
+        try:
+            if not self._switch or drawn is not self._drawn:
+                with torch.no_grad():
+                    states = self._buffer if self._switch else weights
+                    simulate(kept, self._base, drawn, where=self._where, out=states, starts=self._starts)
+                self._drawn = drawn
+            if self._switch:
+                for path, p in self._parameters.items():
+                    p.data = self._buffer[path]
+            yield
+        except BaseException:
+            self._drawn = None  # another try begins with other weights
+            raise
+        finally:
+            with torch.no_grad():
+                for path, p in self._parameters.items():
+                    if self._switch:
+                        p.data = kept[path]
+                    else:
+                        weights[path].copy_(kept[path])
+
+    def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
+        """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
+        starts = None if self._starts is None else {path: self._starts[path] for path in grads}
+        with torch.no_grad():
+            reweight(grads, drawn, where=self._where, out=grads, starts=starts)
+        self._drawn = None
+
+
+class _Composed:
+    """The loss at a draw is a function of the parameters: the chain rule does the rest."""
+
+    reweighted = True
+
+    def __init__(self, loss_at: Callable[[Draw], LossFn], engine: Engine) -> None:
+        self._loss_at, self._engine = loss_at, engine
+
+    def prepare(self, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        return accumulate(value_and_grad(self._loss_at(drawn), engine=self._engine), params, batch)
+
+
+class _Fresh:
+    """theta~ is a new tree."""
+
+    reweighted = False
+
+    def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
+        self._at, self._dtype = _unrounded(loss_fn, engine)
+        self._base, self._where = base, where
+
+    def prepare(self, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        with torch.no_grad():
+            states = tree.tree_map(functools.partial(_empty, dtype=self._dtype), params)
+            if self._dtype is None:
+                simulated = simulate(params, self._base, drawn, where=self._where, out=states)
+            else:
+                simulated = _simulate_rounded(params, tree.flatten(self._base), drawn, self._where, states)
+        return accumulate(_as_wide_as(params, self._at), simulated, batch)
+
+
+class _Buffered:
+    """theta~ in one reusable buffer, theta_0 prefetched into it from pinned memory during clean steps."""
+
+    reweighted = False
+
+    def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine, *, slices: int) -> None:
+        self._at, self._dtype = _unrounded(loss_fn, engine)
+        self._where, self._slices = where, slices
+        self._base, self._buffer = base, cast(BaseBuffer | None, None)
+
+    def prepare(self, params: Params) -> None:
+        """Queue the next slice."""
+        self._buffer_for(params).prefetch()
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        leaves, base = tree.flatten(params), self._buffer_for(params).take()
+        # a base of another dtype is no place for a state
+        states = {
+            path: base[path] if base[path].dtype == (self._dtype or leaf.dtype) else _empty(leaf, dtype=self._dtype)
+            for path, leaf in leaves.items()
+        }
+        with torch.no_grad():
+            if self._dtype is None:
+                simulate(leaves, base, drawn, where=self._where, out=states)
+            else:
+                _simulate_rounded(leaves, base, drawn, self._where, states)
+        return accumulate(_as_wide_as(params, self._at), tree.unflatten(params, states), batch)
+
+    def _buffer_for(self, params: Params) -> BaseBuffer:
+        if self._buffer is None:
+            # now that the device is known; the caller's own base may be freed
+            self._buffer = BaseBuffer(tree.flatten(self._base), tree.flatten(params), slices=self._slices)
+            self._base = None
+        return self._buffer
+
+
+class _Rebuilt:
+    """theta~ of one block at a time, in forward and again in backward."""
+
+    reweighted = False
+
+    def __init__(self, loss_fn: ModuleLoss, base: Params, where: Where | None, *, streamed: bool) -> None:
+        self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
+        self._dtype = loss_fn.dtype if isinstance(loss_fn, MasterWeights) else None
+        self._source: ResidentBase | StreamedBase | None = None
+
+    def prepare(self, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        self._loss_fn.check(params)
+        if self._source is None:
+            kind = StreamedBase if self._streamed else ResidentBase
+            self._source, self._base = kind(tree.flatten(self._base), params), None
+        source, module = self._source, self._loss_fn.module
+        make = _simulator(params, drawn, self._where, self._dtype)
+
+        def at(params: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
+            leaves = {path: self._stand_in(leaf).requires_grad_() for path, leaf in params.items()}
+            try:
+                with torch.enable_grad(), rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))):
+                    loss, aux = self._loss_fn.loss(module, batch)
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            finally:
+                source.rewind()
+            return (loss.detach(), aux), dict(zip(leaves, grads, strict=True))
+
+        return accumulate(_as_wide_as(params, at), params, batch)
+
+    def _stand_in(self, leaf: Tensor) -> Tensor:
+        # its values are never read: the leaf itself, or with master weights the dtype of the states and no memory
+        if self._dtype is None:
+            return leaf.detach()
+        return torch.zeros((), dtype=self._dtype, device=leaf.device).expand(leaf.shape)
+
+
+def _unrounded(loss_fn: LossFn, engine: Engine) -> tuple[Gradient, torch.dtype | None]:
+    """The gradient at a state that is already rounded, and the dtype of states (None: that of params)."""
+    if isinstance(loss_fn, MasterWeights):
+        return value_and_grad(loss_fn.loss_fn, engine=engine), loss_fn.dtype
+    return value_and_grad(loss_fn, engine=engine), None
+
+
+def _as_wide_as(params: Params, gradient: Gradient) -> Gradient:
+    """Gradients in the dtypes of params, so that micro-batches are added before anything is rounded."""
+
+    def at(states: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
+        value, grads = gradient(states, batch)
+        return value, tree.tree_map(lambda g, leaf: g.to(leaf.dtype), grads, params)
+
+    return at
+
+
+def _empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=leaf.device)
+
+
+def _simulate_rounded(
+    params: Params, base: Mapping[str, Tensor], drawn: Draw, where: Where | None, out: Params
+) -> Params:
+    """`simulate` of master weights into a narrower tree, which may be base: one block in float32 at a time."""
+    leaves, states = tree.flatten(params), tree.flatten(out)
+    for part in parts_of(leaves, drawn, where, {}):
+        own = {path: leaves[path] for path in part.paths}
+        make = _simulator(own, drawn, where)
+        for paths in dict.fromkeys(blocks(own).values()):
+            for path, state in zip(paths, make(paths, [base[path] for path in paths]), strict=True):
+                states[path].copy_(state)
+    return out
+
+
+def _simulator(
+    params: Mapping[str, Tensor], drawn: Draw, where: Where | None, dtype: torch.dtype | None = None
+) -> Callable[[Sequence[str], Sequence[Tensor]], list[Tensor]]:
+    """`simulate` of some leaves at a time, rounded to dtype; what they share of the draw is made once."""
+    (part,) = parts_of(params, drawn, where, {})
+    position = {path: i for i, path in enumerate(part.paths)}
+
+    def make(paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
+        rows, leaves = [position[path] for path in paths], [params[path] for path in paths]
+        streams = torch.stack([part.numbers.streams[:, row] for row in rows], 1)
+        states = [_empty(leaf, dtype=None) for leaf in leaves]
+        masked, starts = [part.masked[row] for row in rows], [part.starts[row] for row in rows]
+        ops.simulate_into(leaves, list(base), states, *part.numbers._replace(streams=streams), masked, starts)
+        return states if dtype is None else [state.to(dtype) for state in states]
+
+    return make
