@@ -1,9 +1,8 @@
-"""Merging of checkpoint folders of any size: read, merged and written piece by piece, equal to the pure mergers."""
+"""Merging of checkpoint folders of any size: read, merged and written chunk by chunk, equal to the pure mergers."""
 
 from .estimate import chunk_of
 from .extraction import Extracted, extract_lora
-from .inputs import read_inputs
-from .parts import prefix_of
+from .inputs import local_folder, prefix_of, read_inputs
 from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
 from .reading import open_folder
 from .run import Plan, Report, merge_folders, plan
@@ -21,6 +20,7 @@ __all__ = [
     "Vocabulary",
     "chunk_of",
     "extract_lora",
+    "local_folder",
     "merge_folders",
     "open_folder",
     "plan",

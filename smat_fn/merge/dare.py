@@ -1,14 +1,18 @@
 """DARE: drop changes at random, rescale the others, then task arithmetic."""
 
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
 import numpy
 import torch
 from torch import Tensor
 
 from .. import random
 from ..compiled import array, loops_for
-from ..ops import cpu_loops as fused
+from ..ops import cpu_loops
 from ..types import Params
-from .common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
+from .common import L1_NORMS, Mapped, Merger, Piece, Rule, add, apply_vector, fields_of, merge_pieces, zeroed
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
@@ -53,12 +57,12 @@ def add_dropped(
     threshold = int(random.threshold(drop_prob))
     kept, out = 1 - threshold / 65536, out if total is None else total
     loops = loops_for(leaf, origin, key, out)
-    if loops is None or leaf.dtype not in fused.DTYPES or origin.dtype != torch.float32:
+    if loops is None or leaf.dtype not in cpu_loops.DTYPES or origin.dtype != torch.float32:
         delta = leaf.to(origin.dtype) - origin
         ((fields,),) = fields_of(key[None, None], [(0, start, start + len(leaf))], leaf.device)
         value = _dropped(delta, fields, threshold, kept)
         return value if total is None else total.add_(value), bool(delta.isfinite().all())
-    window, numbers = fused.place(start), (numpy.int32(threshold), numpy.float32(kept))
+    window, numbers = cpu_loops.place(start), (numpy.int32(threshold), numpy.float32(kept))
     largest = loops.add_dropped(array(key), *window, array(leaf), array(origin), *numbers, total is None, array(out))
     return out, largest < 0x7F800000
 
@@ -69,3 +73,21 @@ def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tens
     out = torch.empty_like(delta)
     loops.dropped(*map(array, (delta, fields)), numpy.int32(threshold), numpy.float32(kept), array(out))
     return out
+
+
+@dataclass(frozen=True)
+class Dare(Merger):
+    """DARE: drop and rescale at random, then task arithmetic."""
+
+    name = "dare"
+    function = staticmethod(dare_vector)
+    random = True
+    semantics: ClassVar = {"mergekit": L1_NORMS}
+    coef: float | None = None
+    """gamma. The preset leaves it open: --search chooses it on dev."""
+    drop_prob: float | None = None
+    """Probability of removing a coordinate."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        assert self.drop_prob is not None
+        return Rule(add=partial(add_dropped, drop_prob=self.drop_prob))

@@ -1,15 +1,16 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import all_at_once
 from ..types import Params
-from .inputs import Experts, check_alone, coef_problems
-from .leaves import cosine, count_problems, gram
+from .common import Fuse, Mapped, Merger, Rule, cosine, gram, gram_memory
+from .inputs import Experts, check_alone, coef_problems, count_problems
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 
@@ -47,3 +48,24 @@ def arc(products: list[list[float]], coef: float) -> Callable[[Tensor, Tensor], 
     angle = math.acos(cos)
     near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
     return lambda left, right: left * near + right * far
+
+
+@dataclass(frozen=True)
+class Slerp(Merger):
+    """SLERP: two experts, leaf by leaf along the arc between them."""
+
+    name = "slerp"
+    function = staticmethod(slerp)
+    based = False
+    coef: float = 0.5
+    """gamma, 0 gives the first expert, 1 the second."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            between = arc(leaves.gram(path), leaves.coefs[path])
+            return lambda piece: between(*piece.deltas)
+
+        return Rule(fuse)
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        return gram_memory(leaves, experts)

@@ -1,12 +1,13 @@
 """Weight averaging: the mean of the experts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .. import tree
 from ..types import Params
-from .common import add
+from .common import Mapped, Merger, Rule, add
 from .inputs import Experts, check_alone
 
 
@@ -28,3 +29,15 @@ def weight_average(experts: Experts) -> Params:
 
     first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
     return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in flat[0].items()})
+
+
+@dataclass(frozen=True)
+class WeightAverage(Merger):
+    """WA: the mean of the experts."""
+
+    name = "wa"
+    function = staticmethod(weight_average)
+    based = False
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=lambda parts: add(parts, into_first=True).div_(len(leaves.experts)))

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import all_at_once
 from ..types import Params
-from .common import add
+from .common import Mapped, Merger, Rule, add
 from .inputs import Experts, check_alone
 
 
@@ -63,3 +64,19 @@ def _given(
     if not problems and names and normalize and math.fsum(table.values()) == 0:
         problems.append("the sum of weights is 0: pass normalize=False, or other weights")
     return problems, {name: table[name] for name in names if name in table}
+
+
+@dataclass(frozen=True)
+class WeightedAverage(Merger):
+    """Weighted average: the mean of the experts with a weight for each."""
+
+    name = "weighted_average"
+    function = staticmethod(weighted_average)
+    based = False
+    weights: tuple[float, ...]
+    """One number for each expert, in their order."""
+    normalize: bool = True
+    """Divide by the sum of the weights; with --no-normalize take them as they are."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize))
