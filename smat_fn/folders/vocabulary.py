@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .reading import Folder, Read
+from .reading import Folder, Read, config_of
 
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
 VOCABULARIES = "error", "base-rows", "pad-with-base"
@@ -33,7 +33,12 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     holders = [folder for folder in (base, *experts.values()) if HEAD in folder.leaves]
     if not holders:
         return base, experts, []
-    if HEAD in base.leaves and _says_tied(base) and _is_copy(base) and all(map(_is_copy, holders)):
+    if (
+        HEAD in base.leaves
+        and config_of(base.root).get("tie_word_embeddings") is True
+        and _is_copy(base)
+        and all(map(_is_copy, holders))
+    ):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
@@ -126,14 +131,6 @@ def _is_copy(folder: Folder) -> bool:
         torch.equal(*(folder.read(path, start, min(start + _PART, size)) for path in (HEAD, embeddings)))
         for start in range(0, size, _PART)
     )
-
-
-def _says_tied(folder: Folder) -> bool:
-    try:
-        config = json.loads((folder.root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True
 
 
 def tokenizer_notes(base: Path, experts: Mapping[str, Path]) -> Iterator[str]:

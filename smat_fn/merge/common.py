@@ -12,7 +12,7 @@ from ..compiled import array, loops_for
 from ..errors import problems_of
 from ..ops.chunked import centered_fields
 from ..types import Params, Scope
-from .inputs import Leaves, coef_problems, kind_problems
+from .inputs import Experts, Leaves, coef_problems, kind_problems
 
 Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of a piece
 
@@ -298,6 +298,26 @@ def compute_dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> tor
 def delta_of(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     """θ − θ₀ in compute dtype, where θ₀ is."""
     return leaf.to(start.device, dtype) - start.to(dtype)
+
+
+def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[Iterator[Tensor]], Tensor]) -> Params:
+    """A merged tree without a base: ``fuse(weights)`` of every floating-point leaf, rounded once.
+
+    Args:
+        experts: whose first has the structure and the other leaves of the merged tree.
+        flat: their leaves by `check_alone`.
+        fuse: of a leaf's weights in compute dtype, which it must not write to, one for each expert.
+    """
+    start = next(iter(flat.values()))
+
+    def merged(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf.clone()
+        dtype = tree.compute_dtype(leaf)
+        return fuse(leaves[path].to(leaf.device, dtype) for leaves in flat.values()).to(leaf.dtype)
+
+    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
+    return tree.unflatten(first, {path: merged(path, leaf) for path, leaf in start.items()})
 
 
 def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[float]]:

@@ -1,13 +1,9 @@
 """Weight averaging: the mean of the experts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from .. import tree
 from ..types import Params
-from .common import Mapped, Merger, Rule, add
+from .common import Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone
 
 
@@ -19,16 +15,7 @@ def weight_average(experts: Experts) -> Params:
     Raises: ValueError that lists every leaf that does not agree.
     Source: Wortsman et al., "Model soups", 2022.
     """
-    flat = list(check_alone(experts).values())
-
-    def mean(path: str, leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf.clone()
-        values = (leaves[path].to(leaf.device, tree.compute_dtype(leaf)) for leaves in flat)
-        return add(values).div_(len(flat)).to(leaf.dtype)
-
-    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
-    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in flat[0].items()})
+    return merge_weights(experts, check_alone(experts), lambda values: add(values).div_(len(experts)))
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import tree
 from ..errors import all_at_once
 from ..types import Params
-from .common import Mapped, Merger, Rule, add
+from .common import Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone
 
 
@@ -27,15 +26,8 @@ def weighted_average(
     problems, given = _given(experts, weights, normalize)
     flat = all_at_once(problems, lambda: check_alone(experts))
 
-    def mean(path: str, leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf.clone()
-        dtype = tree.compute_dtype(leaf)
-        values = (flat[name][path].to(leaf.device, dtype) for name in given)
-        return mean_of(values, list(given.values()), normalize=normalize).to(leaf.dtype)
-
-    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
-    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in next(iter(flat.values())).items()})
+    shares = list(given.values())
+    return merge_weights(experts, flat, lambda values: mean_of(values, shares, normalize=normalize))
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
