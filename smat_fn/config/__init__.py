@@ -29,42 +29,11 @@ from .presets import DIGITS, PRESETS, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES",
-    "DIGITS",
-    "MERGERS",
-    "METHODS",
-    "MORE_MERGERS",
-    "PRESETS",
-    "Adapters",
-    "Asam",
-    "Breadcrumbs",
-    "Dare",
-    "DareTies",
-    "Della",
-    "Finetune",
-    "MagMax",
-    "MergerConfig",
-    "Mergopt",
-    "MethodConfig",
-    "ModelStock",
-    "Orthoreg",
-    "PaperMerger",
-    "Preset",
-    "Semantics",
-    "Slerp",
-    "Smat",
-    "TaskArithmetic",
-    "Ties",
-    "Training",
-    "TsvMerge",
-    "WeightAverage",
-    "WeightedAverage",
-    "WiseFt",
-    "preset_of",
-    "resolve",
-    "settings",
-    "with_semantics",
-]
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs",
+    "Dare", "DareTies", "Della", "Finetune", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "ModelStock",
+    "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp", "Smat", "TaskArithmetic", "Ties", "Training",
+    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "preset_of", "resolve", "settings", "with_semantics",
+]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della
 C = TypeVar("C", bound=MethodConfig | MergerConfig)

@@ -9,22 +9,7 @@ from .run import Plan, Report, merge_folders, plan
 from .vocabulary import VOCABULARIES, Vocabulary
 
 __all__ = [
-    "CHUNK",
-    "SHARD_SIZE",
-    "VOCABULARIES",
-    "Extracted",
-    "Options",
-    "OutDtype",
-    "Plan",
-    "Report",
-    "Vocabulary",
-    "chunk_of",
-    "extract_lora",
-    "local_folder",
-    "merge_folders",
-    "open_folder",
-    "plan",
-    "prefix_of",
-    "prepare",
+    "CHUNK", "SHARD_SIZE", "VOCABULARIES", "Extracted", "Options", "OutDtype", "Plan", "Report", "Vocabulary",
+    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "plan", "prefix_of", "prepare",
     "read_inputs",
-]
+]  # fmt: skip

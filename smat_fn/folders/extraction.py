@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.inputs import fit_problems
 from .adapters import CONFIG, PREFIX, WEIGHTS
 from .inputs import open_inputs
 from .reading import Folder, config_of
@@ -47,15 +46,10 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
     problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
     start, found = open_inputs(base, {"expert": expert}, "error", problems)
-    if start is not None:
-        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
     errors.raise_problems(problems)
     assert start is not None
-    conv1d = (
-        _CONV1D
-        if str(config_of(start.root).get("model_type", "")).startswith(("gpt2", "openai-gpt", "imagegpt"))
-        else ()
-    )
+    model_type = str(config_of(start.root).get("model_type", ""))
+    conv1d = _CONV1D if model_type.startswith(("gpt2", "openai-gpt", "imagegpt")) else ()
     stored: dict[str, Tensor] = {}
     rests: dict[str, tuple[float, float]] = {}  # ‖Δ − B A‖² and ‖Δ‖²
     ranks: dict[str, int] = {}

@@ -20,10 +20,7 @@ def read_inputs(
 ) -> tuple[Leaves | None, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed."""
     start, found = open_inputs(base, experts, "error", problems)
-    if start is None:
-        return None, {}
-    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
-    if problems:
+    if start is None or problems:
         return None, {}
     return _values(start), {name: _values(folder) for name, folder in found.items()}
 
@@ -35,7 +32,7 @@ def _values(folder: Folder) -> Leaves:
 def open_inputs(
     base: Path, experts: Mapping[str, Path], vocabulary: str, problems: list[str], *, partial: bool = False
 ) -> tuple[Folder | None, dict[str, Folder]]:
-    """Base and those experts that can be opened; what speaks against any of them is added to ``problems``.
+    """Base and those experts that can be opened; errors of all of them go into ``problems``.
 
     Args: partial: experts may hold a part of base's leaves, and have the others of base (`placed`).
     """
@@ -60,6 +57,7 @@ def open_inputs(
     start, found, tied = one_head(start, found)
     found, rows = fit_rows(start, found, vocabulary)
     problems += tied + rows
+    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
     return start, found
 
 

@@ -11,7 +11,7 @@ from .. import checkpoint, errors, random
 from ..errors import problems_of
 from ..merge.coefs import Rules, coefs_of, matches
 from ..merge.common import Merger
-from ..merge.inputs import coef_problems, fit_problems, short
+from ..merge.inputs import coef_problems, short
 from ..merge.registry import merge_by
 from .chunks import Job, Scratch, target
 from .inputs import open_inputs
@@ -80,7 +80,6 @@ def prepare(
     start, found = open_inputs(base, experts, vocabulary, problems, partial=partial)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     if start is not None:
-        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
         if not config.based:
             problems += _buffer_problems(start, found)
         if isinstance(rules, Mapping) and hasattr(config, "coef"):

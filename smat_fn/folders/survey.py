@@ -5,7 +5,7 @@ which are ordered as the floats are. Each level counts 16 bits of the magnitudes
 higher bits: two passes for float32, four for float64.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +33,10 @@ class Survey:
             found: JSON values of an earlier survey, which are not looked for again; new ones are added.
             save: called after each addition.
         """
-        self.job, self.experts, self.coefs, self.device = job, job.experts, job.coefs, job.device
-        self.cuts: dict[str, list[Cut]] = {}
+        self.job, self.device = job, job.device
+        self.experts: Mapping[str, object] = job.experts
+        self.coefs: Mapping[str, float] = job.coefs
+        self.cuts: Mapping[str, list[Cut]] = {}
         self.majority = 1
         self.density: dict[str, float] = {}  # the fraction of coordinates that is kept of every expert
         if (trimming := job.config.trimming()) is None:

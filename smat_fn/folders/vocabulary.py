@@ -33,12 +33,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     holders = [folder for folder in (base, *experts.values()) if HEAD in folder.leaves]
     if not holders:
         return base, experts, []
-    if (
-        HEAD in base.leaves
-        and config_of(base.root).get("tie_word_embeddings") is True
-        and _is_copy(base)
-        and all(map(_is_copy, holders))
-    ):
+    says_tied = config_of(base.root).get("tie_word_embeddings") is True
+    if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     fitted, problems = dict(experts), []
     for name, folder in experts.items():

@@ -43,25 +43,11 @@ class Cut(NamedTuple):
 class Mapped(Protocol):
     """What `Merger.rule` may ask of the leaves that are merged chunk by chunk. Nothing is read before it is asked."""
 
-    @property
-    def experts(self) -> Mapping[str, object]:
-        """By name, in their order."""
-
-    @property
-    def coefs(self) -> Mapping[str, float]:
-        """Gamma of every floating-point leaf."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where chunks are merged."""
-
-    @property
-    def cuts(self) -> Mapping[str, list[Cut]]:
-        """With `Merger.trimming`: of every floating-point leaf, one cut for each expert."""
-
-    @property
-    def majority(self) -> int:
-        """With `Merger.trimming`: the sign of a zero sum."""
+    experts: Mapping[str, object]  # by name, in their order
+    coefs: Mapping[str, float]  # gamma of every floating-point leaf
+    device: torch.device  # where chunks are merged
+    cuts: Mapping[str, list[Cut]]  # with `Merger.trimming`: of every floating-point leaf, one for each expert
+    majority: int  # with `Merger.trimming`: the sign of a zero sum
 
     def shape(self, path: str) -> torch.Size:
         """Shape of a leaf."""
