@@ -72,8 +72,7 @@ def merge_folders(
     The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
     all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory, besides that of
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
-    Some mergers need more of a leaf at once, 32 MiB + N x 80 bytes x the longest row for DELLA, N x 8 MiB for Model
-    Stock and SLERP, (4 N + 64) bytes x the largest leaf for TSV-Merge, for each worker, where that is more.
+    Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 
     Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
         LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
