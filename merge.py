@@ -18,28 +18,16 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
 from tyro.conf import Positional, arg, subcommand
 
 from smat_fn.config import (
     MERGERS,
-    Breadcrumbs,
-    Dare,
-    DareTies,
-    Della,
-    MagMax,
+    MORE_MERGERS,
     MergerConfig,
-    ModelStock,
     Preset,
     Semantics,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    TsvMerge,
-    WeightAverage,
-    WeightedAverage,
-    WiseFt,
     preset_of,
     resolve,
     with_semantics,
@@ -59,26 +47,19 @@ class All:
     """gamma of all but wa, which has none; left open, --search chooses one for each on dev."""
 
 
+if TYPE_CHECKING:
+    Chosen: TypeAlias = All | MergerConfig
+else:
+    Chosen = Union[  # noqa: UP007 - built from the registry
+        tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (All, *MERGERS, *MORE_MERGERS))
+    ]
+
+
 @dataclass(frozen=True)
 class Merge:
     """Merge experts into one model."""
 
-    merger: (
-        Annotated[All, subcommand("all", description=All.__doc__)]
-        | Annotated[WeightAverage, subcommand("wa", description=WeightAverage.__doc__)]
-        | Annotated[TaskArithmetic, subcommand("ta", description=TaskArithmetic.__doc__)]
-        | Annotated[Ties, subcommand("ties", description=Ties.__doc__)]
-        | Annotated[Dare, subcommand("dare", description=Dare.__doc__)]
-        | Annotated[Della, subcommand("della", description=Della.__doc__)]
-        | Annotated[WeightedAverage, subcommand("weighted_average", description=WeightedAverage.__doc__)]
-        | Annotated[WiseFt, subcommand("wise_ft", description=WiseFt.__doc__)]
-        | Annotated[Slerp, subcommand("slerp", description=Slerp.__doc__)]
-        | Annotated[ModelStock, subcommand("model_stock", description=ModelStock.__doc__)]
-        | Annotated[DareTies, subcommand("dare_ties", description=DareTies.__doc__)]
-        | Annotated[Breadcrumbs, subcommand("breadcrumbs", description=Breadcrumbs.__doc__)]
-        | Annotated[MagMax, subcommand("magmax", description=MagMax.__doc__)]
-        | Annotated[TsvMerge, subcommand("tsv_merge", description=TsvMerge.__doc__)]
-    )
+    merger: Chosen
     out: Path
     """Folder for the merged models."""
     run: Annotated[Path | None, NONE] = None

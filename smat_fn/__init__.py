@@ -44,7 +44,7 @@ _SUBMODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # on first use, so that a script's --help does not wait for torch
+    # on first use: `import smat_fn` does not load torch
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in __all__:

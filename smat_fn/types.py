@@ -9,7 +9,7 @@
   step number is folded in by ``update``. ``batch`` is one batch of any type but ``list``, or a ``list`` of
   micro-batches, whose losses and gradients are averaged: with equal weights, or those of `Micro`.
 
-This module imports nothing, so that configuration can be read (and ``--help`` printed) without torch.
+This module imports nothing.
 """
 
 from collections.abc import Callable

@@ -1,76 +1,41 @@
-"""Methods, mergers and presets as frozen dataclasses and plain values. Nothing here needs torch.
+"""Methods, mergers and presets as frozen dataclasses and plain values.
 
-A field that is ``None`` takes the preset's value; `resolve` fills them in.
+A merger's options stand beside its arithmetic in `smat_fn.merge`. A field that is ``None`` takes the preset's value;
+`resolve` fills them in.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from .mergers import (
-    MERGERS,
-    MORE_MERGERS,
-    Breadcrumbs,
-    Dare,
-    DareTies,
-    Della,
-    MagMax,
-    MergerConfig,
-    ModelStock,
-    MoreMerger,
-    PaperMerger,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    TsvMerge,
-    WeightAverage,
-    WeightedAverage,
-    WiseFt,
-)
+from ..merge import MERGERS, MORE_MERGERS
+from ..merge import Merger as MergerConfig
+from ..merge.breadcrumbs import Breadcrumbs
+from ..merge.dare import Dare
+from ..merge.dare_ties import DareTies
+from ..merge.della import Della
+from ..merge.magmax import MagMax
+from ..merge.model_stock import ModelStock
+from ..merge.slerp import Slerp
+from ..merge.task_arithmetic import TaskArithmetic
+from ..merge.ties import Ties
+from ..merge.tsv_merge import TsvMerge
+from ..merge.weight_average import WeightAverage
+from ..merge.weighted_average import WeightedAverage
+from ..merge.wise_ft import WiseFt
 from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
 from .preset import Adapters, Preset, Training
 from .presets import DIGITS, PRESETS, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES",
-    "DIGITS",
-    "MERGERS",
-    "METHODS",
-    "MORE_MERGERS",
-    "PRESETS",
-    "Adapters",
-    "Asam",
-    "Breadcrumbs",
-    "Dare",
-    "DareTies",
-    "Della",
-    "Finetune",
-    "MagMax",
-    "MergerConfig",
-    "Mergopt",
-    "MethodConfig",
-    "ModelStock",
-    "MoreMerger",
-    "Orthoreg",
-    "PaperMerger",
-    "Preset",
-    "Semantics",
-    "Slerp",
-    "Smat",
-    "TaskArithmetic",
-    "Ties",
-    "Training",
-    "TsvMerge",
-    "WeightAverage",
-    "WeightedAverage",
-    "WiseFt",
-    "preset_of",
-    "resolve",
-    "settings",
-    "with_semantics",
-]
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs",
+    "Dare", "DareTies", "Della", "Finetune", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "ModelStock",
+    "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp", "Smat", "TaskArithmetic", "Ties", "Training",
+    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "preset_of", "resolve", "settings", "with_semantics",
+]  # fmt: skip
 
+PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della
 C = TypeVar("C", bound=MethodConfig | MergerConfig)
 
 

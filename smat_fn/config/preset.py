@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..merge import Merger
 from ..types import Precision
-from .mergers import MergerConfig
 from .methods import MethodConfig
 
 
@@ -48,5 +48,5 @@ class Preset:
     lr: Mapping[str, float]  # by method, chosen on dev
     lr_grid: tuple[float, ...]  # what it was chosen from
     methods: Mapping[str, MethodConfig]
-    mergers: Mapping[str, MergerConfig]
+    mergers: Mapping[str, Merger]
     options: Mapping[str, Any] = field(default_factory=dict)  # of the suite

@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 
-from .mergers import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from ..merge.dare import Dare
+from ..merge.della import Della
+from ..merge.task_arithmetic import TaskArithmetic
+from ..merge.ties import Ties
+from ..merge.weight_average import WeightAverage
 from .methods import METHODS, Asam, Finetune, Mergopt, Orthoreg, Smat
 from .preset import Preset, Training
 

@@ -1,27 +1,21 @@
-"""Whose definition of a merger: options where definitions differ, or the reason why one cannot be had."""
+"""Merger variants: the paper's, mergekit's, or the original authors'."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from .mergers import MergerConfig
+from ..merge import MERGERS, MORE_MERGERS, Merger
 
 Semantics = Literal["paper", "mergekit", "original"]
-C = TypeVar("C", bound=MergerConfig)
+C = TypeVar("C", bound=Merger)
 
-_L1 = "mergekit rescales what it keeps by a ratio of L1 norms, here each entry is divided by its keep probability"
-_NONE = "mergekit has no such merger"
 DIFFERENCES: Mapping[Semantics, Mapping[str, Mapping[str, Any] | str]] = {
-    "paper": {},
-    "mergekit": {
-        "ties": {"aggregate": "mean", "scope": "tensor"},
-        "dare": _L1,
-        "della": _L1,
-        "dare_ties": _L1,
-        "magmax": _NONE,
-        "tsv_merge": _NONE,
-    },
-    "original": {"ties": {"aggregate": "mean", "scope": "global"}},
+    semantics: {
+        merger.name: merger.semantics[semantics]
+        for merger in (*MERGERS, *MORE_MERGERS)
+        if semantics in merger.semantics
+    }
+    for semantics in get_args(Semantics)
 }
 
 

@@ -1,30 +1,15 @@
-"""Merging of checkpoint folders of any size: read, merged and written piece by piece, equal to the pure mergers."""
+"""Merging of checkpoint folders of any size: read, merged and written chunk by chunk, equal to the pure mergers."""
 
 from .estimate import chunk_of
 from .extraction import Extracted, extract_lora
-from .inputs import read_inputs
-from .parts import prefix_of
+from .inputs import local_folder, prefix_of, read_inputs
 from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
 from .reading import open_folder
 from .run import Plan, Report, merge_folders, plan
 from .vocabulary import VOCABULARIES, Vocabulary
 
 __all__ = [
-    "CHUNK",
-    "SHARD_SIZE",
-    "VOCABULARIES",
-    "Extracted",
-    "Options",
-    "OutDtype",
-    "Plan",
-    "Report",
-    "Vocabulary",
-    "chunk_of",
-    "extract_lora",
-    "merge_folders",
-    "open_folder",
-    "plan",
-    "prefix_of",
-    "prepare",
+    "CHUNK", "SHARD_SIZE", "VOCABULARIES", "Extracted", "Options", "OutDtype", "Plan", "Report", "Vocabulary",
+    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "plan", "prefix_of", "prepare",
     "read_inputs",
-]
+]  # fmt: skip

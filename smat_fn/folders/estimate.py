@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Della, ModelStock, Slerp, Ties, TsvMerge
-from ..merge.common import row_length
-from ..merge.leaves import BLOCK
-from . import trimming
-from .pieces import Job, write_order
+from ..merge.common import BYTES_PER_COORDINATE, row_length
+from .chunks import Job, in_order, write_order
 from .reading import Folder
-from .rules import net_sign, rule_of
-from .workers import in_order
+from .survey import Survey
 
-BYTES_PER_COORDINATE = 80  # at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
 FIXED = 32 << 20  # histograms, headers, allocator
 
 
@@ -29,15 +24,7 @@ def chunk_of(memory: int) -> int:
 
 def memory_bound(job: Job) -> int:
     """Bytes of anonymous memory at the peak: see `merge_folders`."""
-    leaves, count, least = list(job.base.leaves.values()), len(job.experts), 0
-    largest = max((leaf.numel() for leaf in leaves), default=0)
-    match job.config:
-        case Della():
-            least = BYTES_PER_COORDINATE * count * max(map(row_length, leaves), default=0)
-        case ModelStock() | Slerp():
-            least = 32 * count * min(largest, BLOCK)  # blocks of `gram_of`
-        case TsvMerge():
-            least = (4 * count + 64) * largest  # all task vectors of a leaf, and its decomposition
+    least = job.config.memory(list(job.base.leaves.values()), len(job.experts))
     return job.workers * max(BYTES_PER_COORDINATE * job.chunk, least) + FIXED
 
 
@@ -52,7 +39,7 @@ def seconds_of(job: Job) -> float:
     if not floating:
         return 0.0
     like = max(floating, key=Tensor.numel)
-    length = max(row_length(like), 1)
+    length = max(row_length(like.shape), 1)
     shape = max(1, min(like.numel(), job.chunk * job.workers) // length), length
     generator = torch.Generator().manual_seed(0)
 
@@ -64,17 +51,9 @@ def seconds_of(job: Job) -> float:
     times = []
     for _ in range(2):  # the first one loads libraries and takes memory
         begin = time.perf_counter()
-        cuts, majority = {}, 1
-        if isinstance(job.config, Ties):
-            cuts = trimming.cuts(trial, trimming.find(trial))
-            majority = net_sign(trial, cuts)
-        for _ in in_order(write_order(trial, rule_of(trial, cuts, majority), "w"), trial.workers):
+        rule = trial.config.rule(Survey(trial, {}))
+        for _ in in_order(write_order(trial, rule, "w"), trial.workers):
             pass
         times.append(time.perf_counter() - begin)
-    seconds = min(times)
-
-    def work(shape: tuple[int, ...]) -> float:
-        size = float(torch.Size(shape).numel())
-        return size * min(shape) if isinstance(job.config, TsvMerge) and len(shape) == 2 else size
-
-    return seconds * sum(work(tuple(leaf.shape)) for leaf in job.base.leaves.values()) / work(shape)
+    leaves = job.base.leaves.values()
+    return min(times) * sum(job.config.work(leaf.shape) for leaf in leaves) / job.config.work(shape)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.inputs import fit_problems
 from .adapters import CONFIG, PREFIX, WEIGHTS
 from .inputs import open_inputs
-from .reading import Folder
+from .reading import Folder, config_of
 
 ROWS = 4096  # of a matrix that are in float64 at a time
 _EMBEDDINGS = "embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embed_positions", "embed_in"
@@ -47,11 +46,10 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
     problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
     start, found = open_inputs(base, {"expert": expert}, "error", problems)
-    if start is not None:
-        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
     errors.raise_problems(problems)
     assert start is not None
-    conv1d = _CONV1D if _model_type(start).startswith(("gpt2", "openai-gpt", "imagegpt")) else ()
+    model_type = str(config_of(start.root).get("model_type", ""))
+    conv1d = _CONV1D if model_type.startswith(("gpt2", "openai-gpt", "imagegpt")) else ()
     stored: dict[str, Tensor] = {}
     rests: dict[str, tuple[float, float]] = {}  # ‖Δ − B A‖² and ‖Δ‖²
     ranks: dict[str, int] = {}
@@ -149,11 +147,3 @@ def _square(values: Tensor) -> float:
 def _rest(delta: Tensor, left: Tensor, right: Tensor) -> float:
     parts = zip(delta.split(ROWS), left.split(ROWS), strict=True)
     return sum(_square(part.double() - rows.double() @ right.double()) for part, rows in parts)
-
-
-def _model_type(base: Folder) -> str:
-    try:
-        config: Any = json.loads((base.root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(config.get("model_type", "")) if isinstance(config, Mapping) else ""

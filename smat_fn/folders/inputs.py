@@ -1,14 +1,18 @@
 """Base and experts as they are found: folders, hub names, adapters, other vocabularies, tied heads."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from ..merge.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
-from .hub import local_folder
-from .parts import placed
 from .reading import Folder, open_folder
-from .vocabulary import fit_rows, one_head
+from .vocabulary import HEAD, fit_rows, one_head
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py"]
 
 
 def read_inputs(
@@ -16,10 +20,7 @@ def read_inputs(
 ) -> tuple[Leaves | None, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed."""
     start, found = open_inputs(base, experts, "error", problems)
-    if start is None:
-        return None, {}
-    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
-    if problems:
+    if start is None or problems:
         return None, {}
     return _values(start), {name: _values(folder) for name, folder in found.items()}
 
@@ -31,9 +32,9 @@ def _values(folder: Folder) -> Leaves:
 def open_inputs(
     base: Path, experts: Mapping[str, Path], vocabulary: str, problems: list[str], *, partial: bool = False
 ) -> tuple[Folder | None, dict[str, Folder]]:
-    """Base and those experts that can be opened; what speaks against any of them is added to ``problems``.
+    """Base and those experts that can be opened; errors of all of them go into ``problems``.
 
-    Args: partial: experts may hold a part of base's leaves, and have the others of base (`parts.placed`).
+    Args: partial: experts may hold a part of base's leaves, and have the others of base (`placed`).
     """
     start, found = None, {}
     try:
@@ -56,4 +57,63 @@ def open_inputs(
     start, found, tied = one_head(start, found)
     found, rows = fit_rows(start, found, vocabulary)
     problems += tied + rows
+    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
     return start, found
+
+
+def local_folder(label: str, path: Path) -> Path:
+    """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
+
+    Only safetensors, configuration and tokenizer files are fetched; HF_HUB_OFFLINE takes them from the cache alone.
+
+    Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
+    """
+    name = str(path)
+    if path.exists() or not _NAME.fullmatch(name) or name.startswith("."):
+        return path
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
+    except Exception as error:  # of many libraries: the network's, the hub's, the file system's
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{label}: there is no folder {name}, and the hub did not give a repository of this name ({reason}): "
+            "give a folder, or fetch it first with huggingface-cli download"
+        ) from error
+
+
+def prefix_of(base: Folder, part: Folder) -> str:
+    """What goes before a part's leaf names in base: "" for a language model, "vision_model." for a tower of CLIP.
+
+    Raises: ValueError unless exactly one place in base has leaves of these names and shapes.
+    """
+    first = next(iter(part.leaves), "")
+    ends = [path for path in base.leaves if path == first or path.endswith(f".{first}")]
+    prefixes = [path.removesuffix(first) for path in ends]
+    found = [prefix for prefix in prefixes if _fits(base.leaves, prefix, part.leaves)]
+    if len(found) != 1:
+        where = f"in {len(found)} places ({', '.join(map(repr, found))})" if found else "nowhere"
+        raise ValueError(
+            f"{part.label} has {len(part.leaves)} leaves, {first!r} the first, that fit {where} in base: give the "
+            "model that it was trained from, as it was saved"
+        )
+    return found[0]
+
+
+def placed(base: Folder, part: Folder) -> Folder:
+    """Base with the leaves of a part in their place. A head that may be tied is left to `vocabulary.one_head`.
+
+    Raises: as `prefix_of`.
+    """
+    prefix = prefix_of(base, part)
+    own = {f"{prefix}{name}": name for name in part.leaves}
+    paths = [path for path in base.leaves if path in own or path != HEAD]
+    leaves = {path: part.leaves[own[path]] if path in own else base.leaves[path] for path in paths}
+    made = {path: part.reader(own[path]) if path in own else base.reader(path) for path in paths}
+    return Folder(part.label, leaves, {}, part.stores, part.root, made)
+
+
+def _fits(base: Mapping[str, Tensor], prefix: str, part: Mapping[str, Tensor]) -> bool:
+    return all(f"{prefix}{name}" in base and base[f"{prefix}{name}"].shape == leaf.shape for name, leaf in part.items())

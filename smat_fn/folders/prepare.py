@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import checkpoint, errors, random
-from ..config import MergerConfig
 from ..errors import problems_of
 from ..merge.coefs import Rules, coefs_of, matches
-from ..merge.configured import BASELESS, RANDOM, merge_by
-from ..merge.inputs import coef_problems, fit_problems, short
+from ..merge.common import Merger
+from ..merge.inputs import coef_problems, short
+from ..merge.registry import merge_by
+from .chunks import Job, Scratch, target
 from .inputs import open_inputs
-from .pieces import Job, target
 from .reading import Folder
-from .scratch import Scratch
-from .tokenizers import notes
-from .vocabulary import Vocabulary
+from .vocabulary import Vocabulary, tokenizer_notes
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
@@ -49,7 +47,7 @@ class Options(TypedDict, total=False):
 
 
 def prepare(
-    config: MergerConfig,
+    config: Merger,
     base: Path,
     experts: Mapping[str, Path],
     out: Path,
@@ -82,8 +80,7 @@ def prepare(
     start, found = open_inputs(base, experts, vocabulary, problems, partial=partial)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     if start is not None:
-        problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
-        if config.name in BASELESS:
+        if not config.based:
             problems += _buffer_problems(start, found)
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
             if config.coef is not None and any(not matches(path, rules) for path in floating):
@@ -92,8 +89,8 @@ def prepare(
     errors.raise_problems(problems)
     assert start is not None
     coefs = {} if rules is None else coefs_of(floating, rules)
-    masks = key if config.name in RANDOM else None
-    told = tuple(notes(start.root, {folder.label: folder.root for folder in found.values()}))
+    masks = key if config.random else None
+    told = tuple(tokenizer_notes(start.root, {folder.label: folder.root for folder in found.values()}))
     each = max(1, chunk // workers)
     place = torch.device(device)
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers)
@@ -101,7 +98,7 @@ def prepare(
     return job, layout(like, shard_size)
 
 
-def _merger_problems(config: MergerConfig, experts: list[str], rules: Rules | None, key: Tensor | None) -> list[str]:
+def _merger_problems(config: Merger, experts: list[str], rules: Rules | None, key: Tensor | None) -> list[str]:
     problems = []
     if not hasattr(config, "coef"):
         problems += [] if rules is None else [f"coef is {rules}, but {config.name} has none: leave it out"]
@@ -111,7 +108,7 @@ def _merger_problems(config: MergerConfig, experts: list[str], rules: Rules | No
         problems += coef_problems(rules)
     unset = [name for name, value in vars(config).items() if value is None and name != "coef"]
     problems += [f"{name} of {config.name} is not set: smat_fn.config.resolve takes it from a preset" for name in unset]
-    if key is None and config.name in RANDOM:
+    if key is None and config.random:
         problems.append("key is not set: make one by smat_fn.random.key(seed)")
     if unset:
         return problems

@@ -168,6 +168,15 @@ def _indexed(label: str, path: Path, problems: list[str]) -> dict[Path, set[str]
     return {path / file: names[file] for file in sorted(names)}
 
 
+def config_of(path: Path) -> dict[str, Any]:
+    """The model's config.json, or {} where there is none that can be read."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def foreign(path: Path, only: str = "*") -> str:
     """What a folder without safetensors weights holds instead, or what a file is."""
     names = sorted(file.name for file in path.glob("*") if fnmatch(file.name, only))
@@ -185,12 +194,7 @@ def foreign(path: Path, only: str = "*") -> str:
 
 def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
     out = "merge the checkpoint it was made from"
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
-    if isinstance(config, dict) and config.get("quantization_config"):
-        asked = config["quantization_config"]
+    if asked := config_of(path).get("quantization_config"):
         method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked
         yield f"{label}: {path} is quantised ({method}, says its config.json): {out}"
         return

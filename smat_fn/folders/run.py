@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, Unpack
+from typing import NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, errors
 from ..checkpoint import write_text
-from ..config import MergerConfig, Ties, settings
-from ..merge.ties import Cuts
-from . import trimming
+from ..merge.common import Merger, Rule
+from .chunks import Job, Written, in_order, target, write_order
 from .estimate import memory_bound, seconds_of
-from .pieces import Job, Rule, Written, target, write_order
 from .prepare import Options, prepare
-from .rules import net_sign, rule_of
-from .workers import in_order
+from .survey import Survey
 from .writing import (
     Shard,
     exclusive,
@@ -30,7 +27,7 @@ from .writing import (
     shard_file,
     take_place,
     work_folder,
-    write_piece,
+    write_chunk,
 )
 
 
@@ -62,7 +59,7 @@ Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
 
 
 def merge_folders(
-    config: MergerConfig,
+    config: Merger,
     base: Path,
     experts: Mapping[str, Path],
     out: Path,
@@ -75,8 +72,7 @@ def merge_folders(
     The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
     all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory, besides that of
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
-    Some mergers need more of a leaf at once, 32 MiB + N x 80 bytes x the longest row for DELLA, N x 8 MiB for Model
-    Stock and SLERP, (4 N + 64) bytes x the largest leaf for TSV-Merge, for each worker, where that is more.
+    Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 
     Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
         LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
@@ -100,8 +96,8 @@ def merge_folders(
         progress = load_progress(folder, _recipe(job, shards, options.get("vocabulary")))
         errors.raise_problems(_room_problems(folder, shards))
         try:
-            trims, cuts, majority = _trimmings(job, folder, progress)
-            rule = rule_of(job, cuts, majority)
+            survey = Survey(job, progress, partial(save_progress, folder, progress))
+            rule = job.config.rule(survey)
             for shard in shards:
                 if shard.file not in progress["shards"]:
                     with shard_file(folder, shard) as descriptor:
@@ -115,17 +111,16 @@ def merge_folders(
             raise
         error, change = (math.sqrt(sum(sums[i] for sums in progress["shards"].values())) for i in (0, 1))
         ratio = error / change if change else math.inf if error else 0.0
-        density = trimming.density(job, trims) if isinstance(config, Ties) else {}
         files = fill(folder, job.base.root, shards, job.dtype, size)
         inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
-        report = Report(density, ratio, time.perf_counter() - begin, size, inputs, job.notes)
+        report = Report(survey.density, ratio, time.perf_counter() - begin, size, inputs, job.notes)
         for name, text in ({} if describe is None else describe(files, report)).items():
             write_text(folder / name, text)
         take_place(folder, out)
     return report
 
 
-def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
+def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
     """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
     job, shards = prepare(config, base, experts, out, **options)
     disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
@@ -143,29 +138,15 @@ def plan(config: MergerConfig, base: Path, experts: Mapping[str, Path], out: Pat
 
 
 def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Tasks that merge and write a piece each, and give the squared norms of its rounding error and change."""
+    """Tasks that merge and write a chunk each, and give the squared norms of its rounding error and change."""
 
-    def write(piece: Callable[[], Written], offset: int) -> tuple[float, float]:
-        done = piece()
-        write_piece(descriptor, done.values, offset + done.start * done.values.itemsize)
+    def write(merge: Callable[[], Written], offset: int) -> tuple[float, float]:
+        done = merge()
+        write_chunk(descriptor, done.values, offset + done.start * done.values.itemsize)
         return done.error, done.change
 
     for path, offset in shard.offsets.items():
-        yield from (partial(write, piece, offset) for piece in write_order(job, rule, path))
-
-
-def _trimmings(job: Job, folder: Path, progress: dict[str, Any]) -> tuple[list[list[trimming.Trim]], Cuts, int]:
-    if not isinstance(job.config, Ties):
-        return [], {}, 0
-    if "trims" not in progress:
-        progress["trims"] = trimming.find(job)
-        save_progress(folder, progress)
-    trims = [[trimming.Trim(*trim) for trim in row] for row in progress["trims"]]
-    cuts = trimming.cuts(job, trims)
-    if "majority" not in progress:
-        progress["majority"] = 1 if job.config.scope == "tensor" else net_sign(job, cuts)
-        save_progress(folder, progress)
-    return trims, cuts, progress["majority"]
+        yield from (partial(write, merge, offset) for merge in write_order(job, rule, path))
 
 
 def _recipe(job: Job, shards: Sequence[Shard], vocabulary: str | None) -> str:
@@ -177,7 +158,7 @@ def _recipe(job: Job, shards: Sequence[Shard], vocabulary: str | None) -> str:
             files.append([name, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
-    parts = [__version__, job.config.name, settings(job.config), job.coefs, key, job.device.type]
+    parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
     parts += [vocabulary, headers, files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -1,13 +1,15 @@
 """Heads and vocabularies that differ between base and its experts: explained, or brought to base's shapes."""
 
+import hashlib
 import json
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .reading import Folder, Read
+from .reading import Folder, Read, config_of
 
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
 VOCABULARIES = "error", "base-rows", "pad-with-base"
@@ -15,6 +17,8 @@ HEAD = "lm_head.weight"
 _WORDS = "embed", "wte", "lm_head", "shared"
 _PLACES = "position", "wpe", "patch"
 _PART = 1 << 22  # coordinates that are compared at a time
+
+_TOKENIZERS = "tokenizer.json", "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt"
 
 Folders: TypeAlias = dict[str, Folder]
 
@@ -29,7 +33,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     holders = [folder for folder in (base, *experts.values()) if HEAD in folder.leaves]
     if not holders:
         return base, experts, []
-    if HEAD in base.leaves and _says_tied(base) and _is_copy(base) and all(map(_is_copy, holders)):
+    says_tied = config_of(base.root).get("tie_word_embeddings") is True
+    if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
@@ -124,9 +129,39 @@ def _is_copy(folder: Folder) -> bool:
     )
 
 
-def _says_tied(folder: Folder) -> bool:
+def tokenizer_notes(base: Path, experts: Mapping[str, Path]) -> Iterator[str]:
+    """A sentence for every expert whose tokenizer numbers tokens differently; one without a tokenizer has base's."""
+    for label, path in experts.items():
+        for file in _TOKENIZERS:
+            if not all((folder / file).is_file() for folder in (base, path)) or _same_bytes(base / file, path / file):
+                continue
+            left, right = (_tokens(folder / file) for folder in (base, path))
+            if left is None or right is None:
+                yield f"{label} has another {file} than base: its tokens may be numbered differently"
+            elif left != right:
+                changed = sorted(token for token in left.keys() | right.keys() if left.get(token) != right.get(token))
+                yield (
+                    f"{label} numbers {len(changed)} tokens otherwise than base, such as {changed[0]!r} "
+                    f"({left.get(changed[0])} in base, {right.get(changed[0])} there): "
+                    "the merged model has base's tokenizer"
+                )
+            else:
+                continue
+            break
+
+
+def _same_bytes(left: Path, right: Path) -> bool:
+    return len({hashlib.sha256(file.read_bytes()).digest() for file in (left, right)}) == 1
+
+
+def _tokens(file: Path) -> dict[str, Any] | None:
+    """Token to number, added ones too; None for a file that does not say it in JSON."""
     try:
-        config = json.loads((folder.root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if file.name != "tokenizer.json":
+            return dict(read)
+        vocabulary = read["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((t[0], i) for i, t in enumerate(vocabulary))
+        return {**dict(pairs), **{token["content"]: token["id"] for token in read.get("added_tokens", ())}}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

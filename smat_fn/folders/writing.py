@@ -86,7 +86,7 @@ def _shard(file: str, leaves: Mapping[str, Tensor]) -> Shard:
     return Shard(file, header, {path: len(header) + start for path, (start, _) in ends.items()}, len(header) + end)
 
 
-def write_piece(descriptor: int, values: Tensor, offset: int) -> None:
+def write_chunk(descriptor: int, values: Tensor, offset: int) -> None:
     """The bytes of a flat tensor at an offset of an open file."""
     data = memoryview(values.contiguous().view(torch.uint8).numpy().data)
     while data:
@@ -112,7 +112,7 @@ def shard_file(folder: Path, shard: Shard) -> Iterator[int]:
 
 @contextmanager
 def _flushing(descriptor: int) -> Iterator[None]:
-    """What is written goes to the disk while the next pieces are merged."""
+    """What is written goes to the disk while the next chunks are merged."""
     ended = Event()
 
     def flush() -> None:

@@ -1,12 +1,13 @@
 """Model Breadcrumbs: drop the smallest and the largest changes of every leaf, then task arithmetic."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import add, apply_vector
+from .common import Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
 from .inputs import Experts, Leaves, check, coef_problems
-from .leaves import merge_leaves
 
 
 def breadcrumbs(base: Params, experts: Experts, *, coef: float, drop_smallest: float, drop_largest: float) -> Params:
@@ -52,3 +53,39 @@ def _problems(drop_smallest: float, drop_largest: float) -> list[str]:
     if not problems and not drop_smallest + drop_largest < 1:
         problems.append(f"drop_smallest {drop_smallest} and drop_largest {drop_largest} leave nothing: lower one")
     return problems
+
+
+@dataclass(frozen=True)
+class Breadcrumbs(Merger):
+    """Model Breadcrumbs: leave out the smallest and the largest changes of every leaf, then task arithmetic."""
+
+    name = "breadcrumbs"
+    function = staticmethod(breadcrumbs_vector)
+    drop_smallest: float
+    """Share of a leaf that goes, smallest magnitudes first."""
+    drop_largest: float
+    """Share of a leaf that goes, largest magnitudes first."""
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            size = leaves.shape(path).numel()
+            low, high = int(size * self.drop_smallest), size - int(size * self.drop_largest)
+            first = leaves.ranked(path, low) if low else None
+            last = leaves.ranked(path, high) if high < size else None
+
+            def kept(i: int, delta: Tensor, start: int) -> Tensor:
+                mask = torch.ones_like(delta, dtype=torch.bool) if first is None else _above(delta, start, *first[i])
+                return delta.where(mask if last is None else mask & ~_above(delta, start, *last[i]), 0)
+
+            return lambda piece: add(kept(i, delta, piece.start) for i, delta in enumerate(piece.deltas))
+
+        return Rule(fuse)
+
+
+def _above(delta: Tensor, start: int, value: Tensor, position: int) -> Tensor:
+    """Flat coordinates from ``start`` on that rank above a magnitude at a position of their leaf."""
+    magnitude, value = delta.abs(), value.to(delta.device)
+    later = torch.arange(start, start + delta.numel(), device=delta.device) > position
+    return (magnitude > value) | ((magnitude == value) & later)

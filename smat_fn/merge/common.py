@@ -1,7 +1,8 @@
-"""What the mergers share: task vectors, piece by piece, and the last line, base + coef * vector."""
+"""What a merger is built from: `Merger`, its `Rule` for chunks, task vectors chunk by chunk, base + coef * vector."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,12 +11,17 @@ from .. import errors, random, tree
 from ..compiled import array, loops_for
 from ..errors import problems_of
 from ..ops.cpu import centered_fields
-from ..types import Params
-from .inputs import Leaves, coef_problems, kind_problems
+from ..types import Params, Scope
+from .inputs import Experts, Leaves, coef_problems, kind_problems
 
 Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of a piece
 
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
+BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
+BYTES_PER_COORDINATE = 80  # of a chunk, at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
+# reasons in `Merger.semantics`
+L1_NORMS = "mergekit rescales what it keeps by a ratio of L1 norms, here each entry is divided by its keep probability"
+UNKNOWN = "mergekit has no such merger"
 
 
 class Piece(NamedTuple):
@@ -25,6 +31,82 @@ class Piece(NamedTuple):
     start: int
     deltas: list[Tensor]  # task vectors in compute dtype
     fields: list[Tensor]  # int32 in [0, 65536); none without a key
+
+
+class Cut(NamedTuple):
+    """The part of a leaf that an expert keeps: magnitudes above ``value``, equal ones up to flat position ``last``."""
+
+    value: Tensor
+    last: int | None  # None: all of them
+
+
+class Mapped(Protocol):
+    """What `Merger.rule` may ask of the leaves that are merged chunk by chunk. Nothing is read before it is asked."""
+
+    experts: Mapping[str, object]  # by name, in their order
+    coefs: Mapping[str, float]  # gamma of every floating-point leaf
+    device: torch.device  # where chunks are merged
+    cuts: Mapping[str, list[Cut]]  # with `Merger.trimming`: of every floating-point leaf, one for each expert
+    majority: int  # with `Merger.trimming`: the sign of a zero sum
+
+    def shape(self, path: str) -> torch.Size:
+        """Shape of a leaf."""
+
+    def gram(self, path: str) -> list[list[float]]:
+        """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
+
+    def ranked(self, path: str, rank: int) -> list[tuple[Tensor, int]]:
+        """For each expert, the ``rank``-th smallest (from 1) magnitude of a leaf's task vector, and its position.
+
+        Equal magnitudes are ranked by position.
+        """
+
+
+class Rule(NamedTuple):
+    """How a merger sees the chunks of leaves: one of the first three is given."""
+
+    fuse: Callable[[str], Fuse] | None = None  # of a leaf; a chunk is merged from all experts at once
+    total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
+    add: Callable[..., tuple[Tensor, bool]] | None = None  # adds one expert's weights, see `dare.add_dropped`
+    rows: bool = False  # no row is cut
+    whole: bool = False  # no leaf is cut
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Options of a merger: each file of a merger ends with one subclass, a frozen dataclass that says all about it.
+
+    The subclass's docstring and those of its fields are the help of ``merge.py``. A field that is ``None`` takes the
+    preset's value. ``coef`` is gamma; every other field is a keyword of ``function``.
+    """
+
+    name: ClassVar[str]  # of the subcommand
+    function: ClassVar[Callable[..., Any]]  # `<name>_vector`; of a merger without a base, the merger
+    based: ClassVar[bool] = True  # chunks hold task vectors and give one; else they hold weights and give weights
+    random: ClassVar[bool] = False  # ``function`` takes a key first
+    semantics: ClassVar[
+        Mapping[str, Mapping[str, Any] | str]
+    ] = {}  # options of other definitions, or why there are none
+
+    def trimming(self) -> tuple[float, Scope] | None:
+        """Density and scope of magnitude thresholds that `rule` needs before the first chunk: `Mapped.cuts`."""
+        return None
+
+    def rule(self, leaves: Mapped) -> Rule:
+        """The arithmetic of ``function`` on chunks, bit for bit."""
+        raise NotImplementedError
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        """Bytes that one worker needs at least, where some leaves do not fit a chunk."""
+        return 0
+
+    def work(self, shape: Sequence[int]) -> float:
+        """Time that a leaf takes, in any unit."""
+        return float(torch.Size(shape).numel())
+
+    def settings(self) -> dict[str, Any]:
+        """The options that are set, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def task_vector(params: Params, base: Params) -> Params:
@@ -115,6 +197,13 @@ def pieces(
             yield Piece(paths[index], start, deltas, [f.to(origin.device) for f in field])
 
 
+def merge_leaves(
+    base: Leaves, experts: Mapping[str, Leaves], fuse: Callable[[str, Iterator[Tensor]], Tensor]
+) -> Leaves:
+    """A merged task vector: ``fuse(path, task vectors)`` of every floating-point leaf; they are made one by one."""
+    return {path: fuse(path, _deltas(path, base, experts)) for path, leaf in base.items() if leaf.is_floating_point()}
+
+
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
     """The sum in the order given, in new memory or in that of the first."""
     rest = iter(tensors)
@@ -150,9 +239,9 @@ def zeroed(values: Tensor, keep: Tensor) -> Tensor:
     return keep.to(kind).neg_().bitwise_and_(values.view(kind)).view(values.dtype)
 
 
-def row_length(leaf: Tensor) -> int:
+def row_length(shape: Sequence[int]) -> int:
     """Length of the rows of a leaf: its last axis; a vector, or a 0-d tensor, is one row."""
-    return leaf.shape[-1] if leaf.ndim else 1
+    return shape[-1] if shape else 1
 
 
 def groups(leaves: Sequence[Tensor], limit: int, rows: bool) -> Iterator[list[tuple[int, int, int]]]:
@@ -167,7 +256,7 @@ def groups(leaves: Sequence[Tensor], limit: int, rows: bool) -> Iterator[list[tu
     yield from tree.spans(small, limit)
     for index, leaf in enumerate(leaves):
         if leaf.numel() > limit:
-            length = row_length(leaf)
+            length = row_length(leaf.shape)
             for ((_, start, stop),) in tree.spans([leaf.numel()], max(1, limit // length) * length):
                 yield [(index, start, stop)]
 
@@ -195,6 +284,76 @@ def compute_dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> tor
 def delta_of(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     """θ − θ₀ in compute dtype, where θ₀ is."""
     return leaf.to(start.device, dtype) - start.to(dtype)
+
+
+def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[Iterator[Tensor]], Tensor]) -> Params:
+    """A merged tree without a base: ``fuse(weights)`` of every floating-point leaf, rounded once.
+
+    Args:
+        experts: whose first has the structure and the other leaves of the merged tree.
+        flat: their leaves by `check_alone`.
+        fuse: of a leaf's weights in compute dtype, which it must not write to, one for each expert.
+    """
+    start = next(iter(flat.values()))
+
+    def merged(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf.clone()
+        dtype = tree.compute_dtype(leaf)
+        return fuse(leaves[path].to(leaf.device, dtype) for leaves in flat.values()).to(leaf.dtype)
+
+    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
+    return tree.unflatten(first, {path: merged(path, leaf) for path, leaf in start.items()})
+
+
+def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[float]]:
+    """All inner products of N tensors, or of their differences from ``start``, as float64 numbers.
+
+    The float64 products of a block of 262,144 coordinates are added by halves, coordinate i to coordinate i + half,
+    then block by block: no chunk size, thread count or device changes a bit.
+    """
+    first, others = leaves[0], ([] if start is None else [start])
+    dtype = tree.compute_dtype(*leaves, *others)
+    flat = [leaf.reshape(-1) for leaf in leaves]
+    origin = None if start is None else start.reshape(-1)
+
+    def block(begin: int, end: int) -> Tensor:
+        rows = torch.stack([leaf[begin:end].to(first.device, dtype) for leaf in flat])
+        return rows if origin is None else rows.sub_(origin[begin:end].to(first.device, dtype))
+
+    return gram_of(block, len(flat), first.numel())
+
+
+def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
+    """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
+    total = torch.zeros(count, count, dtype=torch.float64)
+    for begin in range(0, size, BLOCK):
+        rows = block(begin, min(begin + BLOCK, size)).double()
+        rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
+        for index, row in enumerate(rows):
+            products = rows * row
+            while products.shape[1] > 1:
+                half = products.shape[1] // 2
+                products = products[:, :half] + products[:, half:]
+            total[index] += products[:, 0].cpu()
+    return total.tolist()
+
+
+def gram_memory(leaves: Sequence[Tensor], experts: int) -> int:
+    """`Merger.memory` of what calls `Mapped.gram`."""
+    return 32 * experts * min(max((leaf.numel() for leaf in leaves), default=0), BLOCK)
+
+
+def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:
+    """The cosine of the angle between two tensors of a `gram`; 0 where one of them is zero."""
+    size = (products[left][left] * products[right][right]) ** 0.5
+    return products[left][right] / size if size else 0.0
+
+
+def _deltas(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> Iterator[Tensor]:
+    start = base[path]
+    dtype = tree.compute_dtype(start, *(leaves[path] for leaves in experts.values()))
+    return (delta_of(leaves[path], start, dtype) for leaves in experts.values())
 
 
 def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> None:

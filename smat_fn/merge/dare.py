@@ -1,5 +1,9 @@
 """DARE: drop changes at random, rescale the others, then task arithmetic."""
 
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
 import numpy
 import torch
 from torch import Tensor
@@ -8,7 +12,7 @@ from .. import random
 from ..compiled import array, loops_for
 from ..ops import cpu
 from ..types import Params
-from .common import Piece, add, apply_vector, fields_of, merge_pieces, zeroed
+from .common import L1_NORMS, Mapped, Merger, Piece, Rule, add, apply_vector, fields_of, merge_pieces, zeroed
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 
@@ -69,3 +73,21 @@ def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tens
     out = torch.empty_like(delta)
     loops.dropped(*map(array, (delta, fields)), numpy.int32(threshold), numpy.float32(kept), array(out))
     return out
+
+
+@dataclass(frozen=True)
+class Dare(Merger):
+    """DARE: drop and rescale at random, then task arithmetic."""
+
+    name = "dare"
+    function = staticmethod(dare_vector)
+    random = True
+    semantics: ClassVar = {"mergekit": L1_NORMS}
+    coef: float | None = None
+    """gamma. The preset leaves it open: --search chooses it on dev."""
+    drop_prob: float | None = None
+    """Probability of removing a coordinate."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        assert self.drop_prob is not None
+        return Rule(add=partial(add_dropped, drop_prob=self.drop_prob))

@@ -1,9 +1,12 @@
 """DARE with the election of TIES: drop changes at random, rescale, add the changes that agree with the elected sign."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from torch import Tensor
 
 from ..types import Aggregate, Params
-from .common import Piece, agreeing, apply_vector, elected, merge_pieces
+from .common import L1_NORMS, Mapped, Merger, Piece, Rule, agreeing, apply_vector, elected, merge_pieces
 from .dare import dropped
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
@@ -29,10 +32,10 @@ def dare_ties_vector(
 ) -> Leaves:
     """The merged task vector of `dare_ties`: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, aggregate)])
-    return merge_pieces(start, flat, lambda piece: fused(piece, drop_prob, aggregate), key=key)
+    return merge_pieces(start, flat, lambda piece: fuse(piece, drop_prob, aggregate), key=key)
 
 
-def fused(piece: Piece, drop_prob: float, aggregate: Aggregate) -> Tensor:
+def fuse(piece: Piece, drop_prob: float, aggregate: Aggregate) -> Tensor:
     """The merged vector of a piece."""
     masked = dropped(piece, drop_prob)
     return agreeing(masked, elected(masked), mean=aggregate == "mean")
@@ -43,3 +46,22 @@ def _problems(drop_prob: float, aggregate: str) -> list[str]:
     if aggregate not in ("sum", "mean"):
         problems.append(f"aggregate is {aggregate!r}, must be 'sum' or 'mean'")
     return problems
+
+
+@dataclass(frozen=True)
+class DareTies(Merger):
+    """DARE with the sign election of TIES."""
+
+    name = "dare_ties"
+    function = staticmethod(dare_ties_vector)
+    random = True
+    semantics: ClassVar = {"mergekit": L1_NORMS}
+    drop_prob: float
+    """Probability of removing a coordinate."""
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+    aggregate: Aggregate = "sum"
+    """Sum or mean of the agreeing entries."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(lambda _: lambda piece: fuse(piece, self.drop_prob, self.aggregate))

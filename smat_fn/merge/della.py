@@ -1,6 +1,9 @@
 """DELLA: drop changes at random, small ones more often, rescale the others, elect signs, take the mean."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy
 import torch
@@ -9,7 +12,20 @@ from torch import Tensor
 from .. import random
 from ..compiled import array, loops_for
 from ..types import Params
-from .common import Piece, agreeing, apply_vector, elected, merge_pieces, row_length, zeroed
+from .common import (
+    BYTES_PER_COORDINATE,
+    L1_NORMS,
+    Mapped,
+    Merger,
+    Piece,
+    Rule,
+    agreeing,
+    apply_vector,
+    elected,
+    merge_pieces,
+    row_length,
+    zeroed,
+)
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
@@ -36,20 +52,28 @@ def della_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: floa
     """The merged task vector of `della`: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, window)])
 
+    table = tables(drop_prob, window)
+
+    def merged(piece: Piece) -> Tensor:
+        return fuse(piece, table(row_length(start[piece.path].shape), piece.deltas[0].device))
+
+    return merge_pieces(start, flat, merged, key=key, rows=True)
+
+
+def fuse(piece: Piece, by_rank: Tensor) -> Tensor:
+    """The merged vector of whole rows. Args: by_rank: `thresholds` of their length."""
+    masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
+    return agreeing(masked, elected(masked), mean=True)
+
+
+def tables(drop_prob: float, window: float) -> Callable[[int, torch.device], Tensor]:
+    """`thresholds` by length of the row, on a device."""
+
     @lru_cache(maxsize=8)
     def table(length: int, device: torch.device) -> Tensor:
         return thresholds(length, drop_prob=drop_prob, window=window).to(device)
 
-    def fuse(piece: Piece) -> Tensor:
-        return fused(piece, table(row_length(start[piece.path]), piece.deltas[0].device))
-
-    return merge_pieces(start, flat, fuse, key=key, rows=True)
-
-
-def fused(piece: Piece, by_rank: Tensor) -> Tensor:
-    """The merged vector of whole rows. Args: by_rank: `thresholds` of their length."""
-    masked = [_masked(d, f, by_rank) for d, f in zip(piece.deltas, piece.fields, strict=True)]
-    return agreeing(masked, elected(masked), mean=True)
+    return table
 
 
 def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
@@ -96,3 +120,30 @@ def _problems(drop_prob: float, window: float) -> list[str]:
             "both must be in (0, 1]: take a smaller window"
         )
     return problems
+
+
+@dataclass(frozen=True)
+class Della(Merger):
+    """DELLA: drop by rank of magnitude, elect signs, mean of what agrees."""
+
+    name = "della"
+    function = staticmethod(della_vector)
+    random = True
+    semantics: ClassVar = {"mergekit": L1_NORMS}
+    coef: float | None = None
+    """gamma. The preset leaves it open: --search chooses it on dev."""
+    drop_prob: float | None = None
+    """Mean probability of removing a coordinate."""
+    window: float | None = None
+    """Full width of the range of keep probabilities."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        assert self.drop_prob is not None
+        assert self.window is not None
+        table = tables(self.drop_prob, self.window)
+        return Rule(
+            lambda path: lambda piece: fuse(piece, table(row_length(leaves.shape(path)), leaves.device)), rows=True
+        )
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        return BYTES_PER_COORDINATE * experts * max((row_length(leaf.shape) for leaf in leaves), default=0)

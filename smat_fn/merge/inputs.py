@@ -33,6 +33,16 @@ def drop_problems(drop_prob: float) -> list[str]:
     return [] if 0 <= drop_prob < 1 else [f"drop_prob is {drop_prob}, must be in [0, 1): it is the removed fraction"]
 
 
+def count_problems(experts: Experts, merger: str, *, least: int, most: int | None = None) -> list[str]:
+    """What `check` cannot know: how many experts a merger is defined for."""
+    if not isinstance(experts, (Mapping, list, tuple)) or not experts:
+        return []
+    if len(experts) < least or (most is not None and len(experts) > most):
+        wanted = f"exactly {most}" if least == most else f"at least {least}"
+        return [f"experts holds {len(experts)} trees: {merger} takes {wanted}"]
+    return []
+
+
 def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple[Leaves, dict[str, Leaves]]:
     """Detached flat leaves of base and of every expert by name; no data is read.
 

@@ -1,12 +1,14 @@
 """MagMax: of all experts' changes of a coordinate, the one of largest magnitude."""
 
+from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import Piece, apply_vector, merge_pieces
+from .common import UNKNOWN, Mapped, Merger, Piece, Rule, apply_vector, merge_pieces
 from .inputs import Experts, Leaves, check, coef_problems
 
 
@@ -24,11 +26,25 @@ def magmax(base: Params, experts: Experts, *, coef: float) -> Params:
 
 def magmax_vector(base: Params, experts: Experts) -> Leaves:
     """τ: flat, floating-point leaves only, for `apply_vector`."""
-    return merge_pieces(*check(base, experts), fused)
+    return merge_pieces(*check(base, experts), fuse)
 
 
-def fused(piece: Piece) -> Tensor:
+def fuse(piece: Piece) -> Tensor:
     """τ of a piece."""
     # the largest magnitude belongs to the largest or to the smallest number, whatever the experts' order
     high, low = reduce(torch.maximum, piece.deltas), reduce(torch.minimum, piece.deltas)
     return torch.where(high >= -low, high, low)
+
+
+@dataclass(frozen=True)
+class MagMax(Merger):
+    """MagMax: of all experts' changes of a coordinate the largest."""
+
+    name = "magmax"
+    function = staticmethod(magmax_vector)
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(lambda _: fuse)

@@ -1,14 +1,15 @@
 """Model Stock: towards the experts' mean, as far as the angle between the experts says."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 from torch import Tensor
 
 from ..types import Params
-from .common import Piece, add, apply_vector, merge_pieces
-from .inputs import Experts, Leaves, check, coef_problems
-from .leaves import cosine, count_problems, gram
+from .common import Fuse, Mapped, Merger, Piece, Rule, add, apply_vector, cosine, gram, gram_memory, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems, count_problems
 
 
 def model_stock(base: Params, experts: Experts, *, coef: float = 1.0) -> Params:
@@ -31,10 +32,10 @@ def model_stock_vector(base: Params, experts: Experts) -> Leaves:
     start, flat = check(base, experts, _count(experts))
     ratios = model_stock_ratios(start, flat)
 
-    def fuse(piece: Piece) -> Tensor:
+    def merged(piece: Piece) -> Tensor:
         return add(piece.deltas) * (ratios[piece.path] / len(flat))
 
-    return merge_pieces(start, flat, fuse)
+    return merge_pieces(start, flat, merged)
 
 
 def model_stock_ratios(base: Params, experts: Experts) -> dict[str, float]:
@@ -57,3 +58,23 @@ def ratio_of(products: list[list[float]]) -> float:
 
 def _count(experts: Experts) -> list[str]:
     return count_problems(experts, "model_stock", least=2)
+
+
+@dataclass(frozen=True)
+class ModelStock(Merger):
+    """Model Stock: towards the experts' mean, as far as the angles between them say."""
+
+    name = "model_stock"
+    function = staticmethod(model_stock_vector)
+    coef: float = 1.0
+    """gamma, a factor of the step; 1 is the source's."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            share = ratio_of(leaves.gram(path)) / len(leaves.experts)
+            return lambda piece: add(piece.deltas) * share
+
+        return Rule(fuse)
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        return gram_memory(leaves, experts)

@@ -1,15 +1,15 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import tree
 from ..errors import all_at_once
 from ..types import Params
-from .inputs import Experts, check_alone, coef_problems
-from .leaves import cosine, count_problems, gram
+from .common import Fuse, Mapped, Merger, Rule, cosine, gram, gram_memory, merge_weights
+from .inputs import Experts, check_alone, coef_problems, count_problems
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 
@@ -27,16 +27,13 @@ def slerp(experts: Experts, *, coef: float) -> Params:
     Source: Shoemake, "Animating rotation with quaternion curves", 1985.
     """
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
-    one, two = all_at_once(problems, lambda: check_alone(experts)).values()
-    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
-    return tree.unflatten(first, {path: _between(leaf, two[path], float(coef)) for path, leaf in one.items()})
+    flat = all_at_once(problems, lambda: check_alone(experts))
 
+    def between(values: Iterator[Tensor]) -> Tensor:
+        one, two = values
+        return arc(gram([one, two]), float(coef))(one, two)
 
-def _between(one: Tensor, two: Tensor, coef: float) -> Tensor:
-    if not one.is_floating_point():
-        return one.clone()
-    dtype = tree.compute_dtype(one)
-    return arc(gram([one, two]), coef)(one.to(dtype), two.to(one.device, dtype)).to(one.dtype)
+    return merge_weights(experts, flat, between)
 
 
 def arc(products: list[list[float]], coef: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -47,3 +44,24 @@ def arc(products: list[list[float]], coef: float) -> Callable[[Tensor, Tensor], 
     angle = math.acos(cos)
     near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
     return lambda left, right: left * near + right * far
+
+
+@dataclass(frozen=True)
+class Slerp(Merger):
+    """SLERP: two experts, leaf by leaf along the arc between them."""
+
+    name = "slerp"
+    function = staticmethod(slerp)
+    based = False
+    coef: float = 0.5
+    """gamma, 0 gives the first expert, 1 the second."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            between = arc(leaves.gram(path), leaves.coefs[path])
+            return lambda piece: between(*piece.deltas)
+
+        return Rule(fuse)
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        return gram_memory(leaves, experts)

@@ -1,7 +1,10 @@
 """Task arithmetic: the sum of the task vectors."""
 
+from dataclasses import dataclass
+from functools import partial
+
 from ..types import Params
-from .common import add, apply_vector, merge_pieces
+from .common import Mapped, Merger, Rule, add, apply_vector, merge_pieces
 from .inputs import Experts, Leaves, check, coef_problems
 
 
@@ -20,3 +23,16 @@ def task_arithmetic(base: Params, experts: Experts, *, coef: float) -> Params:
 def task_arithmetic_vector(base: Params, experts: Experts) -> Leaves:
     """Σ_i Δ_i, summed in the experts' order: flat, floating-point leaves only, for `apply_vector`."""
     return merge_pieces(*check(base, experts), lambda piece: add(piece.deltas))
+
+
+@dataclass(frozen=True)
+class TaskArithmetic(Merger):
+    """TA: base + coef * sum of the task vectors."""
+
+    name = "ta"
+    function = staticmethod(task_arithmetic_vector)
+    coef: float | None = None
+    """gamma. The preset leaves it open: --search chooses it on dev."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=partial(add, into_first=True))

@@ -1,25 +1,32 @@
 """TIES merging: trim small changes, elect a sign for every coordinate, add the changes that agree with it."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
-from .common import CHUNK, Piece, add, apply_vector, compute_dtype, delta_of, merge_pieces, pieces, zeroed
+from .common import (
+    CHUNK,
+    Cut,
+    Mapped,
+    Merger,
+    Piece,
+    Rule,
+    add,
+    apply_vector,
+    compute_dtype,
+    delta_of,
+    merge_pieces,
+    pieces,
+    zeroed,
+)
 from .inputs import Experts, Leaves, check, coef_problems
 
-
-class Cut(NamedTuple):
-    """What an expert keeps of a leaf: magnitudes above ``value``, and equal ones up to flat position ``last``."""
-
-    value: Tensor
-    last: int | None  # None: all of them
-
-
-Cuts: TypeAlias = dict[str, list[Cut]]  # of every leaf, one an expert
+Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 
 
 def ties(
@@ -59,10 +66,10 @@ def ties_vector(
     else:
         net = sum(votes(add(trimmed(piece, cuts))) for piece in pieces(start, flat))
         majority = (net > 0) - (net < 0)
-    return merge_pieces(start, flat, lambda piece: fused(piece, cuts, majority, aggregate))
+    return merge_pieces(start, flat, lambda piece: fuse(piece, cuts, majority, aggregate))
 
 
-def fused(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
+def fuse(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
     """The merged vector of a piece. Args: majority: the sign of a zero sum."""
     deltas = trimmed(piece, cuts)
     sign = add(deltas).sign_()
@@ -112,7 +119,7 @@ def _problems(keep: float, aggregate: str, scope: str) -> list[str]:
 def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -> Cuts:
     """One cut for every floating-point leaf and, in their order, every expert."""
     leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
-    cuts: Cuts = {path: [] for path in leaves}
+    cuts: dict[str, list[Cut]] = {path: [] for path in leaves}
     dtypes = {path: compute_dtype(path, base, experts) for path in leaves}
     for expert in experts.values():
         groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
@@ -183,3 +190,33 @@ def _limit(value: Tensor, dtype: torch.dtype, *, equal: bool) -> float:
     if float(near) > exact or (equal and float(near) == exact):  # NumPy would round ``exact`` before it compares
         near = numpy.nextafter(near, kind(-numpy.inf))
     return float(near)
+
+
+@dataclass(frozen=True)
+class Ties(Merger):
+    """TIES: trim, elect signs, add what agrees."""
+
+    name = "ties"
+    function = staticmethod(ties_vector)
+    semantics: ClassVar = {
+        "mergekit": {"aggregate": "mean", "scope": "tensor"},
+        "original": {"aggregate": "mean", "scope": "global"},
+    }
+    coef: float | None = None
+    """gamma. The preset leaves it open: --search chooses it on dev."""
+    keep: float | None = None
+    """Fraction of coordinates that stays, by magnitude."""
+    aggregate: Aggregate | None = None
+    """Sum or mean of the agreeing entries."""
+    scope: Scope | None = None
+    """One threshold per expert (global), or one per tensor."""
+
+    def trimming(self) -> tuple[float, Scope]:
+        assert self.keep is not None
+        assert self.scope is not None
+        return self.keep, self.scope
+
+    def rule(self, leaves: Mapped) -> Rule:
+        aggregate = self.aggregate
+        assert aggregate is not None
+        return Rule(lambda _: lambda piece: fuse(piece, leaves.cuts, leaves.majority, aggregate))

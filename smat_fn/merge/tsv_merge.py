@@ -1,14 +1,15 @@
 """TSV-Merge: the leading singular vectors of every expert's task matrices, made orthogonal to each other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import add, apply_vector
+from .common import UNKNOWN, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
 from .inputs import Experts, Leaves, check, coef_problems
-from .leaves import merge_leaves
 
 
 def tsv_merge(base: Params, experts: Experts, *, coef: float) -> Params:
@@ -31,10 +32,10 @@ def tsv_merge(base: Params, experts: Experts, *, coef: float) -> Params:
 
 def tsv_merge_vector(base: Params, experts: Experts) -> Leaves:
     """Û Σ V̂ᵀ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
-    return merge_leaves(*check(base, experts), fused)
+    return merge_leaves(*check(base, experts), fuse)
 
 
-def fused(path: str, deltas: Iterable[Tensor]) -> Tensor:
+def fuse(path: str, deltas: Iterable[Tensor]) -> Tensor:
     """The merged vector of a leaf."""
     every = list(deltas)
     shape = every[0].shape
@@ -63,3 +64,28 @@ def _orthonormal(matrix: Tensor) -> Tensor:
 
 def _real(values: Tensor, matrix: Tensor) -> Tensor:
     return values > torch.finfo(values.dtype).eps * max(matrix.shape) * values[0]
+
+
+@dataclass(frozen=True)
+class TsvMerge(Merger):
+    """TSV-Merge: the leading singular vectors of every expert's matrices, made orthogonal."""
+
+    name = "tsv_merge"
+    function = staticmethod(tsv_merge_vector)
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def whole(path: str) -> Fuse:
+            shape = leaves.shape(path)
+            return lambda piece: fuse(path, (delta.view(shape) for delta in piece.deltas)).reshape(-1)
+
+        return Rule(whole, whole=True)
+
+    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+        largest = max((leaf.numel() for leaf in leaves), default=0)
+        return (4 * experts + 64) * largest  # all task vectors of a leaf, and its decomposition
+
+    def work(self, shape: Sequence[int]) -> float:
+        return super().work(shape) * (min(shape) if len(shape) == 2 else 1)

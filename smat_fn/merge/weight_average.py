@@ -1,12 +1,9 @@
 """Weight averaging: the mean of the experts."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from .. import tree
 from ..types import Params
-from .common import add
+from .common import Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone
 
 
@@ -18,13 +15,16 @@ def weight_average(experts: Experts) -> Params:
     Raises: ValueError that lists every leaf that does not agree.
     Source: Wortsman et al., "Model soups", 2022.
     """
-    flat = list(check_alone(experts).values())
+    return merge_weights(experts, check_alone(experts), lambda values: add(values).div_(len(experts)))
 
-    def mean(path: str, leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf.clone()
-        values = (leaves[path].to(leaf.device, tree.compute_dtype(leaf)) for leaves in flat)
-        return add(values).div_(len(flat)).to(leaf.dtype)
 
-    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
-    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in flat[0].items()})
+@dataclass(frozen=True)
+class WeightAverage(Merger):
+    """WA: the mean of the experts."""
+
+    name = "wa"
+    function = staticmethod(weight_average)
+    based = False
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=lambda parts: add(parts, into_first=True).div_(len(leaves.experts)))

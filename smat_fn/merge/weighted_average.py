@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from .. import tree
 from ..errors import all_at_once
 from ..types import Params
-from .common import add
+from .common import Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone
 
 
@@ -26,15 +26,8 @@ def weighted_average(
     problems, given = _given(experts, weights, normalize)
     flat = all_at_once(problems, lambda: check_alone(experts))
 
-    def mean(path: str, leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf.clone()
-        dtype = tree.compute_dtype(leaf)
-        values = (flat[name][path].to(leaf.device, dtype) for name in given)
-        return mean_of(values, list(given.values()), normalize=normalize).to(leaf.dtype)
-
-    first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
-    return tree.unflatten(first, {path: mean(path, leaf) for path, leaf in next(iter(flat.values())).items()})
+    shares = list(given.values())
+    return merge_weights(experts, flat, lambda values: mean_of(values, shares, normalize=normalize))
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
@@ -63,3 +56,19 @@ def _given(
     if not problems and names and normalize and math.fsum(table.values()) == 0:
         problems.append("the sum of weights is 0: pass normalize=False, or other weights")
     return problems, {name: table[name] for name in names if name in table}
+
+
+@dataclass(frozen=True)
+class WeightedAverage(Merger):
+    """Weighted average: the mean of the experts with a weight for each."""
+
+    name = "weighted_average"
+    function = staticmethod(weighted_average)
+    based = False
+    weights: tuple[float, ...]
+    """One number for each expert, in their order."""
+    normalize: bool = True
+    """Divide by the sum of the weights; with --no-normalize take them as they are."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize))

@@ -1,9 +1,10 @@
 """WiSE-FT: a point on the line from the base to one expert."""
 
+from dataclasses import dataclass
+
 from ..types import Params
-from .common import apply_vector, merge_pieces
-from .inputs import Experts, Leaves, check, coef_problems
-from .leaves import count_problems
+from .common import Mapped, Merger, Rule, apply_vector, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems, count_problems
 
 
 def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:
@@ -25,3 +26,16 @@ def wise_ft_vector(base: Params, experts: Experts) -> Leaves:
 
 def _count(experts: Experts) -> list[str]:
     return count_problems(experts, "wise_ft", least=1, most=1)
+
+
+@dataclass(frozen=True)
+class WiseFt(Merger):
+    """WiSE-FT: base + coef * the task vector of one expert."""
+
+    name = "wise_ft"
+    function = staticmethod(wise_ft_vector)
+    coef: float | None = None
+    """gamma, 0 gives the base, 1 the expert. No preset holds one: --search chooses it on dev."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return Rule(total=next)

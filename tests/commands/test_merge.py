@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, runpy, signal, sys
 from smat_fn.folders import run
-write, left = run.write_piece, [15]
+write, left = run.write_chunk, [15]
 def dying(*args):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*args)
-run.write_piece = dying
+run.write_chunk = dying
 script, *words = sys.argv[1:]
 sys.argv = [script, *words]
 runpy.run_path(script, run_name="__main__")
@@ -189,7 +189,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "write_piece", full)
+        patch.setattr(stream, "write_chunk", full)
         assert call(*words)[1] == "merge.py: [Errno 28] No space left on device"
     assert not (tmp_path / "ta").exists()
     assert call(*words)[1] is None

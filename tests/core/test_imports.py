@@ -108,3 +108,16 @@ def test_only_ops_imports_triton():
         assert not importers
         pytest.skip("smat_fn/ops is not there yet")
     assert importers == {"ops"}
+
+
+def test_a_pure_merger_loads_little_and_no_folders():
+    modules = {m for m in loaded("import smat_fn.merge.ties") if m.split(".")[0] == "smat_fn"}
+    assert "smat_fn.merge.ties" in modules
+    assert len(modules) < 45
+    assert not {m for m in modules if m.split(".")[1:2] in (["folders"], ["config"], ["scripts"])}
+
+
+@pytest.mark.parametrize("first", ["smat_fn.merge.ties", "smat_fn.merge.registry", "smat_fn.config", "smat_fn.folders"])
+def test_functions_of_mergers_are_no_modules_whatever_is_imported_first(first):
+    names = ["weight_average", "task_arithmetic", "ties", "dare", "della", "slerp", "tsv_merge", "breadcrumbs"]
+    loaded(f"import {first}; from smat_fn import merge; assert all(callable(getattr(merge, n)) for n in {names})")

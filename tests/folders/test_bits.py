@@ -21,9 +21,8 @@ from smat_fn.config import (
     WeightedAverage,
     WiseFt,
 )
-from smat_fn.folders import merge_folders, pieces, rules, thresholds, trimming
-from smat_fn.merge import BASELESS
-from smat_fn.merge import leaves as _leaves
+from smat_fn.folders import chunks, merge_folders, survey
+from smat_fn.merge import BASELESS, common
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -71,7 +70,7 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MORE)
 def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(_leaves, "BLOCK", 32)  # inner products of several blocks
+    monkeypatch.setattr(common, "BLOCK", 32)  # inner products of several blocks
     base, experts = family(DTYPES[dtype], grid=grid, count=COUNTS.get(name, 3))
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(MORE[name], base, experts)
@@ -145,11 +144,11 @@ def test_every_order_statistic_is_that_of_a_sort(dtype):
     values = torch.cat([wide, near]).to(dtype).abs()
     ordered = values.sort().values
     for rank in range(1, len(values) + 1):
-        order = thresholds.select(lambda: iter(values.split(13)), rank, dtype)
-        value = thresholds.value_of(order.bits, dtype)
+        order = survey.select(lambda: iter(values.split(13)), rank, dtype)
+        value = survey.value_of(order.bits, dtype)
         assert value == ordered[rank - 1]
         assert (order.below, order.equal) == (int((values < value).sum()), int((values == value).sum()))
-        assert thresholds.position(lambda: iter(values.split(13)), value, order.equal) == int(
+        assert survey.position(lambda: iter(values.split(13)), value, order.equal) == int(
             (values == value).nonzero().max()
         )
 
@@ -202,7 +201,7 @@ def test_keys_are_the_callers(family, folders, tmp_path):
 
 
 def test_leaves_beyond_one_span(family, folders, tmp_path, monkeypatch):
-    for module in (pieces, rules, trimming):
+    for module in (chunks, survey):
         monkeypatch.setattr(module, "SPAN", 4)
     base, experts = family(torch.bfloat16, grid=2**-6)
     paths = folders.save_family(tmp_path, base, experts)

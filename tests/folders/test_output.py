@@ -16,7 +16,7 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
-from smat_fn.folders import merge_folders, plan, run, trimming, writing
+from smat_fn.folders import merge_folders, plan, run, survey, writing
 
 TA = TaskArithmetic(coef=0.5)
 TIES = Ties(coef=0.5, keep=0.3, aggregate="sum", scope="global")
@@ -27,13 +27,13 @@ from pathlib import Path
 from smat_fn import random
 from smat_fn.config import Dare
 from smat_fn.folders import merge_folders, run
-write, left = run.write_piece, [int(sys.argv[4])]
+write, left = run.write_chunk, [int(sys.argv[4])]
 def dying(*args):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*args)
-run.write_piece = dying
+run.write_chunk = dying
 base, expert, out = map(Path, sys.argv[1:4])
 merge_folders(Dare(coef=0.5, drop_prob=0.5), base, {"sum": expert}, out, key=random.key(0), shard_size=150)
 """
@@ -58,7 +58,7 @@ def inputs(family, folders, tmp_path):
 def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs, folders, tmp_path, monkeypatch):
     options = {"key": folders.key, "shard_size": 150}
     merge_folders(config, *inputs, tmp_path / "whole", **options)
-    count, write = [0], writing.write_piece
+    count, write = [0], writing.write_chunk
 
     def failing(*args):
         count[0] += 1
@@ -66,7 +66,7 @@ def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs,
             raise OSError("the disk is gone")
         write(*args)
 
-    monkeypatch.setattr(run, "write_piece", failing)
+    monkeypatch.setattr(run, "write_chunk", failing)
     with pytest.raises(OSError, match="the disk is gone"):
         merge_folders(config, *inputs, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -75,9 +75,9 @@ def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs,
     assert done
     seen = []
     monkeypatch.setattr(
-        run, "write_piece", lambda *args: (seen.append(os.readlink(f"/proc/self/fd/{args[0]}")), write(*args))
+        run, "write_chunk", lambda *args: (seen.append(os.readlink(f"/proc/self/fd/{args[0]}")), write(*args))
     )
-    monkeypatch.setattr(trimming, "find", None)  # thresholds are kept too
+    monkeypatch.setattr(survey, "find", None)  # thresholds are kept too
     report = merge_folders(config, *inputs, tmp_path / "out", **options)
     assert not done & {os.path.basename(file).removesuffix(".part") for file in seen}
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
@@ -194,10 +194,10 @@ def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp
 
 
 def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, monkeypatch):
-    flushed, threads, write = [], threading.active_count(), writing.write_piece
+    flushed, threads, write = [], threading.active_count(), writing.write_chunk
     monkeypatch.setattr(writing, "FLUSH", 0.001)
     monkeypatch.setattr(writing, "_sync", flushed.append)
-    monkeypatch.setattr(run, "write_piece", lambda *args: (write(*args), time.sleep(0.01)))
+    monkeypatch.setattr(run, "write_chunk", lambda *args: (write(*args), time.sleep(0.01)))
     merge_folders(TA, *inputs, tmp_path / "out")
     assert flushed
     assert threading.active_count() == threads

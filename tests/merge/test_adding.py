@@ -1,18 +1,40 @@
 """The example of docs/adding_a_merger.md is a merger: its code runs, its tests pass, it streams."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from smat_fn import merge
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding_a_merger.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "adding_a_merger.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CODE, CHECKS = re.finditer(r"^```python\n(.*?)^```$", TEXT, flags=re.M | re.S)
+IN_PYTHON = """
+import sys
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from smat_fn import folders, merge
+from smat_fn.config import DIFFERENCES, MORE_MERGERS
+from smat_fn.merge.median import Median, median
+assert Median in MORE_MERGERS and "median" in DIFFERENCES["mergekit"]
+base, *experts = (load_file(f"{name}/model.safetensors") for name in ["base", *sys.argv[1:]])
+experts = dict(zip(sys.argv[1:], experts))
+merged = merge.merge_by(Median(coef=0.5), base, experts)
+assert all(leaf.equal(merged[path]) for path, leaf in median(base, experts, coef=0.5).items())
+save_file(merged, "memory.safetensors")
+paths = {name: Path(name) for name in experts}
+assert folders.plan(Median(coef=0.5), Path("base"), paths, Path("folders")).memory
+folders.merge_folders(Median(coef=0.5), Path("base"), paths, Path("folders"), chunk=7, workers=2)
+"""
 
 
 def run(block, namespace):
@@ -55,8 +77,46 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
     assert not torch.equal(merged["matrix"], base["matrix"])
 
 
+def test_a_file_and_a_line_are_a_merger(family, tmp_path):
+    """In memory, of folders and by merge.py, with the same bits."""
+    shutil.copytree(ROOT / "smat_fn", tmp_path / "smat_fn", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "merge.py", tmp_path)
+    (tmp_path / "smat_fn/merge/median.py").write_text(CODE[1], encoding="utf-8")
+    registry = tmp_path / "smat_fn/merge/registry.py"
+    before = registry.read_text(encoding="utf-8")
+    registry.write_text(before.replace('    "tsv_merge",\n', '    "tsv_merge",\n    "median",\n'), encoding="utf-8")
+    assert registry.read_text(encoding="utf-8") != before
+    base, experts = family(torch.bfloat16)
+    for name, leaves in {"base": base, **experts}.items():
+        (tmp_path / name).mkdir()
+        save_file(leaves, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    names = list(experts)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def python(*words):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    python("-c", IN_PYTHON, *names)
+    assert "gamma. No preset holds one" in python("merge.py", "median", "--help")
+    python("merge.py", "median", "--base", "base", "--experts", *names, "--coef", "0.5", "--out", "cli")
+    memory = load_file(tmp_path / "memory.safetensors")
+    for folder in ("folders", "cli/median"):
+        merged = load_file(tmp_path / folder / "model.safetensors")
+        assert merged.keys() == memory.keys() == base.keys()
+        assert all(torch.equal(leaf, memory[path]) for path, leaf in merged.items())
+    assert not torch.equal(memory["matrix"], base["matrix"])
+
+
 def test_the_page_names_what_exists():
-    internal = {"check", "coef_problems", "key_problems", "check_alone"}, {"merge_pieces", "apply_vector"}
+    internal = {"check", "coef_problems", "key_problems", "check_alone"}, {"merge_pieces", "apply_vector", "gram"}
     for module, names in zip(("inputs", "common"), internal, strict=True):
         assert all(hasattr(getattr(merge, module), name) and f"`{name}" in TEXT for name in names)
-    assert all(hasattr(merge.leaves, name) and f"`{name}" in TEXT for name in ("gram", "merge_leaves"))
+    assert hasattr(merge.common, "merge_leaves")
+    assert "`merge_leaves" in TEXT
+    for name in vars(merge.Merger):
+        if not name.startswith("_") and name != "settings":
+            assert f"`{name}" in TEXT, name

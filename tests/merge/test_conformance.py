@@ -9,7 +9,7 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "leaves", "configured"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry"}
 
 
 def some(experts, count):
@@ -106,9 +106,9 @@ def same(left, right):
 def test_every_merger_file_has_an_entry():
     files = {p.stem for p in Path(merge.__file__).parent.glob("*.py") if not p.stem.startswith("_")} - NOT_MERGERS
     assert files == set(RUNS)
-    modules = [*merge.MERGERS.values(), *merge.MORE_MERGERS.values()]
-    assert sorted(files) == sorted(module.__name__.rpartition(".")[2] for module in modules)
-    assert list(merge.MERGERS) == ["wa", "ta", "ties", "dare", "della"]
+    classes = [*merge.MERGERS, *merge.MORE_MERGERS]
+    assert sorted(files) == sorted(merger.__module__.rpartition(".")[2] for merger in classes)
+    assert [merger.name for merger in merge.MERGERS] == ["wa", "ta", "ties", "dare", "della"]
     assert set(VECTORS) == set(ALL) - NO_BASE
 
 

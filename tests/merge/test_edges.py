@@ -5,6 +5,7 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.merge.common import Piece, zeroed
+from smat_fn.merge.della import thresholds as della_thresholds
 from smat_fn.merge.ties import Cut, _limit, ties_vector, trimmed, votes
 
 KEY = random.key(0)
@@ -207,12 +208,12 @@ def test_della_rows_are_those_of_the_last_axis():
 def test_della_thresholds_rise_with_the_rank_and_equal_magnitudes_rank_by_position():
     # keep probabilities 1/4, 1/2, 3/4, 1 are exact on 16 bits; the last of four equal magnitudes is never dropped
     options = {"drop_prob": 0.375, "window": 0.75}
-    assert merge.MERGERS["della"].thresholds(4, **options).tolist() == [49152, 32768, 16384, 0]
+    assert della_thresholds(4, **options).tolist() == [49152, 32768, 16384, 0]
     vector = merge.della_vector(KEY, {"w": torch.zeros(500, 4)}, [{"w": torch.ones(500, 4)}], **options)["w"]
     third = (torch.tensor(1.0) / 0.75).item()
     assert [set(vector[:, i].tolist()) for i in range(4)] == [{0.0, 4.0}, {0.0, 2.0}, {0.0, third}, {1.0}]
     long = merge.della_vector(KEY, {"w": torch.zeros(3000)}, [{"w": torch.ones(3000)}], **options)["w"]
-    scale = 1 / (1 - merge.MERGERS["della"].thresholds(3000, **options).float() / 65536)
+    scale = 1 / (1 - della_thresholds(3000, **options).float() / 65536)
     assert torch.equal(long[long != 0], scale[long != 0])
 
 
@@ -225,7 +226,7 @@ def test_della_takes_the_mean_of_the_elected_sign_and_plus_for_zero():
 @pytest.mark.parametrize("drop_prob", [0.07, 0.5, 0.9])
 def test_della_accepts_both_ends_of_the_open_interval(drop_prob):
     low, high = 1 - drop_prob - 0.07, 1 - drop_prob + 0.07
-    thresholds = merge.MERGERS["della"].thresholds(9, drop_prob=drop_prob, window=0.14)
+    thresholds = della_thresholds(9, drop_prob=drop_prob, window=0.14)
     assert thresholds[0] == round(65536 * (1 - low))
     assert thresholds[-1] == max(round(65536 * (1 - high)), 0)
     merge.della(KEY, tree(0.0), [tree(1.0)], coef=1.0, drop_prob=drop_prob, window=0.14)

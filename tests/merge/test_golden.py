@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from smat_fn import merge, random
+from smat_fn.merge.della import thresholds as della_thresholds
 
 STORED = Path(__file__).parent / "golden" / "mergekit.safetensors"
 COEF, DENSITY = 0.3, 0.3
@@ -128,7 +129,7 @@ def test_della_keep_probabilities_by_rank(golden):
     for name, expert in experts.items():
         for path, keep in golden(f"della/keep/{name}").items():
             rows = (expert[path] - base[path]).reshape(-1, expert[path].shape[-1])
-            thresholds = merge.MERGERS["della"].thresholds(rows.shape[1], drop_prob=0.5, window=0.14)
+            thresholds = della_thresholds(rows.shape[1], drop_prob=0.5, window=0.14)
             rank = (rows.abs()[:, None] < rows.abs()[:, :, None]).sum(-1)
             ours = 1 - thresholds[rank] / 65536
             # half a step of the 16 bits, and float32 rounding of the stored numbers

@@ -51,7 +51,7 @@ def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
 
 
 def test_mergers_stand_in_the_order_of_the_tables():
-    assert [c.name for c in MERGERS] == list(merge.MERGERS) == [name.lower() for name in tables.MERGERS]
+    assert [c.name for c in MERGERS] == [name.lower() for name in tables.MERGERS]
 
 
 def test_the_digits_learning_rates_are_those_that_the_study_chose():
@@ -87,29 +87,23 @@ def test_methods_correspond_to_files_and_their_options_to_arguments():
 
 def test_mergers_correspond_to_files_and_their_options_to_arguments():
     folder = Path(merge.__file__).parent
-    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {
-        "select",
-        "coefs",
-        "common",
-        "inputs",
-        "leaves",
-        "configured",
-    }
-    modules = [*merge.MERGERS.values(), *merge.MORE_MERGERS.values()]
-    assert {module.__name__.rpartition(".")[2] for module in modules} == files
-    assert [c.name for c in MORE_MERGERS] == list(merge.MORE_MERGERS)
+    shared = {"select", "coefs", "common", "inputs", "registry"}
+    files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - shared
+    assert {config.__module__.rpartition(".")[2] for config in (*MERGERS, *MORE_MERGERS)} == files
     for config in (*MERGERS, *MORE_MERGERS):
-        module = {**merge.MERGERS, **merge.MORE_MERGERS}[config.name]
-        function = getattr(merge, module.__name__.rpartition(".")[2])
+        function = getattr(merge, config.__module__.rpartition(".")[2])
         taken = set(inspect.signature(function).parameters) - {"key", "base", "experts"}
         assert {f.name for f in fields(config)} == taken
+        own = set(inspect.signature(config.function).parameters) - {"key", "base", "experts"}
+        assert own == taken - ({"coef"} if config.based else set())
+        assert config.random == ("key" in inspect.signature(config.function).parameters)
 
 
 @pytest.mark.parametrize(
     ("file", "names"),
     [
         (CONFIG / "methods.py", {c.__name__ for c in METHODS}),
-        (CONFIG / "mergers.py", {c.__name__ for c in (*MERGERS, *MORE_MERGERS)}),
+        *((Path(inspect.getfile(c)), {c.__name__}) for c in (*MERGERS, *MORE_MERGERS)),
         (ROOT / "train.py", {"Train"}),
         (ROOT / "merge.py", {"All", "Merge", "Verify"}),
         (ROOT / "eval.py", {"Eval"}),
@@ -118,7 +112,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
             {"Shared", "ExpertsCurve", "Replacement", "Gains", "Landscape", "Diagnose"},
         ),
     ],
-    ids=["methods", "mergers", "train", "merge", "eval", "commands"],
+    ids=["methods", *(c.name for c in (*MERGERS, *MORE_MERGERS)), "train", "merge", "eval", "commands"],
 )
 def test_every_option_has_the_text_that_help_prints(file, names):
     classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}

@@ -7,9 +7,8 @@ from typing import Any, Unpack
 
 from ... import checkpoint
 from ...config import WeightAverage
-from ...folders import Options, Report, merge_folders, open_folder, prefix_of
+from ...folders import Options, Report, local_folder, merge_folders, open_folder, prefix_of
 from ...folders.adapters import is_adapter
-from ...folders.hub import local_folder
 from .finished import digests
 from .inputs import manifest_of
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, folders, merge, random
-from smat_fn.config import DIGITS, Dare, Della, TaskArithmetic, Ties, WeightAverage
-from smat_fn.config.mergers import MagMax, Slerp, WeightedAverage, WiseFt
+from smat_fn.config import (
+    DIGITS,
+    Dare,
+    Della,
+    MagMax,
+    Slerp,
+    TaskArithmetic,
+    Ties,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import merging, streaming
 from smat_fn.scripts.merge.choosing import calibrate, merge_one

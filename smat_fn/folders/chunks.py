@@ -1,53 +1,64 @@
-"""Merging of one leaf of mapped folders, piece by piece, with the arithmetic of the pure mergers."""
+"""Merging of one leaf of mapped folders, chunk by chunk, with the arithmetic of the pure mergers."""
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import errors, tree
-from ..config import MergerConfig
-from ..merge.common import Fuse, Piece, fields_of, groups, mask_keys
-from ..merge.configured import BASELESS
-from ..merge.dare import add_dropped
+from ..merge.common import Merger, Piece, Rule, fields_of, groups, mask_keys
 from .reading import Folder
-from .scratch import Scratch
 
+T = TypeVar("T")
+AHEAD = 2  # tasks per thread that wait in line
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
+
+
+class Scratch(threading.local):
+    """Flat tensors by name, of each thread its own: taking new ones costs as much as the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``count`` numbers of any value; they are the ones that this name gave before, of this dtype and device."""
+        key = name, dtype, device
+        held = self._held.get(key)
+        if held is None or len(held) < count:
+            held = self._held[key] = torch.empty(count, dtype=dtype, device=device)
+        return held[:count]
+
+    def cast(self, name: str, values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``values.to(device, dtype)``, a copy in the memory of this name where it is one."""
+        if values.dtype == dtype and values.device == device:
+            return values
+        return self.take(name, len(values), dtype, device).copy_(values)
 
 
 class Job(NamedTuple):
     """What is merged, checked."""
 
-    config: MergerConfig
+    config: Merger
     coefs: dict[str, float]  # γ of every floating-point leaf; empty for mergers without one
     key: Tensor | None
     base: Folder
     experts: dict[str, Folder]
     dtype: torch.dtype | None  # of the floating-point output; None: base's
     chunk: int  # coordinates, over all experts together, of one worker
-    device: torch.device  # that pieces are merged on
+    device: torch.device  # that chunks are merged on
     scratch: Scratch  # of this merge
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
     workers: int = 1  # threads
 
 
-class Rule(NamedTuple):
-    """How a merger sees leaves: by ``fuse``, or by ``total`` or ``drop_prob`` where it only adds."""
-
-    fuse: Callable[[str], Fuse] | None = None  # of a leaf
-    total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
-    drop_prob: float | None = None  # of DARE, which adds them one by one, too
-    based: bool = True  # a piece holds task vectors and gives one; else it holds weights and gives weights
-    rows: bool = False  # no row is cut
-    whole: bool = False  # no leaf is cut
-
-
 class Written(NamedTuple):
-    """Output coordinates from ``start`` on, valid until this thread merges its next piece.
+    """Output coordinates from ``start`` on, valid until this thread merges its next chunk.
 
     Beside them squared norms of the rounding error and of the merged change.
     """
@@ -69,20 +80,20 @@ def spans(leaf: Tensor, limit: int, *, rows: bool = False) -> Iterator[tuple[int
     return ((start, stop) for group in groups([leaf], max(1, limit), rows) for _, start, stop in group)
 
 
-def compute_dtype(job: Job, path: str, *, based: bool = True) -> torch.dtype:
+def compute_dtype(job: Job, path: str) -> torch.dtype:
     """The dtype that a leaf is merged in."""
-    leaves = [folder.leaves[path] for folder in ([job.base] if based else []) + list(job.experts.values())]
-    return tree.compute_dtype(*leaves)
+    folders = [*([job.base] if job.config.based else []), *job.experts.values()]
+    return tree.compute_dtype(*(folder.leaves[path] for folder in folders))
 
 
 def weights_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Flat coordinates [start, stop) of every expert's leaf, not to be written to, until the thread's next piece."""
+    """Flat coordinates [start, stop) of every expert's leaf, not to be written to, until the thread's next chunk."""
     for i, folder in enumerate(job.experts.values()):
         yield job.scratch.cast(f"part {i}", folder.read(path, start, stop), dtype, job.device)
 
 
 def vectors_of(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Flat coordinates [start, stop) of every expert's task vector, until the thread's next piece."""
+    """Flat coordinates [start, stop) of every expert's task vector, until the thread's next chunk."""
     return _vectors(job, path, start, _origin(job, path, start, stop, dtype))
 
 
@@ -116,23 +127,23 @@ def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Writte
     """
     if job.base.leaves[path].is_floating_point():
         return _merged(job, rule, path)
-    return _copied(job, rule, path)
+    return _copied(job, path)
 
 
 def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     leaf, out = job.base.leaves[path], target(job, path)
-    dtype = compute_dtype(job, path, based=rule.based)
+    dtype, based = compute_dtype(job, path), job.config.based
     drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
     fuse = None if rule.fuse is None else rule.fuse(path)
 
-    def dropped(origin: Tensor, start: int, stop: int) -> Tensor:
+    def added(origin: Tensor, start: int, stop: int) -> Tensor:
         assert drawn is not None
-        assert rule.drop_prob is not None
+        assert rule.add is not None
         total = None
         for folder, (mask,) in zip(job.experts.values(), drawn, strict=True):
             part = folder.read(path, start, stop).to(job.device)
             room = job.scratch.take("total", len(origin), dtype, job.device)
-            total, finite = add_dropped(total, part, origin, mask, start, rule.drop_prob, out=room)
+            total, finite = rule.add(total, part, origin, mask, start, out=room)
             if not finite:
                 refuse_values(job, path, list(vectors_of(job, path, start, stop, dtype)))
         assert total is not None
@@ -142,12 +153,12 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         origin = _origin(job, path, start, stop, dtype)
 
         def parts() -> Iterator[Tensor]:
-            return _vectors(job, path, start, origin) if rule.based else weights_of(job, path, start, stop, dtype)
+            return _vectors(job, path, start, origin) if based else weights_of(job, path, start, stop, dtype)
 
         if rule.total is not None:
-            merged = rule.total(_in_turn(job, path, start, origin, based=rule.based))
-        elif rule.drop_prob is not None:
-            merged = dropped(origin, start, stop)
+            merged = rule.total(_in_turn(job, path, start, origin, based=based))
+        elif rule.add is not None:
+            merged = added(origin, start, stop)
         else:
             assert fuse is not None
             every = list(parts())
@@ -156,7 +167,7 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
             fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
             merged = fuse(Piece(path, start, every, fields))
         room = job.scratch.take("change", stop - start, merged.dtype, job.device)
-        if not rule.based:
+        if not based:
             change = torch.sub(merged, origin, out=room)
         elif fuse is None:  # a total, which nobody else has
             change = merged.mul_(job.coefs[path])
@@ -165,7 +176,7 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         size = _square(change)
         if fuse is None and not math.isfinite(size):  # sums keep what is not finite
             refuse_values(job, path, list(parts()))
-        exact = change.add_(origin) if rule.based else merged
+        exact = change.add_(origin) if based else merged
         values = job.scratch.cast("values", exact, out, job.device)
         # sub_ would take new memory to widen the values
         error = 0.0 if out == dtype else _square(exact.sub_(job.scratch.cast("part", values, exact.dtype, job.device)))
@@ -178,8 +189,8 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 
-def _copied(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
-    first, *rest = (job.base,) if rule.based else job.experts.values()
+def _copied(job: Job, path: str) -> Iterator[Callable[[], Written]]:
+    first, *rest = (job.base,) if job.config.based else job.experts.values()
 
     def copy(start: int, stop: int) -> Written:
         values = first.read(path, start, stop)
@@ -204,7 +215,7 @@ def _value_problems(job: Job) -> Iterator[str]:
                 bad = sum(int((~folder.read(path, *span).isfinite()).sum()) for span in spans(leaf, job.chunk))
                 if bad:
                     yield f"leaf {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
-    if job.config.name in BASELESS:
+    if not job.config.based:
         first, *rest = job.experts.values()
         for folder in rest:
             for path, leaf in folder.leaves.items():
@@ -221,3 +232,22 @@ def _square(values: Tensor) -> float:
     """Σ v²; in float64, a third as fast, only where float32 cannot hold it."""
     found = float(values.dot(values))
     return found if 1e-30 < found < 1e30 else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
+    """The results of tasks in their order; with one worker each is run when its result is asked for."""
+    if workers == 1:
+        yield from (task() for task in tasks)
+        return
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(task))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
