@@ -21,6 +21,7 @@ from smat_fn.config import (
     TsvMerge,
     WeightAverage,
 )
+from smat_fn.folders import writing
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.choosing import merge_one
@@ -139,9 +140,11 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     folder = tmp_path / "out" / "ta"
     before = when(folder)
     (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
-    with pytest.raises(ValueError, match=r"another merge into .* is running"):
+    with writing.exclusive(folder), pytest.raises(ValueError, match=r"another merge into .* is running"):
         list(streaming.stream_run([TA], order))
-    (tmp_path / "out" / ".ta.lock").unlink()
+    (tmp_path / "out" / ".ta.lock").write_text("")
+    assert list(streaming.stream_run([TA], order)) == [(folder, None)]
+    assert not (tmp_path / "out" / ".ta.lock").exists()
     assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]
     done = dict(streaming.stream_run([TA, TIES], order))
     assert done.pop(folder) is None
