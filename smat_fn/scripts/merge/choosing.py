@@ -1,19 +1,21 @@
 """Coefficients and sparsity chosen on dev: candidates in one buffer in memory, every score computed once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ... import checkpoint, merge, random
+from ... import checkpoint, merge
 from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...types import Params
-from .inputs import Inputs
-from .search import Decode, Reranked, rerank
+from .inputs import Inputs, mask_key
 
+T = TypeVar("T")
+Decode = tuple[str, int]  # task, repeat
 Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
 
 
@@ -51,16 +53,25 @@ class Merged(NamedTuple):
     kept: bool = False  # it was there before
 
 
+class Reranked(NamedTuple, Generic[T]):
+    """The chosen candidate and what it was chosen by."""
+
+    best: T
+    scores: dict[str, float]  # of the best, by task, means over its decodes
+    curve: tuple[tuple[T, float], ...]  # mean over tasks of one decode, every candidate
+    finals: tuple[tuple[T, float], ...]  # mean over tasks of the means over decodes, the best candidates
+
+
 class Models:
     """Merged models of candidates, one at a time: the next one is written over the last one.
 
     The merged task vector is made again only where another option than coef changes; a step of coef is one pass over
-    the weights. Random masks come from ``fold_in(key(seed), "merge")``.
+    the weights. Random masks come from `mask_key`.
     """
 
     def __init__(self, inputs: Inputs, seed: int) -> None:
         self.seconds = 0.0  # of merging
-        self._inputs, self._key = inputs, random.fold_in(random.key(seed), "merge")
+        self._inputs, self._key = inputs, mask_key(seed)
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
         self._last: MergerConfig | None = None
         self._buffer: Params = None
@@ -180,3 +191,42 @@ def _with(config: MergerConfig, **changes: Any) -> MergerConfig:
 
 def _curve(points: Sequence[tuple[MergerConfig, float]], field: str) -> Curve:
     return tuple((getattr(config, field), score) for config, score in points)
+
+
+def rerank(
+    candidates: Sequence[T],
+    score: Callable[[T, Sequence[Decode]], Sequence[float]],
+    *,
+    tasks: Sequence[str],
+    repeats: Mapping[str, int],
+    top: int = 2,
+) -> Reranked[T]:
+    """The candidate of the largest mean score over decodes, among the ``top`` that are best in the first decode.
+
+    All tasks count alike; a task without repeats keeps its score. Ties go to the earlier candidate in both stages.
+
+    Args: score: ``score(candidate, decodes)``, one number a (task, repeat), repeats counted from 0; called once a
+        candidate with repeat 0 of every task, and once more for the best with the other repeats; repeats: decodes of
+        a task, 1 where it is not named.
+    Raises: ValueError without candidates, or where a mean is NaN.
+    """
+    first = [(task, 0) for task in tasks]
+    more = [(task, r) for task in tasks for r in range(1, repeats.get(task, 1))]
+    found: dict[int, dict[str, list[float]]] = {}
+
+    def decode(place: int, decodes: Sequence[Decode]) -> float:
+        own = found.setdefault(place, {task: [] for task in tasks})
+        for (task, _), value in zip(decodes, score(candidates[place], decodes) if decodes else (), strict=True):
+            own[task].append(value)
+        return fmean(fmean(values) for values in own.values())
+
+    places = range(len(candidates))
+    once = merge.choose(places, lambda place: decode(place, first))
+    best = sorted(places, key=lambda place: -once.curve[place][1])[:top]  # stable: the earlier of equal ones
+    several = merge.choose(sorted(best), lambda place: decode(place, more))
+    return Reranked(
+        candidates[several.best],
+        {task: fmean(values) for task, values in found[several.best].items()},
+        tuple((candidates[place], value) for place, value in once.curve),
+        tuple((candidates[place], value) for place, value in several.curve),
+    )
