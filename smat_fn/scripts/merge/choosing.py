@@ -84,11 +84,12 @@ class Models:
         if config.name in merge.BASELESS:
             self._buffer = merge.merge_by(config, self._inputs.base, self._inputs.experts)
         else:
-            coef, options = coef_of(config), _with(config, coef=None)
+            coef, options = config.coef, _with(config, coef=None)  # type: ignore[union-attr]
             assert coef is not None
             if self._made is None or self._made[0] != options:
                 self._made = None  # two vectors need not be in memory
-                self._made = options, merged_vector(options, self._key, self._inputs)
+                base, experts = self._inputs.base, self._inputs.experts
+                self._made = options, merge.vector_by(options, base, experts, key=self._key)
             vector = self._made[1]
             self._buffer = merge.apply_vector(self._inputs.base, vector, coef=coef, out=self._buffer)
         self._last = config
@@ -96,25 +97,15 @@ class Models:
         return self._buffer
 
 
-def coef_of(config: MergerConfig) -> float | None:
-    """Its coefficient: None where it is open, and for a merger without one."""
-    return getattr(config, "coef", None)
-
-
 def is_open(config: MergerConfig) -> bool:
     """Whether a search is to choose its coefficient."""
-    return hasattr(config, "coef") and coef_of(config) is None
+    return getattr(config, "coef", 0.0) is None
 
 
 def about(inputs: Inputs) -> dict[str, Any]:
     """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
     experts = [[name, checkpoint.fingerprint(params)] for name, params in inputs.experts.items()]
     return {"base": checkpoint.fingerprint(inputs.base), "experts": experts}
-
-
-def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
-    """The merged task vector of a merger that has a coefficient."""
-    return merge.vector_by(config, inputs.base, inputs.experts, key=key)
 
 
 def merge_one(
@@ -124,21 +115,29 @@ def merge_one(
     seed: int,
     scorer: Scorer | None = None,
     coefs: Sequence[float] = merge.COEFS,
+    calibration: float | None = None,
 ) -> Merged:
     """One merged model; with a scorer, a coefficient that is left open is searched among ``coefs`` on its dev split.
 
     The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
-    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`).
+    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`). With
+    ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
     """
+    calibrated = None
+    if calibration is not None:
+        assert scorer is not None
+        calibrated = calibrate(config, inputs, scorer, coef=calibration, seed=seed)
+        config = calibrated.config
     models, fixed = Models(inputs, seed), not is_open(config)
     if scorer is None:
         assert fixed, "merge_run checks this"
-        return Merged(models(config), coef_of(config), {}, ())
+        return Merged(models(config), getattr(config, "coef", None), {}, ())
     candidates = [config] if fixed else [_with(config, coef=coef) for coef in sorted(coefs)]
     found, tried = _rank(candidates, models, scorer, list(inputs.experts), seed)
     curve = () if fixed else _curve(found.curve, "coef")
     finals = _curve(found.finals, "coef") if curve and scorer.suite.repeats else ()
-    return Merged(models(found.best), coef_of(found.best), found.scores, curve, finals, tried)
+    coef = getattr(found.best, "coef", None)
+    return Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated)
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -173,16 +172,8 @@ def _rank(
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
     models(found.best)
-    after = scorer.cost
-    tried = Tried(
-        len(candidates),
-        after.scores - before.scores,
-        after.kept - before.kept,
-        models.seconds - merging,
-        after.seconds - before.seconds,
-        after.saved - before.saved,
-    )
-    return found, tried
+    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
+    return found, Tried(len(candidates), int(scores), int(kept), models.seconds - merging, seconds, saved)
 
 
 def _with(config: MergerConfig, **changes: Any) -> MergerConfig:

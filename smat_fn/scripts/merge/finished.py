@@ -38,9 +38,7 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
 def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 
-    Args:
-        path: folder of the merged model, or its README.md.
-        workers: threads.
+    Args: path: folder of the merged model, or its README.md.
     Returns: the number of files, and a line for every file that has changed or is missing.
     Raises: ValueError for a folder without a manifest.
     """

@@ -68,10 +68,8 @@ def by_name(
 ) -> tuple[list[tuple[str, Path, dict[str, Any]]], list[str]]:
     """Experts as (name, path, manifest), named by NAME=, by their task or by their folder; random masks depend on it.
 
-    Args:
-        base, experts: as they are given.
-        fingerprint: of base; None where it is unknown.
-    Returns: the experts, and a problem for every expert of a name that is taken, or of another base.
+    Returns: the experts, and a problem for every name that is taken and every expert of another base than the one with
+        this fingerprint.
     """
     found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
     for given, path in map(named, experts):
@@ -121,13 +119,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
 def facts_of(
     base: Path, experts: Sequence[Path], manifests: Mapping[str, Mapping[str, Any]], seed: int
 ) -> dict[str, Any]:
-    """What the manifest of a merged model says about its inputs.
-
-    Args:
-        base, experts: as they are given.
-        manifests: of the experts, by name.
-        seed: of random masks.
-    """
+    """Facts about the inputs of a merge for its manifest; ``seed`` is that of random masks."""
     known = manifests.values()
     return {
         "kind": "merged",

@@ -14,7 +14,7 @@ from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
 from ...suites import Suite, load_suite
 from .card import CARD, card
-from .choosing import Merged, about, calibrate, is_open, merge_one, total
+from .choosing import Merged, about, is_open, merge_one, total
 from .finished import differences, is_merged, verify
 from .inputs import Inputs, facts_of, find_inputs, load_inputs
 
@@ -73,10 +73,9 @@ def merge_run(
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                coef = calibration.get(config.name)
-                found = _choose(config, inputs, scorer, seed=seed, calibration=coef, coefs=coefs or merge.COEFS)
-                _write(folder, *found, inputs, overwrite=overwrite, facts=facts[config.name])
-                kept[folder] = found[1]
+                at, grid = calibration.get(config.name), coefs or merge.COEFS
+                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=grid, calibration=at)
+                _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
     return {out / config.name: kept[out / config.name] for config in configs}
 
 
@@ -118,24 +117,6 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
     return kept
-
-
-def _choose(
-    config: MergerConfig,
-    inputs: Inputs,
-    scorer: Scorer | None,
-    *,
-    seed: int,
-    calibration: float | None,
-    coefs: Sequence[float],
-) -> tuple[MergerConfig, Merged]:
-    """The merged model, and its merger with the sparsity chosen at the coefficient ``calibration``, if there is one."""
-    if calibration is None:
-        return config, merge_one(config, inputs, seed=seed, scorer=scorer, coefs=coefs)
-    assert scorer is not None
-    found = calibrate(config, inputs, scorer, coef=calibration, seed=seed)
-    merged = merge_one(found.config, inputs, seed=seed, scorer=scorer, coefs=coefs)
-    return found.config, merged._replace(calibration=found)
 
 
 def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | None = None) -> Suite:
@@ -188,6 +169,7 @@ def _write(
     folder: Path, config: MergerConfig, merged: Merged, inputs: Inputs, *, overwrite: bool, facts: Mapping[str, Any]
 ) -> None:
     """Save a merged model with its manifest, which has ``facts`` too, and its card."""
+    config = merged.calibration.config if merged.calibration else config
     facts = {
         **facts,
         "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -59,25 +60,21 @@ def order(
 
 
 def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report | None]]:
-    """Merge by each merger into ``out/<merger>``, with a manifest and a card: `merge_folders`. Yields what is done.
+    """Merge by each merger into ``out/<merger>``, with a manifest and a card (`merge_folders`); yields each as it ends.
 
-    A folder that holds this very merge stays as it is, once all of its files and of its inputs are hashed again: it is
-    yielded with None. Not so with ``overwrite``.
+    Without ``overwrite``, a folder that holds this very merge stays as it is, once its files and its inputs are hashed
+    again: it is yielded with None.
 
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     kept = _check(configs, order)
     for config in configs:
-        if config in kept:
-            with exclusive(order.out / config.name):  # the lock of a merge that was killed at its end goes
-                yield order.out / config.name, None
-            continue
-
-        def describe(files: Sequence[Path], report: Report, config: MergerConfig = config) -> dict[str, str]:
-            return _texts(config, order, files, report)
-
         folder = order.out / config.name
-        options = _options(config, order)
+        if config in kept:
+            with exclusive(folder):  # the lock file of a merge that was killed at its end goes
+                yield folder, None
+            continue
+        options, describe = _options(config, order), partial(_texts, config, order)
         yield folder, merge_folders(config, order.base, order.experts, folder, describe=describe, **options)
 
 
