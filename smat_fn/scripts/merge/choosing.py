@@ -20,7 +20,7 @@ Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every cand
 
 
 class Tried(NamedTuple):
-    """What a choice cost."""
+    """Cost of a choice."""
 
     candidates: int = 0
     scores: int = 0  # of one task and decode each

@@ -27,7 +27,7 @@ _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 class Order(NamedTuple):
-    """What is to be merged, the same for every merger."""
+    """Inputs, output and settings that all mergers of a call share."""
 
     base: Path
     experts: Mapping[str, Path]  # by task, or by the folder's name
@@ -79,7 +79,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
 
 
 def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
-    """What `stream_run` would need, None for a merge that is done; nothing is written. Raises: as `stream_run` does."""
+    """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
     kept = _check(configs, order)
     return {
         order.out / config.name: None
@@ -173,7 +173,7 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
-    """What decides the bytes of a merge beside its inputs."""
+    """Settings that decide the bytes of a merge, beside its inputs."""
     coefs = {"coefs": dict(order.coefs)} if "coef" in _options(config, order) else {}
     return {
         "merger": config.name,
