@@ -10,17 +10,16 @@
 `merge.py ties --help` has the merger's own settings as well. Each merged model becomes the folder --out/MERGER with a
 card (README.md) beside its weights. With --search or --calibrate models are merged in memory and scored on the dev
 data of train.py's experts. Without them any folders in Hugging Face's layout are merged chunk by chunk, whatever their
-size: to the same bits, and a merge that was ended, called again, goes on; what is done already is hashed again and
-stays. Options with "default: preset" take the value of --preset.
+size, bit-identically; an interrupted merge resumes when rerun, and what is done already is hashed again and stays.
+Options with "default: preset" take the value of --preset.
 """
 
-import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import arg, subcommand
 
 from smat_fn.config import (
     MERGERS,
@@ -33,7 +32,7 @@ from smat_fn.config import (
     with_semantics,
 )
 from smat_fn.scripts import cli
-from smat_fn.scripts.merge.globs import by_glob
+from smat_fn.scripts.merge.commands import COMMANDS, by_glob
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -69,7 +68,7 @@ class Merge:
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them."""
     search: bool = False
-    """Choose coefficients that are left out by dev scores. Ended and called again, it goes on."""
+    """Choose missing coefficients on the dev split. An interrupted search resumes when rerun."""
     grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0)")] = ()
     """The coefficients that --search tries."""
     calibrate: bool = False
@@ -107,53 +106,6 @@ class Merge:
     """CPU threads; without --search they share --memory-mib."""
 
 
-@dataclass(frozen=True)
-class Verify:
-    """Hash the files of a merged model, and those that it was made from, again; list every one that has changed."""
-
-    path: Positional[Path]
-    """Its folder, or its card."""
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write an expert or a merged model as the whole model it belongs to, for from_pretrained: base with its leaves."""
-
-    model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Folder of an expert of train.py, of a merged model, or of a LoRA adapter."""
-    base: Path
-    """The model that it was trained from: a folder, or a hub name."""
-    out: Path
-    """Folder for the whole model."""
-    out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
-    """Dtype of all weights; same: base's."""
-    shard_size: str = "5GB"
-    """Largest file of weights, as 500MB or 5GB."""
-    overwrite: bool = False
-    """Replace a model that exists."""
-    threads: int = 1
-    """CPU threads."""
-
-
-@dataclass(frozen=True)
-class ExtractLora:
-    """Write what an expert changed in base as a LoRA adapter for peft, as near as its rank allows."""
-
-    base: Path
-    """Base: a folder, or a hub name."""
-    expert: Path
-    """Fine-tuned model: a folder, or a hub name."""
-    out: Path
-    """Folder for the adapter."""
-    rank: int
-    """Rank of the adapter, at most."""
-    overwrite: bool = False
-    """Replace an adapter that exists."""
-    threads: int = 1
-    """CPU threads."""
-
-
-DONE = "done before, its files and its inputs are as its card says"
 # merges in memory have none
 ON_DISK = "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary"
 
@@ -171,13 +123,11 @@ def main(args: Merge) -> None:
     torch.set_num_threads(args.threads)
     base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
     preset = preset_of(args.preset or trained_by(manifests_of(experts)))
-    configs = mergers(args, preset)
     if args.grid and not args.search:
-        raise ValueError("--grid is of a search: say --search")
-    if args.search or args.calibrate:
-        in_memory(args, preset, configs, base, experts)
-    else:
-        on_disk(args, configs, base, experts)
+        raise ValueError("--grid requires --search")
+    merge = in_memory if args.search or args.calibrate else on_disk
+    for line in merge(args, preset, mergers(args, preset), base, experts):
+        print(line)
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
@@ -190,7 +140,9 @@ def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
     return [resolve(with_semantics(config, args.semantics), preset.mergers) for config in chosen]
 
 
-def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
+def in_memory(
+    args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]
+) -> Iterable[str]:
     from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.scripts.merge import merging
 
@@ -209,18 +161,14 @@ def in_memory(args: Merge, preset: Preset, configs: list[MergerConfig], base: Pa
         options=args.suite_options,
         coefs=args.grid,
     )
-    for folder, model in merged.items():
-        coef = "" if model.coef is None else f", coef {model.coef:g}"
-        score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
-        print(f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}")
+    return merging.summary(merged)
 
 
-def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[Path]) -> None:
+def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterator[str]:
     import torch
 
     from smat_fn.folders import chunk_of
     from smat_fn.scripts.merge import streaming
-    from smat_fn.scripts.merge.streaming_card import plan_text, rounding
 
     order = streaming.order(
         base,
@@ -239,70 +187,11 @@ def on_disk(args: Merge, configs: list[MergerConfig], base: Path, experts: list[
     )
     torch.set_num_threads(1)  # of each worker
     if args.dry_run:
-        for folder, plan in streaming.plan_run(configs, order).items():
-            print(f"{folder}: {DONE}" if plan is None else plan_text(folder, plan))
-        return
-    for config, (folder, report) in zip(configs, streaming.stream_run(configs, order), strict=True):
-        if report is None:
-            print(f"kept: {folder}: {DONE}")
-            continue
-        coef = getattr(config, "coef", None)
-        print(f"merged: {folder}{'' if coef is None else f', coef {coef:g}'}, {rounding(report.rounding_ratio)}")
-        for note in report.notes:
-            print(f"note: {note}")
-
-
-def verify(args: Verify) -> None:
-    from smat_fn.scripts.merge import streaming
-
-    count, problems = streaming.verify(args.path)
-    for problem in problems:
-        print(problem)
-    if problems:
-        raise ValueError(f"{len(problems)} of {count} files are not those that {args.path} names")
-    print(f"{count} files are those that {args.path} names")
-
-
-def export(args: Export) -> None:
-    import torch
-
-    from smat_fn.scripts.merge import exporting, streaming
-
-    torch.set_num_threads(1)  # of each worker
-    report = exporting.export(
-        args.model,
-        args.base,
-        args.out,
-        out_dtype=args.out_dtype,
-        shard_size=streaming.bytes_of(args.shard_size),
-        overwrite=args.overwrite,
-        workers=args.threads,
-    )
-    rounded = f"rounding is {report.rounding_ratio:.2%} of the change" if report.rounding_ratio else "bit for bit"
-    print(f"exported: {args.out}, {report.bytes / 1e6:.1f} MB, {rounded}")
-    for note in report.notes:
-        print(f"note: {note}")
-
-
-def extract(args: ExtractLora) -> None:
-    import torch
-
-    from smat_fn.folders import extract_lora
-
-    torch.set_num_threads(args.threads)
-    made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
-    for path, error in made.errors.items():
-        print(f"{path}: relative error {error:.2e}" + (", stored whole" if path in made.whole else ""))
-    if made.left_out:
-        print(f"left out, an adapter cannot hold them: {', '.join(made.left_out)}")
-    print(f"extracted: {args.out}, rank {args.rank}, {made.bytes / 1e6:.1f} MB, relative error {made.error:.2e} in all")
+        yield from (streaming.plan_text(*planned) for planned in streaming.plan_run(configs, order).items())
+    else:
+        for config, merged in zip(configs, streaming.stream_run(configs, order), strict=True):
+            yield from streaming.summary(config, *merged)
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = by_glob(sys.argv[1:])
-    commands: dict[str, cli.Command] = {
-        "verify": (verify, Verify),
-        "export": (export, Export),
-        "extract-lora": (extract, ExtractLora),
-    }
-    cli.run("merge.py", main, Merge, description=__doc__, commands=commands)
+    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob)

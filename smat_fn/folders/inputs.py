@@ -68,20 +68,25 @@ def local_folder(label: str, path: Path) -> Path:
 
     Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
     """
-    name = str(path)
-    if path.exists() or not _NAME.fullmatch(name) or name.startswith("."):
+    if (repository := repository_of(path)) is None:
         return path
     from huggingface_hub import snapshot_download
 
-    repository, _, revision = name.partition("@")
+    revision = str(path).partition("@")[2]
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{label}: there is no folder {name}, and the hub did not give a repository of this name ({reason}): "
+            f"{label}: there is no folder {path}, and the hub did not give a repository of this name ({reason}): "
             "give a folder, or fetch it first with huggingface-cli download"
         ) from error
+
+
+def repository_of(path: Path) -> str | None:
+    """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
+    name = str(path)
+    return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 
 
 def prefix_of(base: Folder, part: Folder) -> str:

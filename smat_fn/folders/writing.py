@@ -4,7 +4,6 @@ import glob
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..checkpoint import write_text
@@ -131,63 +131,21 @@ def _flushing(descriptor: int) -> Iterator[None]:
 
 @contextmanager
 def exclusive(out: Path) -> Iterator[None]:
-    """Hold the lock file beside ``out``. A lock whose process has ended is taken over.
+    """Hold a lock on a file beside ``out``. It ends with the process, so a file that a killed merge left is not held.
 
-    Raises: ValueError if another merge holds it.
+    Raises: ValueError if another merge, in this or another process, holds it.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = out.parent / f".{out.name}.lock"
-    mine = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}"
-    if (holder := _holder(lock)) is not None and not _alive(holder):
-        stale = lock.with_name(f"{lock.name}.{os.getpid()}")
-        with suppress(FileNotFoundError):
-            lock.rename(stale)  # one of several that try this wins; the others find no lock, or a new one, below
-            if stale.read_text(encoding="utf-8") != holder:
-                os.link(stale, lock)
-            stale.unlink()
+    lock = FileLock(out.parent / f".{out.name}.lock")
     try:
-        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        raise ValueError(
-            f"another merge into {out} is running ({_holder(lock) or 'it has just begun'}): wait for it, "
-            f"or delete {lock} if it is not"
-        ) from None
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"another merge into {out} is running (it holds {lock.lock_file}): wait for it") from None
     try:
-        os.write(descriptor, mine.encode())
-        os.close(descriptor)
         yield
     finally:
-        lock.unlink(missing_ok=True)
-
-
-def _holder(lock: Path) -> str | None:
-    try:
-        return lock.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-
-
-def _alive(holder: str) -> bool:
-    host, pid, started = [*holder.split(" "), "", ""][:3]
-    if host != socket.gethostname() or not pid.isdigit():
-        return True  # of another machine, or not written yet
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    # a machine that was started anew gives the same numbers to other processes, to this one perhaps
-    return _started(int(pid)) == started
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in ticks of the system's clock; nothing where the system does not tell."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return words.rpartition(")")[2].split()[19]
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: filelock never takes a file without a name
+        lock.release()
 
 
 def work_folder(out: Path) -> Path:

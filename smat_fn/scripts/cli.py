@@ -49,13 +49,14 @@ def run(
     *,
     description: str | None,
     commands: Mapping[str, Command] = MappingProxyType({}),
+    prepare: Callable[[list[str]], list[str]] = list,
 ) -> None:
     """``main`` on the command line's options; bad input and files that cannot be written end it with one line.
 
     Args: commands: other things the script does, by the first word that asks for them; the docstring of the class of
-        their options is their description.
+        their options is their description. prepare: rewrites the words of the command line before they are parsed.
     """
-    words, prog = sys.argv[1:], script
+    words, prog = prepare(sys.argv[1:]), script
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]

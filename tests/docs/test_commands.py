@@ -35,23 +35,23 @@ COMMANDS = sorted({(m["script"], m["words"].strip()) for place in PLACES for m i
 
 @cache
 def script(name):
-    """(options of the main job, options by command), as the script gives them to `cli.run`."""
+    """(options of the main job, options by command, what prepares words), as the script gives them to `cli.run`."""
     given = {}
 
-    def take(script, main, options, *, description, commands):
-        given.update(main=options, commands=commands)
+    def take(script, main, options, *, description, commands, prepare=list):
+        given.update(main=options, commands=commands, prepare=prepare)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "run", take)
         patch.setattr("sys.argv", [name])
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-    return given["main"], {word: options for word, (_, options) in given["commands"].items()}
+    return given["main"], {word: options for word, (_, options) in given["commands"].items()}, given["prepare"]
 
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[f"{name}.py {line}" for name, line in COMMANDS])
 def test_a_command_parses(name, line):
-    main, commands = script(name)
-    words = shlex.split(line, comments=True)
+    main, commands, prepare = script(name)
+    words = prepare(shlex.split(line, comments=True))
     options = commands.get(words[0], main)
     parsed = cli.parse(options, description=None, args=words[words[0] in commands :], prog=name)
     preset = getattr(parsed, "preset", "PRESET")

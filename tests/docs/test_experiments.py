@@ -31,8 +31,8 @@ def test_the_scripts_take_the_options(command, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *words])
     given = []
 
-    def read(name, main, options, *, description, commands=None):
-        given.append(cli.parse(options, description=description, args=words, prog=name))
+    def read(name, main, options, *, description, commands=None, prepare=list):
+        given.append(cli.parse(options, description=description, args=prepare(words), prog=name))
 
     monkeypatch.setattr(cli, "run", read)
     runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -111,44 +111,60 @@ def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, 
 
 
 def test_two_merges_into_one_folder_exclude_each_other(inputs, tmp_path):
-    out = tmp_path / "out"
-    with (
-        writing.exclusive(out),
-        pytest.raises(ValueError, match=f"another merge .* is running .* {os.getpid()}.*delete"),
-    ):
-        merge_folders(TA, *inputs, out)
+    out, lock = tmp_path / "out", tmp_path / ".out.lock"
+    told = rf"^another merge into {out} is running \(it holds {lock}\)"
+    merge = [sys.executable, "-c", KILLED, *map(str, (inputs[0], inputs[1]["sum"], out)), "-1"]
+    with writing.exclusive(out):
+        with pytest.raises(ValueError, match=told):
+            merge_folders(TA, *inputs, out)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match=told):
+            pool.submit(merge_folders, TA, *inputs, out).result()
+        other = subprocess.run(merge, check=False, capture_output=True, text=True)
+        assert f"ValueError: another merge into {out} is running" in other.stderr
+    assert leftovers(tmp_path) == []
     merge_folders(TA, *inputs, out)
-    (tmp_path / ".out.lock").write_text("elsewhere 1")
-    with pytest.raises(ValueError, match="elsewhere 1"):
-        merge_folders(TA, *inputs, out, overwrite=True)
-    ended = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
-    )
-    (tmp_path / ".out.lock").write_text(f"{socket.gethostname()} {ended.stdout.strip()}")
-    merge_folders(TA, *inputs, out, overwrite=True)
     assert leftovers(tmp_path) == []
 
 
-def test_a_lock_of_this_pid_before_the_machine_was_started_anew_is_taken_over(inputs, tmp_path, monkeypatch):
-    lock = tmp_path / ".out.lock"
-    with writing.exclusive(tmp_path / "out"):
-        mine = lock.read_text()
-    host, pid, started = mine.split()
-    assert (host, pid) == (socket.gethostname(), str(os.getpid()))
-    lock.write_text(f"{host} {pid} {int(started) - 1}")
+@pytest.mark.parametrize("text", ["", f"elsewhere {os.getpid()}", f"{socket.gethostname()} {os.getpid()} 1"])
+def test_a_lock_file_that_nobody_holds_is_taken_over(inputs, tmp_path, text):
+    (tmp_path / ".out.lock").write_text(text)
     merge_folders(TA, *inputs, tmp_path / "out")
     assert leftovers(tmp_path) == []
-    # another merge takes a dead lock away between the two looks
-    lock.write_text(f"{host} {pid} {int(started) - 1}")
-    rename = Path.rename
 
-    def taken(path, target):
-        path.unlink()
-        return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", taken)
-    with writing.exclusive(tmp_path / "out"):
-        assert lock.read_text() == mine
+def test_a_killed_holder_frees_the_lock(tmp_path):
+    out = tmp_path / "out"
+    hold = "import sys; from pathlib import Path; from smat_fn.folders import writing\n"
+    hold += "with writing.exclusive(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", hold, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ValueError, match="another merge"), writing.exclusive(out):
+            pass
+        assert leftovers(tmp_path) == [".out.lock"]
+        holder.kill()
+    with writing.exclusive(out):
+        assert leftovers(tmp_path) == [".out.lock"]
+    assert leftovers(tmp_path) == []
+
+
+def test_one_of_several_threads_at_a_time_holds_the_lock(tmp_path):
+    inside, most, failed = [], [], []
+
+    def enter(_):
+        try:
+            with writing.exclusive(tmp_path / "out"):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+        except ValueError:
+            failed.append(1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enter, range(400)))
+    assert set(most) == {1}
+    assert len(most) + len(failed) == 400
+    assert leftovers(tmp_path) == []
 
 
 def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):

@@ -8,15 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors, merge, random, tree
+from ... import checkpoint, errors, merge, tree
 from ...analyses import Job, score_jobs
 from ...analyses.results import Result
 from ...config import PaperMerger, WeightAverage, preset_of
 from ...evaluate import Scorer
 from ...suites import Suite
 from ...types import Params
-from ..merge.choosing import merge_one, merged_vector
-from ..merge.inputs import Inputs, find_inputs, load_inputs, trained_by
+from ..merge.choosing import merge_one
+from ..merge.inputs import Inputs, find_inputs, load_inputs, mask_key, trained_by
 from ..merge.merging import common_suite
 
 
@@ -125,7 +125,7 @@ def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: 
             lambda leaf, start: leaf.to(start.device), merge.weight_average(inputs.experts), inputs.base
         )
     assert config.coef is not None, "chosen_merger gives one"
-    vector = merged_vector(config, random.fold_in(random.key(seed), "merge"), inputs)
+    vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     return merge.apply_vector(inputs.base, vector, coef=config.coef)
 
 
@@ -160,7 +160,7 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
     if suite.score_tensor is None:
         return merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef
     score_tensor = suite.score_tensor
-    vector = merged_vector(config, random.fold_in(random.key(seed), "merge"), inputs)
+    vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     grid = merge.COEFS
     jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
     found = score_jobs(

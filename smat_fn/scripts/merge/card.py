@@ -1,58 +1,118 @@
-"""The card of a merged model, from its manifest."""
+"""Model cards of merged and exported models: metadata for the Hugging Face hub, then the manifest as text."""
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...merge import RANDOM
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+CARD = "README.md"
+
 
 def card(manifest: Mapping[str, Any]) -> str:
-    """A merged model in words: what was merged, how, which coefficient, its dev scores, fingerprints."""
+    """The model card of a merged model, Markdown with YAML metadata.
+
+    The text names the merger and its options, the dev scores of a search, the precision and the SHA-256 of every file
+    that a merge on disk read and wrote, and fingerprints of weights.
+    """
     options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items()) or "no options"
+    semantics = f", semantics {manifest['semantics']}" if "semantics" in manifest else ""
     masks = f", random masks from seed {manifest['merge_seed']}" if manifest["merger"] in RANDOM else ""
     lines = [
         f"# {manifest['label']} experts merged by {manifest['merger'].upper()}",
         "",
-        f"Merger: {manifest['merger']} ({options})" + masks + ".",
+        f"Merger: {manifest['merger']} ({options}){semantics}{masks}.",
     ]
-    lines += density(manifest)
-    if found := manifest.get("calibration"):
-        tried = ", ".join(f"{value}: {score:.2f}" for value, score in found["curve"])
-        lines += ["", f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}."]
-    if manifest["dev_curve"]:
-        tried = ", ".join(f"{coef}: {score:.2f}" for coef, score in manifest["dev_curve"])
-        lines += ["", f"The coefficient was chosen on dev (mean over tasks): {tried}."]
-    if finals := manifest.get("dev_finals"):
-        again = ", ".join(f"{coef}: {score:.2f}" for coef, score in finals)
-        lines += ["", f"That was one decode; the best were decoded again, means over decodes: {again}."]
-    if tried_ := manifest.get("tried"):
-        lines += ["", _cost(tried_)]
+    if "out_dtype" in manifest:
+        lines += ["", f"Precision: {rounding(manifest['rounding_ratio'])}; dtypes: {manifest['out_dtype']}."]
+    if manifest.get("density"):
+        lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
+    lines += _search(manifest)
+    lines += [f"\nNote: {note}." for note in manifest.get("notes", ())]
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
-    lines += [
-        f"| {task} | {manifest['dev'][task]:.2f} | `{print_}` |"
-        if task in manifest["dev"]
-        else f"| {task} | | `{print_}` |"
-        for task, print_ in manifest["experts"].items()
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
-    lines += [
-        "",
-        f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`.",
-        "",
-        versions + ".",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def density(manifest: Mapping[str, Any]) -> list[str]:
-    """What TIES kept of every expert, as a paragraph; nothing for other mergers."""
-    kept = ", ".join(f"{name} {share:.6f}" for name, share in (manifest.get("density") or {}).items())
-    return ["", f"Share of coordinates that was kept: {kept}."] if kept else []
-
-
-def _cost(tried: Mapping[str, float]) -> str:
-    known = f" ({tried['kept']} known from before, {tried['seconds_saved']:.1f} s saved)" if tried["kept"] else ""
-    return (
-        f"Tried on dev: {tried['candidates']} candidates, {tried['scores']} scores of one task and decode{known}; "
-        f"{tried['seconds_merging']:.1f} s of merging, {tried['seconds_scoring']:.1f} s of scoring."
+    for name, print_ in manifest["experts"].items():
+        score = f" {manifest['dev'][name]:.2f}" if name in manifest["dev"] else ""
+        lines.append(f"| {name} |{score} | {'' if print_ is None else f'`{print_}`'} |")
+    lines += ["", f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`."]
+    if files := manifest.get("files"):
+        lines += ["", "`python merge.py verify FOLDER` hashes the files below again and reports changes."]
+        read = {f"read of {name}": hashes for name, hashes in manifest["inputs"].items()}
+        for title, hashes in {"written": files, **read}.items():
+            lines += ["", f"| {title} | SHA-256 |", "|---|---|"]
+            lines += [f"| {file} | `{print_}` |" for file, print_ in hashes.items()]
+    lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
+    found = _with_metadata(
+        "\n".join(lines),
+        base_model=manifest["base_model"],
+        base_model_relation="merge",
+        library_name=_library(manifest),
+        tags=["merge", "smat_fn", manifest["merger"]],
     )
+    return str(found)
+
+
+def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
+    """The card of ``model`` with a note that it was exported; a new one where it has none that can be read.
+
+    Args: manifest: of the exported model.
+    """
+    from huggingface_hub import ModelCard
+
+    try:
+        found = ModelCard.load(model / CARD)
+    except Exception:  # no card, or metadata that are not YAML: huggingface_hub raises errors of several kinds
+        task = manifest.get("task")
+        title = f"# {manifest.get('label', model.name)}{'' if task is None else f' expert of {task}'}\n"
+        found = _with_metadata(title, tags=["smat_fn"])
+    if "smat_fn" in found.data.get("tags", ()):
+        found.data["base_model"] = manifest["base_model"]
+    found.data["library_name"] = _library(manifest)
+    found.text += (
+        "\nWritten as the whole model that it belongs to: `from_pretrained` reads this folder, and "
+        "`python merge.py verify FOLDER` hashes what was read and written again.\n"
+    )
+    return str(found)
+
+
+def rounding(ratio: float | None) -> str:
+    """Size of the last rounding relative to the merged change."""
+    if ratio is None or not math.isfinite(ratio):
+        return "nothing but rounding changes the base"
+    return f"rounding is {ratio:.2%} of the merged change (RMS)"
+
+
+def _with_metadata(text: str, **metadata: Any) -> "ModelCard":
+    from huggingface_hub import ModelCard, ModelCardData
+
+    return ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n\n{text}")
+
+
+def _library(manifest: Mapping[str, Any]) -> str:
+    return "transformers" if "config.json" in manifest.get("files", ()) else "smat_fn"
+
+
+def _search(manifest: Mapping[str, Any]) -> list[str]:
+    """Paragraphs about the search on dev, if there was one."""
+    lines = []
+    if found := manifest.get("calibration"):
+        tried = _points(found["curve"])
+        lines.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
+    if manifest["dev_curve"]:
+        lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.")
+    if finals := manifest.get("dev_finals"):
+        lines.append(f"That was one decode; the best were decoded again, means over decodes: {_points(finals)}.")
+    if cost := manifest.get("tried"):
+        known = f" ({cost['kept']} known from before, {cost['seconds_saved']:.1f} s saved)" if cost["kept"] else ""
+        lines.append(
+            f"Tried on dev: {cost['candidates']} candidates, {cost['scores']} scores of one task and decode{known}; "
+            f"{cost['seconds_merging']:.1f} s of merging, {cost['seconds_scoring']:.1f} s of scoring."
+        )
+    return [text for line in lines for text in ("", line)]
+
+
+def _points(points: Iterable[Any], form: str = "{}: {:.2f}") -> str:
+    return ", ".join(form.format(*point) for point in points)

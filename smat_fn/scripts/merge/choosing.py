@@ -1,24 +1,26 @@
 """Coefficients and sparsity chosen on dev: candidates in one buffer in memory, every score computed once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ... import checkpoint, merge, random
+from ... import checkpoint, merge
 from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...types import Params
-from .inputs import Inputs
-from .search import Decode, Reranked, rerank
+from .inputs import Inputs, mask_key
 
+T = TypeVar("T")
+Decode = tuple[str, int]  # task, repeat
 Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
 
 
 class Tried(NamedTuple):
-    """What a choice cost."""
+    """Cost of a choice."""
 
     candidates: int = 0
     scores: int = 0  # of one task and decode each
@@ -51,16 +53,25 @@ class Merged(NamedTuple):
     kept: bool = False  # it was there before
 
 
+class Reranked(NamedTuple, Generic[T]):
+    """The chosen candidate and what it was chosen by."""
+
+    best: T
+    scores: dict[str, float]  # of the best, by task, means over its decodes
+    curve: tuple[tuple[T, float], ...]  # mean over tasks of one decode, every candidate
+    finals: tuple[tuple[T, float], ...]  # mean over tasks of the means over decodes, the best candidates
+
+
 class Models:
     """Merged models of candidates, one at a time: the next one is written over the last one.
 
     The merged task vector is made again only where another option than coef changes; a step of coef is one pass over
-    the weights. Random masks come from ``fold_in(key(seed), "merge")``.
+    the weights. Random masks come from `mask_key`.
     """
 
     def __init__(self, inputs: Inputs, seed: int) -> None:
         self.seconds = 0.0  # of merging
-        self._inputs, self._key = inputs, random.fold_in(random.key(seed), "merge")
+        self._inputs, self._key = inputs, mask_key(seed)
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
         self._last: MergerConfig | None = None
         self._buffer: Params = None
@@ -73,11 +84,12 @@ class Models:
         if config.name in merge.BASELESS:
             self._buffer = merge.merge_by(config, self._inputs.base, self._inputs.experts)
         else:
-            coef, options = coef_of(config), _with(config, coef=None)
+            coef, options = config.coef, _with(config, coef=None)  # type: ignore[union-attr]
             assert coef is not None
             if self._made is None or self._made[0] != options:
                 self._made = None  # two vectors need not be in memory
-                self._made = options, merged_vector(options, self._key, self._inputs)
+                base, experts = self._inputs.base, self._inputs.experts
+                self._made = options, merge.vector_by(options, base, experts, key=self._key)
             vector = self._made[1]
             self._buffer = merge.apply_vector(self._inputs.base, vector, coef=coef, out=self._buffer)
         self._last = config
@@ -85,25 +97,15 @@ class Models:
         return self._buffer
 
 
-def coef_of(config: MergerConfig) -> float | None:
-    """Its coefficient: None where it is open, and for a merger without one."""
-    return getattr(config, "coef", None)
-
-
 def is_open(config: MergerConfig) -> bool:
     """Whether a search is to choose its coefficient."""
-    return hasattr(config, "coef") and coef_of(config) is None
+    return getattr(config, "coef", 0.0) is None
 
 
 def about(inputs: Inputs) -> dict[str, Any]:
     """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
     experts = [[name, checkpoint.fingerprint(params)] for name, params in inputs.experts.items()]
     return {"base": checkpoint.fingerprint(inputs.base), "experts": experts}
-
-
-def merged_vector(config: MergerConfig, key: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
-    """The merged task vector of a merger that has a coefficient."""
-    return merge.vector_by(config, inputs.base, inputs.experts, key=key)
 
 
 def merge_one(
@@ -113,21 +115,29 @@ def merge_one(
     seed: int,
     scorer: Scorer | None = None,
     coefs: Sequence[float] = merge.COEFS,
+    calibration: float | None = None,
 ) -> Merged:
     """One merged model; with a scorer, a coefficient that is left open is searched among ``coefs`` on its dev split.
 
     The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
-    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`).
+    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`). With
+    ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
     """
+    calibrated = None
+    if calibration is not None:
+        assert scorer is not None
+        calibrated = calibrate(config, inputs, scorer, coef=calibration, seed=seed)
+        config = calibrated.config
     models, fixed = Models(inputs, seed), not is_open(config)
     if scorer is None:
         assert fixed, "merge_run checks this"
-        return Merged(models(config), coef_of(config), {}, ())
+        return Merged(models(config), getattr(config, "coef", None), {}, ())
     candidates = [config] if fixed else [_with(config, coef=coef) for coef in sorted(coefs)]
     found, tried = _rank(candidates, models, scorer, list(inputs.experts), seed)
     curve = () if fixed else _curve(found.curve, "coef")
     finals = _curve(found.finals, "coef") if curve and scorer.suite.repeats else ()
-    return Merged(models(found.best), coef_of(found.best), found.scores, curve, finals, tried)
+    coef = getattr(found.best, "coef", None)
+    return Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated)
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -162,16 +172,8 @@ def _rank(
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
     models(found.best)
-    after = scorer.cost
-    tried = Tried(
-        len(candidates),
-        after.scores - before.scores,
-        after.kept - before.kept,
-        models.seconds - merging,
-        after.seconds - before.seconds,
-        after.saved - before.saved,
-    )
-    return found, tried
+    scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
+    return found, Tried(len(candidates), int(scores), int(kept), models.seconds - merging, seconds, saved)
 
 
 def _with(config: MergerConfig, **changes: Any) -> MergerConfig:
@@ -180,3 +182,42 @@ def _with(config: MergerConfig, **changes: Any) -> MergerConfig:
 
 def _curve(points: Sequence[tuple[MergerConfig, float]], field: str) -> Curve:
     return tuple((getattr(config, field), score) for config, score in points)
+
+
+def rerank(
+    candidates: Sequence[T],
+    score: Callable[[T, Sequence[Decode]], Sequence[float]],
+    *,
+    tasks: Sequence[str],
+    repeats: Mapping[str, int],
+    top: int = 2,
+) -> Reranked[T]:
+    """The candidate of the largest mean score over decodes, among the ``top`` that are best in the first decode.
+
+    All tasks count alike; a task without repeats keeps its score. Ties go to the earlier candidate in both stages.
+
+    Args: score: ``score(candidate, decodes)``, one number a (task, repeat), repeats counted from 0; called once a
+        candidate with repeat 0 of every task, and once more for the best with the other repeats; repeats: decodes of
+        a task, 1 where it is not named.
+    Raises: ValueError without candidates, or where a mean is NaN.
+    """
+    first = [(task, 0) for task in tasks]
+    more = [(task, r) for task in tasks for r in range(1, repeats.get(task, 1))]
+    found: dict[int, dict[str, list[float]]] = {}
+
+    def decode(place: int, decodes: Sequence[Decode]) -> float:
+        own = found.setdefault(place, {task: [] for task in tasks})
+        for (task, _), value in zip(decodes, score(candidates[place], decodes) if decodes else (), strict=True):
+            own[task].append(value)
+        return fmean(fmean(values) for values in own.values())
+
+    places = range(len(candidates))
+    once = merge.choose(places, lambda place: decode(place, first))
+    best = sorted(places, key=lambda place: -once.curve[place][1])[:top]  # stable: the earlier of equal ones
+    several = merge.choose(sorted(best), lambda place: decode(place, more))
+    return Reranked(
+        candidates[several.best],
+        {task: fmean(values) for task, values in found[several.best].items()},
+        tuple((candidates[place], value) for place, value in once.curve),
+        tuple((candidates[place], value) for place, value in several.curve),
+    )

@@ -1,27 +1,30 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from ... import checkpoint
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, prefix_of
 from ...folders.adapters import is_adapter
-from .finished import digests
-from .inputs import manifest_of
-
-CARD = "README.md"
+from .card import CARD, exported_card
+from .finished import hashes
+from .inputs import manifest_of, model_names
 
 
 def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Report:
-    """A folder that loads by ``from_pretrained``: base's, with the model's leaves in their place, bit for bit.
+    """Write a folder that ``from_pretrained`` loads: base with the model's parameters in their place, bit-identical.
 
-    The average of one model, so it streams, resumes and appears whole as any merge (`merge_folders`).
+    A weight average of one model, so it streams, resumes and appears atomically as any merge does (`merge_folders`).
 
-    Args: model: folder of train.py or merge.py, whose leaves may be a part of base's (the vision tower of CLIP, the top
-        layers of a text encoder), or of an adapter; base: folder or hub name of the model that it was trained from.
+    Args:
+        model: folder of train.py or merge.py, whose parameters may be a part of base's (the vision tower of CLIP, the
+            top layers of a text encoder), or of an adapter.
+        base: folder or hub name of the model that it was trained from.
+        out: folder to write.
+        options: as of `merge_folders`.
     Raises: ValueError as `merge_folders`; for a model of train.py or merge.py that was made from another base.
     """
     manifest = manifest_of(model)
@@ -29,7 +32,16 @@ def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Re
         _check_base(model, local_folder("base", base), manifest["base_fingerprint"])
 
     def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
-        return _texts(model, manifest, files, report, options.get("workers", 1))
+        facts = {
+            **{name: value for name, value in manifest.items() if name not in ("fingerprint", "base_fingerprint")},
+            "kind": "exported",
+            "source": str(model.absolute()),
+            "source_fingerprint": manifest.get("fingerprint"),
+            "base_model": model_names(base) + manifest.get("base_model", [])[1:],
+            "rounding_ratio": report.rounding_ratio,
+            **hashes(files, report.inputs, options.get("workers", 1)),
+        }
+        return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n", CARD: exported_card(model, facts)}
 
     options["partial"] = True
     return merge_folders(WeightAverage(), base, {model.name: model}, out, describe=describe, **options)
@@ -46,31 +58,3 @@ def _check_base(model: Path, base: Path, fingerprint: str) -> None:
     }
     if checkpoint.fingerprint(origin) != fingerprint:
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")
-
-
-def _texts(
-    model: Path, manifest: Mapping[str, Any], files: Sequence[Path], report: Report, workers: int
-) -> dict[str, str]:
-    """Manifest and card: those of the model, and the files that were read and written."""
-    work = files[0].parent
-    read = digests([*files, *(file for named in report.inputs.values() for file in named)], workers)
-    facts = {
-        **{name: value for name, value in manifest.items() if name not in ("fingerprint", "base_fingerprint")},
-        "kind": "exported",
-        "source": str(model.absolute()),
-        "source_fingerprint": manifest.get("fingerprint"),
-        "rounding_ratio": report.rounding_ratio,
-        "files": {str(file.relative_to(work)): read[file] for file in files},
-        "inputs": {name: {str(file.absolute()): read[file] for file in own} for name, own in report.inputs.items()},
-    }
-    card = (model / CARD).read_text(encoding="utf-8") if (model / CARD).exists() else f"# {_title(model, manifest)}\n"
-    card += (
-        "\nWritten as the whole model that it belongs to: `from_pretrained` reads this folder, and "
-        "`python merge.py verify FOLDER` hashes what was read and written again.\n"
-    )
-    return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n", CARD: card}
-
-
-def _title(model: Path, manifest: Mapping[str, Any]) -> str:
-    task = manifest.get("task")
-    return f"{manifest.get('label', model.name)}{'' if task is None else f' expert of {task}'}"

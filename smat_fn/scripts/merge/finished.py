@@ -1,9 +1,9 @@
-"""Is a merged model already there? Its manifest names how it was made and of what, and all of it is hashed again."""
+"""Recognise a finished merge: its manifest states how it was made and of what, and all of that is hashed again."""
 
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ... import __version__, checkpoint
 
 
 def is_merged(folder: Path) -> bool:
-    """Does a folder hold a merged model, to be found by its manifest?"""
+    """Whether the manifest of a folder is that of a merged model."""
     try:
         manifest = checkpoint.load_manifest(folder)
     except ValueError:
@@ -21,7 +21,7 @@ def is_merged(folder: Path) -> bool:
 
 
 def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
-    """How the merge in ``folder`` differs from one with these facts, in words; nothing is hashed."""
+    """How the manifest in ``folder`` differs from one with these facts; nothing is hashed."""
     if not is_merged(folder):
         return [f"{folder} holds no merged model"]
     manifest = checkpoint.load_manifest(folder)
@@ -36,9 +36,11 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
 
 
 def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
-    """Hash again what the manifest of a merged model names. Returns: the number of files, and all that differs.
+    """Hash again all files that the manifest of a merged model names.
 
-    Args: path: its folder, or its card. Raises: ValueError for a folder without a manifest.
+    Args: path: folder of the merged model, or its README.md.
+    Returns: the number of files, and a line for every file that has changed or is missing.
+    Raises: ValueError for a folder without a manifest.
     """
     folder = path if path.is_dir() else path.parent
     manifest = checkpoint.load_manifest(folder)
@@ -48,7 +50,7 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     named = {folder / file: print_ for file, print_ in manifest["files"].items()}
     for source in manifest["inputs"].values():
         named |= {Path(file): print_ for file, print_ in source.items()}
-    found = digests([file for file in named if file.is_file()], workers)
+    found = _digests([file for file in named if file.is_file()], workers)
     return len(named), [
         f"{file} has changed: SHA-256 {found[file]}, it was {print_}" if file in found else f"{file} is missing"
         for file, print_ in named.items()
@@ -56,11 +58,13 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     ]
 
 
-def digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
-    """SHA-256 of every file, each file once, in several threads: hashing lets go of the interpreter."""
-    each = list(dict.fromkeys(files))
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(zip(each, pool.map(_sha256, each), strict=True))
+def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], workers: int) -> dict[str, Any]:
+    """The facts of a manifest that `verify` checks: SHA-256 of the files of a model, and of those it was made from."""
+    read = _digests([*files, *(file for own in inputs.values() for file in own)], workers)
+    return {
+        "files": {str(file.relative_to(files[0].parent)): read[file] for file in files},
+        "inputs": {name: {str(file.absolute()): read[file] for file in own} for name, own in inputs.items()},
+    }
 
 
 def seconds_to_hash(size: int) -> float:
@@ -68,6 +72,13 @@ def seconds_to_hash(size: int) -> float:
     trial, begin = bytes(1 << 22), time.perf_counter()
     hashlib.sha256(trial)
     return size / len(trial) * (time.perf_counter() - begin)
+
+
+def _digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
+    """SHA-256 of every file, each file once, in several threads: hashlib releases the GIL."""
+    each = list(dict.fromkeys(files))
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip(each, pool.map(_sha256, each), strict=True))
 
 
 def _sha256(file: Path) -> str:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ... import checkpoint, errors, lora, tree
+from ... import checkpoint, errors, lora, random, tree
 from ...folders import read_inputs
+from ...folders.inputs import repository_of
 
 
 class Inputs(NamedTuple):
@@ -39,7 +40,7 @@ def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
     found = dict.fromkeys(name for name in named.values() if name)
     if len(found) > 1:
         each = ", ".join(f"{expert} by {name}" for expert, name in named.items())
-        raise ValueError(f"the experts were trained by several presets ({each}): say --preset")
+        raise ValueError(f"the experts were trained by several presets ({each}): pass --preset")
     return next(iter(found), "digits")
 
 
@@ -62,14 +63,34 @@ def named(expert: Path) -> tuple[str | None, Path]:
     return name, Path(rest).expanduser()
 
 
+def by_name(
+    base: Path, experts: Sequence[Path], fingerprint: str | None
+) -> tuple[list[tuple[str, Path, dict[str, Any]]], list[str]]:
+    """Experts as (name, path, manifest), named by NAME=, by their task or by their folder; random masks depend on it.
+
+    Returns: the experts, and a problem for every name that is taken and every expert of another base than the one with
+        this fingerprint.
+    """
+    found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
+    for given, path in map(named, experts):
+        manifest = manifest_of(path)
+        name = given or manifest.get("task", path.name)
+        if any(name == other for other, *_ in found):
+            problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
+        if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
+            problems.append(f"{path} was trained from another base than {base}")
+        found.append((name, path, manifest))
+    return found, problems
+
+
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
-    Folders of train.py are known by their manifests. All others are read as a merge on disk reads them: sharded ones,
-    hub names, LoRA adapters; such an expert is of the task that its folder is named after, or `named`.
+    Folders of train.py are recognised by their manifests. All others are read as a merge on disk reads them: sharded
+    folders, hub names, LoRA adapters.
 
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
-        that are not finite, and every task that comes twice.
+        that are not finite, and every name that comes twice.
     """
     problems = [] if experts else ["no experts: give at least one folder"]
     origin: dict[str, Tensor] | None = None
@@ -78,29 +99,48 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
-    fingerprint = None if origin is None else checkpoint.fingerprint(origin)
+    found, others = by_name(base, experts, None if origin is None else checkpoint.fingerprint(origin))
     loaded: dict[str, dict[str, Tensor]] = {}
-    manifests: dict[str, dict[str, Any]] = {}
-    for name, path in map(named, experts):
+    for name, path, manifest in found:
         try:
-            if manifest_of(path):
+            if manifest:
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
-                params, manifest = lora.load_expert(path, like)
+                loaded[name] = lora.load_expert(path, like)[0]
             else:
-                params, manifest = _as_it_is(base, path)[1], dict[str, Any]()
-            tree.check_finite(params, str(path))
+                loaded[name] = _as_it_is(base, path)[1]
+            tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
-            continue
-        task = name or manifest.get("task", path.name)
-        if task in loaded:
-            problems.append(f"{path}: there is another expert named {task!r}, give each once, or name it: NAME={path}")
-        if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:
-            problems.append(f"{path} was trained from another base than {base}")
-        loaded[task], manifests[task] = params, manifest
-    errors.raise_problems(list(dict.fromkeys(problems)))
+    errors.raise_problems(list(dict.fromkeys(problems + others)))
     assert origin is not None
-    return Inputs(origin, loaded, manifests)
+    return Inputs(origin, loaded, {name: manifest for name, _, manifest in found})
+
+
+def facts_of(
+    base: Path, experts: Sequence[Path], manifests: Mapping[str, Mapping[str, Any]], seed: int
+) -> dict[str, Any]:
+    """Facts about the inputs of a merge for its manifest; ``seed`` is that of random masks."""
+    known = manifests.values()
+    return {
+        "kind": "merged",
+        "merge_seed": seed,
+        "label": "+".join(dict.fromkeys(manifest.get("label", name) for name, manifest in manifests.items())),
+        "seed": next((manifest["seed"] for manifest in known if "seed" in manifest), seed),
+        "suite": next((manifest["suite"] for manifest in known if manifest.get("suite")), None),
+        "base_model": model_names(base, experts),
+        "experts": {name: manifest.get("fingerprint") for name, manifest in manifests.items()},
+    }
+
+
+def model_names(base: Path, experts: Sequence[Path] = ()) -> list[str]:
+    """Base and experts for a card's metadata: hub names without revision; of a local base the folder's name."""
+    names = [repository_of(path) for _, path in map(named, experts)]
+    return list(dict.fromkeys([repository_of(base) or base.resolve().name, *filter(None, names)]))
+
+
+def mask_key(seed: int) -> Tensor:
+    """The key of random masks."""
+    return random.fold_in(random.key(seed), "merge")
 
 
 def _as_it_is(base: Path, expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

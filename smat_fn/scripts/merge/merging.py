@@ -1,8 +1,9 @@
-"""Merge experts on disk: checked inputs, an optional search on dev, merged checkpoints with a card each."""
+"""Merge in memory: checked inputs, an optional search on dev, a folder with a model card for each merged model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from ...config import MergerConfig, Ties, settings
 from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
 from ...suites import Suite, load_suite
-from .card import card
-from .choosing import Merged, about, calibrate, is_open, merge_one, total
+from .card import CARD, card
+from .choosing import Merged, about, is_open, merge_one, total
 from .finished import differences, is_merged, verify
-from .inputs import Inputs, find_inputs, load_inputs
+from .inputs import Inputs, facts_of, find_inputs, load_inputs
 
-__all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "write_merged"]
+__all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "summary"]
 
-CARD = "README.md"
+COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
 
 
 def merge_run(
@@ -37,74 +38,85 @@ def merge_run(
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
-    Scores of a search are kept in ``out/scores.jsonl`` as they come: a search that was ended goes on from there, and
-    the next one on the same inputs finds them (`Scorer`). A folder that holds this very merge, by its manifest and its
-    bytes, stays as it is. Not so with ``overwrite``.
+    Scores of a search are kept in ``out/scores.jsonl`` as they come: an interrupted search resumes from there, and the
+    next one on the same inputs finds them (`Scorer`). A folder that holds this very merge, by its manifest and its
+    bytes, stays as it is.
 
-    Args: search: choose open coefficients on dev, and score every merged model there; calibration: first choose the
-        sparsity of TIES, DARE and DELLA on dev at these coefficients; seed: of random masks; options: of the suite,
-        instead of those in the experts' manifests; coefs: that a search tries, none: `merge.COEFS`.
+    Args:
+        configs: mergers with their options.
+        base, experts: folders or hub names.
+        out: folder for the merged models.
+        search: choose open coefficients on dev, and score every merged model there.
+        calibration: first choose the sparsity of TIES, DARE and DELLA on dev at these coefficients.
+        seed: of random masks.
+        overwrite: merge again where a folder exists.
+        options: of the suite, instead of those in the experts' manifests.
+        coefs: that a search tries (default: `merge.COEFS`).
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
-    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
-    for config in configs:
-        if not search and is_open(config):
-            problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
-        problems += problems_of(_check_options, config, len(experts))
+    problems, sources = _option_problems(configs, len(experts), search, coefs), dict[str, Any]()
     try:
         inputs = load_inputs(base, experts)
         suite = common_suite(inputs, options or {}) if search or calibration else None
-        sources = _sources(inputs, seed, suite)
+        sources = _sources(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-        sources = {}
-    asked = {
-        config.name: {
-            "settings": settings(config),
-            "search": search,
-            "calibration": (calibration or {}).get(config.name),
-            "suite": dict(options or {}),
-            **({"coefs": sorted(coefs)} if coefs else {}),
-        }
-        for config in configs
-    }
-    kept = {}
-    for name in asked if not overwrite else ():
-        folder = out / name
-        others = differences(folder, {"merger": name, "asked": asked[name], **sources}) if is_merged(folder) else []
-        if sources and is_merged(folder) and not (others := others or verify(folder)[1]):
-            kept[folder] = _read(folder)
-        else:
-            problems += [f"{folder} holds another merge: {other}" for other in others[:1] if sources]
-            problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
+    asked = {"search": search, "suite": dict(options or {}), **({"coefs": sorted(coefs)} if coefs else {})}
+    facts, calibration = dict[str, dict[str, Any]](), calibration or {}
+    for config in configs:
+        own = {"settings": settings(config), "calibration": calibration.get(config.name)}
+        facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
+    kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
-    done = dict[Path, Merged]()
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
-            if (folder := out / config.name) in kept:
-                done[folder] = kept[folder]
-                continue
-            found = None
-            if calibration and config.name in calibration:
-                assert scorer is not None
-                found = calibrate(config, inputs, scorer, coef=calibration[config.name], seed=seed)
-                config = found.config
-            merged = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=coefs or merge.COEFS)
-            merged = merged._replace(calibration=found)
-            facts = {**sources, "asked": asked[config.name]}
-            write_merged(folder, config, inputs, merged, seed=seed, overwrite=overwrite, facts=facts)
-            done[folder] = merged
-    return done
+            if (folder := out / config.name) not in kept:
+                at, grid = calibration.get(config.name), coefs or merge.COEFS
+                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=grid, calibration=at)
+                _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
+    return {out / config.name: kept[out / config.name] for config in configs}
 
 
-def _check_options(config: MergerConfig, experts: int) -> None:
+def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
+    """A line for each merged model: its folder, its coefficient and its mean dev score."""
+    for folder, model in merged.items():
+        coef = "" if model.coef is None else f", coef {model.coef:g}"
+        score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
+        yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
+
+
+def _option_problems(configs: Sequence[MergerConfig], experts: int, search: bool, coefs: Sequence[float]) -> list[str]:
+    problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
+    problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
     one = {"w": torch.zeros(1)}
     several = {str(i): one for i in range(max(1, experts))}
-    coef = 0.0 if is_open(config) else None
-    merge.merge_by(config, one, several, key=random.key(0), coef=coef)
+    for config in configs:
+        if not search and is_open(config):
+            problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
+        coef = 0.0 if is_open(config) else None
+        problems += problems_of(merge.merge_by, config, one, several, key=random.key(0), coef=coef)
+    return problems
+
+
+def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[str]) -> dict[Path, Merged]:
+    """Merged models of these facts that are there. Adds a problem for every folder that holds something else."""
+    kept = {}
+    for name, wanted in facts.items():
+        folder = out / name
+        compared = {fact: wanted[fact] for fact in COMPARED if fact in wanted}
+        known = len(compared) == len(COMPARED) and is_merged(folder)  # less where the inputs have problems
+        others = (differences(folder, compared) or verify(folder)[1]) if known else []
+        if known and not others:
+            params, manifest = checkpoint.load_leaves(folder)
+            coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
+            curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
+            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True)
+        else:
+            problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
+            problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
+    return kept
 
 
 def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | None = None) -> Suite:
@@ -120,7 +132,7 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
         f"expert {task!r} is of another suite than the first" for task, r in recipes.items() if r and r != first
     ]
     if first is None and not recipes:
-        problems.append("no expert names a suite: say --suite-options name NAME, of one whose tasks the experts are")
+        problems.append("no expert names a suite: pass --suite-options name NAME, of one whose tasks the experts are")
     errors.raise_problems(problems)
     assert first is not None
     suite = known or load_suite(**{**first, **options})
@@ -140,33 +152,34 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
     return suite
 
 
-def write_merged(
-    path: Path,
-    config: MergerConfig,
-    inputs: Inputs,
-    merged: Merged,
-    *,
-    seed: int,
-    overwrite: bool = False,
-    facts: Mapping[str, Any],
-) -> None:
-    """Save a merged model with its manifest and a card for people.
+def _sources(
+    base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None = None
+) -> dict[str, Any]:
+    """Facts of a merged model beside its settings; ``suite`` is that of experts which name none."""
+    facts = facts_of(base, experts, inputs.manifests, seed)
+    prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}
+    return facts | {
+        "suite": facts["suite"] or (None if suite is None else dict(suite.recipe)),
+        "base_fingerprint": checkpoint.fingerprint(inputs.base),
+        "experts": prints,
+    }
 
-    Args: facts: more of the manifest, what it is made of among them.
-    """
-    manifests = inputs.manifests.values()
+
+def _write(
+    folder: Path, config: MergerConfig, merged: Merged, inputs: Inputs, *, overwrite: bool, facts: Mapping[str, Any]
+) -> None:
+    """Save a merged model with its manifest, which has ``facts`` too, and its card."""
+    config = merged.calibration.config if merged.calibration else config
     facts = {
         **facts,
-        "kind": "merged",
-        "merger": config.name,
         "hyperparameters": {**settings(config), **({} if merged.coef is None else {"coef": merged.coef})},
-        "label": "+".join(dict.fromkeys(manifest.get("label", "?") for manifest in manifests)),
-        "seed": next((manifest["seed"] for manifest in manifests if "seed" in manifest), seed),
-        **_density(config, inputs),
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
     }
+    if isinstance(config, Ties):
+        options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
+        facts["density"] = merge.ties_density(inputs.base, inputs.experts, **options)
     if (found := merged.calibration) is not None:
         curve = [list(point) for point in found.curve]
         facts["calibration"] = {"field": found.field, "coef": found.coef, "curve": curve}
@@ -174,34 +187,4 @@ def write_merged(
         tried = total(merged.tried, *([found.tried] if found else []))
         facts["tried"] = {name: round(value, 3) for name, value in tried._asdict().items()}
     manifest = checkpoint.describe(merged.params, **facts)
-    checkpoint.save_expert(path, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})
-
-
-def _density(config: MergerConfig, inputs: Inputs) -> dict[str, Any]:
-    if not isinstance(config, Ties):
-        return {}
-    options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
-    return {"density": merge.ties_density(inputs.base, inputs.experts, **options)}
-
-
-def _read(folder: Path) -> Merged:
-    """A merged model that was written before."""
-    params, manifest = checkpoint.load_leaves(folder)
-    curve, finals = (
-        tuple((point[0], point[1]) for point in manifest.get(name, ())) for name in ("dev_curve", "dev_finals")
-    )
-    return Merged(params, manifest["hyperparameters"].get("coef"), manifest["dev"], curve, finals, kept=True)
-
-
-def _sources(inputs: Inputs, seed: int, suite: Suite | None = None) -> dict[str, Any]:
-    """What a merge is made of, beside its settings; ``suite`` is that of experts which name none."""
-    named = [manifest["suite"] for manifest in inputs.manifests.values() if manifest.get("suite")]
-    return {
-        "merge_seed": seed,
-        "suite": named[0] if named else None if suite is None else dict(suite.recipe),
-        "base_fingerprint": checkpoint.fingerprint(inputs.base),
-        "experts": {
-            task: manifest.get("fingerprint") or checkpoint.fingerprint(inputs.experts[task])
-            for task, manifest in inputs.manifests.items()
-        },
-    }
+    checkpoint.save_expert(folder, merged.params, manifest, overwrite=overwrite, files={CARD: card(manifest)})

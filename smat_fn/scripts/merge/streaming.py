@@ -1,32 +1,33 @@
-"""Merge folders of any size without holding a model in memory, and check later what was merged."""
+"""Merge on disk: folders of any size, without holding a model in memory."""
 
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
-from ... import checkpoint, errors, random
+from ... import checkpoint, errors
 from ...config import MergerConfig, Semantics, settings
 from ...errors import problems_of
 from ...folders import SHARD_SIZE, Options, Plan, Report, merge_folders, open_folder, plan, prepare
 from ...folders.writing import copied, exclusive
-from .finished import differences, digests, is_merged, verify
-from .inputs import manifest_of, named
-from .streaming_card import streaming_card
+from .card import CARD, card, rounding
+from .finished import differences, hashes, is_merged, seconds_to_hash, verify
+from .inputs import by_name, facts_of, manifest_of, mask_key
 
-__all__ = ["Order", "bytes_of", "mask_key", "order", "plan_run", "stream_run", "verify"]
+__all__ = ["Order", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
 
-CARD = "README.md"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+DONE = "done before, its files and its inputs are as its card says"
+_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 class Order(NamedTuple):
-    """What is to be merged, the same for every merger."""
+    """Inputs, output and settings that all mergers of a call share."""
 
     base: Path
     experts: Mapping[str, Path]  # by task, or by the folder's name
@@ -52,46 +53,33 @@ def order(
 
     Raises: ValueError that lists experts of one name and experts of another base.
     """
-    folders: dict[str, Path] = {}
-    manifests: dict[str, Mapping[str, Any]] = {}
-    own, problems = manifest_of(base).get("fingerprint"), []
-    for given, path in map(named, experts):
-        manifest = manifest_of(path)
-        name = given or manifest.get("task", path.name)
-        if name in folders:
-            problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
-        if own is not None and manifest.get("base_fingerprint", own) != own:
-            problems.append(f"{path} was trained from another base than {base}")
-        folders[name], manifests[name] = path, manifest
+    found, problems = by_name(base, experts, manifest_of(base).get("fingerprint"))
     errors.raise_problems(problems)
-    return Order(base, folders, manifests, out, seed, coefs or {}, semantics, options)
+    folders = {name: path for name, path, _ in found}
+    return Order(base, folders, {name: m for name, _, m in found}, out, seed, coefs or {}, semantics, options)
 
 
 def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[Path, Report | None]]:
-    """Merge by each merger into ``out/<merger>``, with a manifest and a card: `merge_folders`. Yields what is done.
+    """Merge by each merger into ``out/<merger>``, with a manifest and a card (`merge_folders`); yields each as it ends.
 
-    A folder that holds this very merge stays as it is, once all of its files and of its inputs are hashed again: it is
-    yielded with None. Not so with ``overwrite``.
+    Without ``overwrite``, a folder that holds this very merge stays as it is, once its files and its inputs are hashed
+    again: it is yielded with None.
 
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
     kept = _check(configs, order)
     for config in configs:
-        if config in kept:
-            with exclusive(order.out / config.name):  # the lock of a merge that was killed at its end goes
-                yield order.out / config.name, None
-            continue
-
-        def describe(files: Sequence[Path], report: Report, config: MergerConfig = config) -> dict[str, str]:
-            return _texts(config, order, files, report)
-
         folder = order.out / config.name
-        options = _options(config, order)
+        if config in kept:
+            with exclusive(folder):  # the lock file of a merge that was killed at its end goes
+                yield folder, None
+            continue
+        options, describe = _options(config, order), partial(_texts, config, order)
         yield folder, merge_folders(config, order.base, order.experts, folder, describe=describe, **options)
 
 
 def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
-    """What `stream_run` would need, None for a merge that is done; nothing is written. Raises: as `stream_run` does."""
+    """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
     kept = _check(configs, order)
     return {
         order.out / config.name: None
@@ -107,6 +95,38 @@ def bytes_of(size: str) -> int:
     if not found:
         raise ValueError(f"size {size!r} is none: write 5GB, 200MB or a number of bytes")
     return int(float(found[1]) * _UNITS.get(found[2] or "", 1))
+
+
+def summary(config: MergerConfig, folder: Path, report: Report | None) -> list[str]:
+    """Lines for a merged model of `stream_run`."""
+    if report is None:
+        return [f"kept: {folder}: {DONE}"]
+    coef = getattr(config, "coef", None)
+    first = f"merged: {folder}{'' if coef is None else f', coef {coef:g}'}, {rounding(report.rounding_ratio)}"
+    return [first, *(f"note: {note}" for note in report.notes)]
+
+
+def plan_text(folder: Path, found: Plan | None) -> str:
+    """Lines for a merge into ``folder`` that `plan_run` has planned."""
+    if found is None:
+        return f"{folder}: {DONE}"
+    files = f"{len(found.shards)} file" + ("s" if len(found.shards) > 1 else "")
+    hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
+    return "\n".join(
+        [
+            f"{folder}: all checks passed, {found.leaves:,} leaves, {found.parameters:,} parameters",
+            f"  memory: at most {found.memory / 2**20:,.0f} MiB beside mapped files",
+            f"  disk: {_size(found.disk)} in {files}",
+            f"  time: about {found.seconds:,.1f} s of computation, then {hashing:,.1f} s of hashing in one thread; "
+            f"{_size(found.read)} to read, a disk slower than that adds to it",
+            *(f"  note: {note}" for note in found.notes),
+        ]
+    )
+
+
+def _size(count: int) -> str:
+    unit = next((unit for unit, size in _UNITS.items() if count >= size), None)
+    return f"{count} bytes" if unit is None else f"{count / _UNITS[unit]:.1f} {unit}"
 
 
 def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
@@ -130,8 +150,8 @@ def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
 
 
 def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
-    """Why ``folder`` does not hold this very merge, in words."""
-    if found := differences(folder, _settings(config, order)):
+    """Reasons why ``folder`` does not hold this very merge; none if it does."""
+    if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order)}):
         return found
     try:
         job, _ = prepare(config, order.base, order.experts, folder, **_options(config, order) | {"overwrite": True})
@@ -153,14 +173,13 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
-    """What decides the bytes of a merge beside its inputs."""
+    """Settings that decide the bytes of a merge, beside its inputs."""
     coefs = {"coefs": dict(order.coefs)} if "coef" in _options(config, order) else {}
     return {
         "merger": config.name,
         "hyperparameters": {**settings(config), **coefs},
         "semantics": order.semantics,
         "out_dtype": order.options.get("out_dtype", "same"),
-        "merge_seed": order.seed,
         "shard_size": order.options.get("shard_size", SHARD_SIZE),
         "vocabulary": order.options.get("vocabulary", "error"),
         "device": order.options.get("device", "cpu"),
@@ -175,39 +194,25 @@ def _options(config: MergerConfig, order: Order) -> Options:
     return options
 
 
-def mask_key(seed: int) -> Tensor:
-    """The key of random masks, as a merge in memory makes it."""
-    return random.fold_in(random.key(seed), "merge")
-
-
 def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Report) -> dict[str, str]:
     """Manifest and card of a merged model."""
-    work = files[0].parent
-    first = next(iter(order.manifests.values()))
-    labels = dict.fromkeys(manifest.get("label", name) for name, manifest in order.manifests.items())
-    workers = order.options.get("workers", 1)
     base = report.inputs["base"][0].parent
-    with ThreadPoolExecutor(1) as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
         fingerprint = pool.submit(lambda: checkpoint.fingerprint(_mapped(base)))
-        read = digests([*files, *(file for named in report.inputs.values() for file in named)], workers)
+        hashed = hashes(files, report.inputs, order.options.get("workers", 1))
     manifest = checkpoint.describe(
-        _mapped(work),
-        kind="merged",
+        _mapped(files[0].parent),
+        **facts_of(order.base, list(order.experts.values()), order.manifests, order.seed),
         **_settings(config, order),
-        label="+".join(labels),
-        seed=first.get("seed", order.seed),
-        suite=first.get("suite"),
         base_fingerprint=fingerprint.result(),
-        experts={name: manifest.get("fingerprint") for name, manifest in order.manifests.items()},
         dev={},
         dev_curve=[],
         density=report.density,
         rounding_ratio=report.rounding_ratio if math.isfinite(report.rounding_ratio) else None,
         notes=list(report.notes),
-        files={str(file.relative_to(work)): read[file] for file in files},
-        inputs={name: {str(file.absolute()): read[file] for file in files} for name, files in report.inputs.items()},
+        **hashed,
     )
-    return {checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n", CARD: streaming_card(manifest)}
+    return {checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n", CARD: card(manifest)}
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

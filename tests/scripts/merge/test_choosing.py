@@ -87,8 +87,8 @@ class Allocations(TorchDispatchMode):
 def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypatch):
     monkeypatch.setattr(_common, "CHUNK", 64)
     made = []
-    vector = choosing.merged_vector
-    monkeypatch.setattr(choosing, "merged_vector", lambda *args: made.append(1) or vector(*args))
+    vector = merge.vector_by
+    monkeypatch.setattr(merge, "vector_by", lambda *args, **key: made.append(1) or vector(*args, **key))
     models = Models(inputs, 0)
     buffer = models(replace(TIES, coef=0.1))
     known = [*inputs.base.values(), *buffer.values(), *models._made[1].values()]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from smat_fn import checkpoint, folders, merge, random
 from smat_fn.config import (
@@ -104,7 +105,11 @@ def test_weight_averaging_has_no_coefficient(merged):
 def test_the_card_names_merger_coefficient_scores_and_fingerprints(merged, runs):
     for folder, model in merged.items():
         card, manifest = (folder / "README.md").read_text(), checkpoint.load_manifest(folder)
-        assert card.startswith(f"# SMAT experts merged by {folder.name.upper()}\n")
+        metadata = {"base_model": ["base"], "base_model_relation": "merge", "library_name": "smat_fn"}
+        parsed = ModelCard(card)
+        assert parsed.data.to_dict() == metadata | {"tags": ["merge", "smat_fn", folder.name]}
+        assert str(parsed) == card
+        assert parsed.text.startswith(f"\n# SMAT experts merged by {folder.name.upper()}\n")
         if model.coef is not None:
             assert f"coef {model.coef}" in card
             assert ", ".join(f"{coef}: {score:.2f}" for coef, score in model.curve) in card
@@ -295,7 +300,7 @@ def test_experts_of_several_methods_carry_both_labels(runs, tmp_path):
 def test_experts_of_two_presets_need_a_choice():
     assert trained_by({}) == trained_by({"a": {}}) == "digits"
     assert trained_by({"a": {"preset": "minilm"}, "b": {}}) == "minilm"
-    with pytest.raises(ValueError, match=r"several presets \(a by minilm, b by digits\): say --preset"):
+    with pytest.raises(ValueError, match=r"several presets \(a by minilm, b by digits\): pass --preset"):
         trained_by({"a": {"preset": "minilm"}, "b": {"preset": "digits"}})
 
 
@@ -360,7 +365,7 @@ def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, t
     names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
     assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
     foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
-    with pytest.raises(ValueError, match="no expert names a suite: say --suite-options name NAME"):
+    with pytest.raises(ValueError, match="no expert names a suite: pass --suite-options name NAME"):
         merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
     recipe = dict(suite.recipe)
     (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe).values()

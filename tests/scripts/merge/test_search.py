@@ -8,9 +8,8 @@ import torch
 from smat_fn.config import Dare, TaskArithmetic
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import merging
-from smat_fn.scripts.merge.choosing import calibrate, merge_one
+from smat_fn.scripts.merge.choosing import calibrate, merge_one, rerank
 from smat_fn.scripts.merge.merging import Inputs
-from smat_fn.scripts.merge.search import rerank
 
 
 def toy(sampled, greedy):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import (
@@ -21,11 +22,13 @@ from smat_fn.config import (
     TsvMerge,
     WeightAverage,
 )
+from smat_fn.folders import writing
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.choosing import merge_one
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, named
-from smat_fn.scripts.merge.streaming_card import plan_text
+from smat_fn.scripts.merge.exporting import export
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named
+from smat_fn.scripts.merge.streaming import plan_text
 
 TA = TaskArithmetic(coef=0.4)
 TIES = Ties(coef=0.4, keep=0.5, aggregate="sum", scope="global")
@@ -127,6 +130,33 @@ def test_a_merge_on_disk_is_evaluated_like_one_in_memory(inputs, suite, tmp_path
     assert {(row.method, row.model, row.seed, row.coef) for row in rows} == {("SMAT", "ta", 21, 0.4)}
 
 
+def test_the_metadata_of_a_card_name_models_on_the_hub(copied, tmp_path, monkeypatch):
+    base, experts = copied
+    (base / "config.json").write_text("{}")
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "out", seed=0)))
+    card = ModelCard.load(tmp_path / "out/ta/README.md")
+    assert (card.data.base_model, card.data.library_name) == (["base"], "transformers")
+    monkeypatch.chdir(tmp_path)
+    given = [Path("a=org/expert@main"), experts[0], Path("org/expert"), Path("org/other.v2")]
+    assert model_names(Path("org/base@v1"), given) == ["org/base", "org/expert", "org/other.v2"]
+    assert model_names(Path(".")) == [tmp_path.name]
+
+
+@pytest.mark.parametrize("text", [None, "---\na: [\n---\n# Lost\n", "# Plain\n", "---\nbase_model: x/y\n---\n# Own\n"])
+def test_an_exported_model_has_the_card_of_its_model(text, copied, tmp_path):
+    base, (expert, _) = copied
+    (base / "config.json").write_text("{}")
+    if text is not None:
+        (expert / "README.md").write_text(text)
+    export(expert, base, tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out/README.md")
+    title = "# SMAT expert of " if text is None or "Lost" in text else text.rpartition("# ")[2]
+    assert title in card.text
+    assert card.text.endswith("hashes what was read and written again.\n")
+    assert card.data.library_name == "transformers"
+    assert card.data.base_model == {"P": None, "O": "x/y"}.get(title[0], ["base"])
+
+
 def when(folder):
     return {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
 
@@ -139,9 +169,11 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     folder = tmp_path / "out" / "ta"
     before = when(folder)
     (tmp_path / "out" / ".ta.lock").write_text("")  # of a process that ended between the last two steps
-    with pytest.raises(ValueError, match=r"another merge into .* is running"):
+    with writing.exclusive(folder), pytest.raises(ValueError, match=r"another merge into .* is running"):
         list(streaming.stream_run([TA], order))
-    (tmp_path / "out" / ".ta.lock").unlink()
+    (tmp_path / "out" / ".ta.lock").write_text("")
+    assert list(streaming.stream_run([TA], order)) == [(folder, None)]
+    assert not (tmp_path / "out" / ".ta.lock").exists()
     assert [plan is None for plan in streaming.plan_run([TA, TIES], order).values()] == [True, False]
     done = dict(streaming.stream_run([TA, TIES], order))
     assert done.pop(folder) is None
