@@ -48,9 +48,9 @@ class Clip8Options(SuiteOptions):
     data: str
     """A folder of <task>/<split>, or a dataset on the hub whose configs are the tasks."""
     tasks: tuple[str, ...] | None = None
-    """Tasks; None: those of the folder, for a dataset on the hub the paper's eight."""
+    """Tasks (default: those of the folder, for a dataset on the hub the paper's eight)."""
     templates: Any = None
-    """Prompts with {} for the class: one prompt, or a JSON file of {task: prompts}; None: the paper's."""
+    """Prompts with {} for the class: one prompt, or a JSON file of {task: prompts} (default: the paper's)."""
     batch_size: int = 128
     """Images in a batch."""
     dtype: str = "float32"
@@ -58,11 +58,11 @@ class Clip8Options(SuiteOptions):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     rows: int | None = None
-    """Only the first rows of each split, for quick runs; None: all."""
+    """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
     """Column names of the source: image=picture,label=class."""
     device: str | None = None
-    """Device of model and training; None: the first GPU, or the CPU."""
+    """Device of model and training (default: the first GPU, or the CPU)."""
     eval_batch: int = 256
     """Images scored together."""
 

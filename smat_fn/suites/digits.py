@@ -55,7 +55,7 @@ class DigitsOptions(SuiteOptions):
     pretrain_decay: float = 0.01
     """Weight decay of pretraining."""
     progress: bool | None = None
-    """Show a progress bar on stderr while pretraining; None: where stderr is a terminal."""
+    """Show a progress bar on stderr while pretraining (default: where stderr is a terminal)."""
 
     def __post_init__(self) -> None:
         problems = [

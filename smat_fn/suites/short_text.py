@@ -50,11 +50,11 @@ class ShortTextOptions(SuiteOptions):
     data: Data
     """A folder of tasks, a dataset on the hub whose configs are the tasks, or a JSON file {task: folder or dataset}."""
     tasks: tuple[str, ...] | None = None
-    """Tasks; None: those of the folder or mapping, of a hub dataset sst2, emotion, trec, banking77 and clinc150."""
+    """Tasks (default: those of the folder or mapping, of a hub dataset sst2, emotion, trec, banking77 and clinc150)."""
     train_layers: int | None = None
-    """Number of top layers that are trained; None: the whole encoder."""
+    """Number of top layers that are trained (default: the whole encoder)."""
     per_class: int | None = None
-    """Training rows per class that heads are made of; None: 16, or 3 with more than 20 classes."""
+    """Training rows per class that heads are made of (default: 16, or 3 with more than 20 classes)."""
     head_c: float = 10.0
     """Inverse strength of the heads' penalty."""
     normalize: bool = True
@@ -66,13 +66,13 @@ class ShortTextOptions(SuiteOptions):
     dtype: str = "float32"
     """Dtype of trained parameters and their computation."""
     rows: int | None = None
-    """Only the first rows of each split, for quick runs; heads are those of all rows. None: all."""
+    """Only the first rows of each split, for quick runs; heads are those of all rows (default: all)."""
     device: str | None = None
-    """Device of model and training; None: the first GPU, or the CPU."""
+    """Device of model and training (default: the first GPU, or the CPU)."""
     eval_batch: int = 32
     """Texts scored together."""
     progress: bool | None = None
-    """Show a progress bar on stderr while states are computed; None: where stderr is a terminal."""
+    """Show a progress bar on stderr while states are computed (default: where stderr is a terminal)."""
 
     def __post_init__(self) -> None:
         lowest = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}

@@ -24,7 +24,7 @@ from ..data.batching import batch_indices
 from ..data.rows import TextRows, load_rows
 from ..errors import count_problem, count_problems
 from ..evaluate import decoding
-from ..evaluate.decoding import Decoding, generator, prompt_ids
+from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
 from ..evaluate.metrics import (
     TRACE_METRICS,
@@ -61,7 +61,7 @@ class TraceOptions(SuiteOptions):
     data: str
     """A folder of <task>/<split> files, or a dataset on the hub whose configs are the tasks."""
     tasks: tuple[str, ...] | None = None
-    """Tasks; None: those of the folder, for a dataset on the hub the seven of TRACE."""
+    """Tasks (default: those of the folder, for a dataset on the hub the seven of TRACE)."""
     metric: str = "rouge-l"
     """Metric of tasks that are not TRACE's: rouge-l, label or number."""
     max_length: int = 512
@@ -77,19 +77,19 @@ class TraceOptions(SuiteOptions):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     max_new_tokens: int | None = None
-    """Tokens of an answer, at most the task's own; other tasks: 100 where None."""
+    """Tokens of an answer, at most the task's own (default: the task's own, for other tasks 100)."""
     rows: int | None = None
-    """Only the first rows of each split, for quick runs; None: all."""
+    """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
     """Column names of the source: prompt=question,answer=reply."""
     device: str | None = None
-    """Device of model and training; None: the first GPU, or the CPU."""
+    """Device of model and training (default: the first GPU, or the CPU)."""
     device_map: DeviceMap | None = None
     """Spread the model over devices instead, as accelerate does: auto, balanced, or {module: device}."""
     decode_batch: int = 16
     """Rows decoded together: changes speed, and texts by rounding alone."""
-    engine: str | Engine = generator
-    """Function that answers prompts, as module:function; default: transformers' generate."""
+    engine: str | Engine = "smat_fn.evaluate.decoding:generator"
+    """Function that answers prompts, as module:function."""
 
     def __post_init__(self) -> None:
         problems = count_problems(self, {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1})
