@@ -51,7 +51,7 @@ def suite_options(options: type, words: Sequence[str]) -> str:
     Nothing for a script without --suite-options, and without a known preset in the words or as the default.
     """
     defaults = {field.name: field.default for field in fields(options)}
-    name = defaults.get("preset")
+    name: Any = defaults.get("preset")
     for word, after in pairwise([*" ".join(words).replace("=", " ").split(), ""]):
         name = after if word == "--preset" else name
     if "suite_options" not in defaults or name not in PRESETS:
