@@ -33,10 +33,12 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class DigitsOptions(SuiteOptions):
+class DigitsOptions(
+    SuiteOptions,
+    local=("progress",),
+    lowest={"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1, "pretrain_warmup": 0},
+):
     """Options of suite ``digits``."""
-
-    LOCAL = ("progress",)
 
     images_per_task: int = 300
     """Training images of one expert."""
@@ -57,30 +59,21 @@ class DigitsOptions(SuiteOptions):
     progress: bool | None = None
     """Show a progress bar on stderr while pretraining (default: where stderr is a terminal)."""
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, must be an integer from {low} to {high}"
-            for name, low, high in (
-                ("images_per_task", 1, SIZES["train"]),
-                ("batch_size", 1, SIZES["train"]),
-                ("pretrain_steps", 1, 10**9),
-                ("pretrain_batch", 1, SIZES["train"]),
-                ("pretrain_warmup", 0, 10**9),
-            )
-            if not isinstance(value := getattr(self, name), int) or not low <= value <= high
+    def problems(self) -> list[str]:
+        most, own = SIZES["train"], vars(self)
+        found = [
+            f"{name} is {own[name]}, must be at most {most}, the number of training images"
+            for name in ("images_per_task", "batch_size", "pretrain_batch")
+            if isinstance(own[name], int) and own[name] > most
         ]
-        problems += [
-            f"{name} is {value!r}, must be positive and finite"
+        found += [
+            f"{name} is {own[name]!r}, must be positive and finite"
             for name in ("logit_scale", "pretrain_lr")
-            if not 0 < (value := getattr(self, name)) < float("inf")
+            if not 0 < own[name] < float("inf")
         ]
-        problems += (
-            []
-            if 0 <= self.pretrain_decay < float("inf")
-            else [f"pretrain_decay is {self.pretrain_decay!r}, must be finite and not negative"]
-        )
-        if problems:
-            raise ValueError("digits: " + "; ".join(problems))
+        if not 0 <= self.pretrain_decay < float("inf"):
+            found.append(f"pretrain_decay is {self.pretrain_decay!r}, must be finite and not negative")
+        return found
 
 
 def splits(seed: int) -> dict[str, Examples]:

@@ -22,7 +22,7 @@ from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data.cache import cached, versions
 from ..data.labelled import load_task, take
-from ..errors import count_problem, count_problems
+from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
 from ..models import encoder as encoders
@@ -40,10 +40,12 @@ Ids = list[Tensor]
 
 
 @dataclass(frozen=True)
-class ShortTextOptions(SuiteOptions):
+class ShortTextOptions(
+    SuiteOptions,
+    local=("device", "eval_batch", "progress"),
+    lowest={"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1},
+):
     """Options of suite ``short_text``."""
-
-    LOCAL = ("device", "eval_batch", "progress")
 
     model: str
     """A folder, or a repository on the hub."""
@@ -74,18 +76,15 @@ class ShortTextOptions(SuiteOptions):
     progress: bool | None = None
     """Show a progress bar on stderr while states are computed (default: where stderr is a terminal)."""
 
-    def __post_init__(self) -> None:
-        lowest = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
-        problems = count_problems(self, lowest)
+    def problems(self) -> list[str]:
+        found, tasks = [], self.tasks or ()
         if not isinstance(self.head_c, int | float) or not 0 < self.head_c < float("inf"):
-            problems.append(f"head_c is {self.head_c!r}, must be positive and finite")
-        if not isinstance(self.normalize, bool):
-            problems.append(f"normalize is {self.normalize!r}, must be a bool")
-        if bad := [task for task in self.tasks or () if not re.fullmatch(r"\w[\w.-]*", task)]:
-            problems.append(f"tasks {bad} cannot name folders: use letters, digits, '.', '_' and '-'")
-        if isinstance(self.data, Mapping) and (lacking := [task for task in self.tasks or () if task not in self.data]):
-            problems.append(f"data has no {', '.join(lacking)}, it has {', '.join(self.data)}")
-        errors.raise_problems([f"short_text: {problem}" for problem in problems])
+            found.append(f"head_c is {self.head_c!r}, must be positive and finite")
+        if bad := [task for task in tasks if not re.fullmatch(r"\w[\w.-]*", task)]:
+            found.append(f"tasks {bad} cannot name folders: use letters, digits, '.', '_' and '-'")
+        if isinstance(self.data, Mapping) and (lacking := [task for task in tasks if task not in self.data]):
+            found.append(f"data has no {', '.join(lacking)}, it has {', '.join(self.data)}")
+        return found
 
     def source(self, task: str) -> str:
         """The folder or the hub's dataset of a task."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from ..data.batching import batch_indices
-from ..errors import check_member
+from ..errors import check_member, count_problems, raise_problems
 from ..types import Batch, LossFn, Params, Where
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -20,9 +20,31 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Options of a suite. Those in ``LOCAL`` say where and how fast it runs and are not in its recipe."""
+    """Options of a suite.
 
-    LOCAL: ClassVar[tuple[str, ...]] = ()
+    Args: local: those that say where and how fast it runs, which are not in its recipe; lowest: the least values of
+        integers. Strings and booleans are checked by their annotations, the rest in `problems`.
+    """
+
+    LOCAL: ClassVar[tuple[str, ...]]
+    LOWEST: ClassVar[Mapping[str, int]]
+
+    def __init_subclass__(cls, *, local: tuple[str, ...], lowest: Mapping[str, int]) -> None:
+        cls.LOCAL, cls.LOWEST = local, lowest
+
+    def __post_init__(self) -> None:
+        problems = count_problems(self, self.LOWEST)
+        problems += [
+            f"{field.name} is {value!r}, must be a {field.type.__name__}"
+            for field in fields(self)
+            if field.type in (bool, str) and not isinstance(value := getattr(self, field.name), field.type)
+        ]
+        name = type(self).__module__.rpartition(".")[2]
+        raise_problems([f"{name}: {problem}" for problem in [*problems, *self.problems()]])
+
+    def problems(self) -> list[str]:
+        """Messages on bad values that no other check finds."""
+        return []
 
     def recipe(self, name: str, seed: int) -> dict[str, Any]:
         """What a suite is rebuilt from, JSON values; columns only where some are renamed."""

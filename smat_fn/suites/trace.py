@@ -22,7 +22,7 @@ from .. import errors, tree
 from ..data import pairs, text
 from ..data.batching import batch_indices
 from ..data.rows import TextRows, load_rows
-from ..errors import count_problem, count_problems
+from ..errors import count_problem
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
@@ -51,10 +51,12 @@ SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source'
 
 
 @dataclass(frozen=True)
-class TraceOptions(SuiteOptions):
+class TraceOptions(
+    SuiteOptions,
+    local=("device", "device_map", "decode_batch", "engine"),
+    lowest={"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1},
+):
     """Options of suite ``trace``."""
-
-    LOCAL = ("device", "device_map", "decode_batch", "engine")
 
     model: str
     """A folder, or a repository on the hub."""
@@ -91,17 +93,13 @@ class TraceOptions(SuiteOptions):
     engine: str | Engine = "smat_fn.evaluate.decoding:generator"
     """Function that answers prompts, as module:function."""
 
-    def __post_init__(self) -> None:
-        problems = count_problems(self, {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1})
-        problems += [
-            f"{name} is {value!r}, must be a {kind.__name__}"
-            for name, kind in {"model": str, "data": str, "mask_prompt": bool, "gradient_checkpointing": bool}.items()
-            if not isinstance(value := getattr(self, name), kind)
+    def problems(self) -> list[str]:
+        choices = {"metric": tuple(METRICS), "truncate": get_args(text.Truncate)}
+        return [
+            f"{name} {value!r} is unknown, choose one of {', '.join(map(repr, known))}"
+            for name, known in choices.items()
+            if (value := getattr(self, name)) not in known
         ]
-        for name, known in {"metric": tuple(METRICS), "truncate": get_args(text.Truncate)}.items():
-            if (value := getattr(self, name)) not in known:
-                problems.append(f"{name} {value!r} is unknown, choose one of {', '.join(map(repr, known))}")
-        errors.raise_problems([f"trace: {problem}" for problem in problems])
 
 
 class Trace(BaseSuite):
