@@ -60,8 +60,7 @@ def split_rows(
     if len(kinds) != 1:
         raise ValueError(f"rows and held_out are of {len(kinds)} kinds: give text rows or image rows")
     groups, answers = _describe(rows)
-    if labels is None and isinstance(rows, ImageRows):
-        labels = rows.labels.tolist()
+    labels = rows.labels.tolist() if labels is None and isinstance(rows, ImageRows) else labels
     if labels is not None and len(labels) != len(groups):
         raise ValueError(f"{len(labels)} labels for {len(groups)} rows: give one each")
 

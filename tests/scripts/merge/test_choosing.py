@@ -208,5 +208,5 @@ def test_fingerprints_of_inputs_are_of_the_weights_and_in_order(runs):
     told = choosing.about(loaded)
     assert [name for name, _ in told["experts"]] == list(TWO)
     assert told["experts"][0][1] == loaded.manifests[TWO[0]]["fingerprint"]
-    moved = loaded.replace(base={path: leaf + 1 for path, leaf in loaded.base.items()})
+    moved = loaded._replace(base={path: leaf + 1 for path, leaf in loaded.base.items()})
     assert choosing.about(moved)["base"] != told["base"]
