@@ -40,7 +40,7 @@ class Eval:
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
+    """Other options of model and data: model FOLDER device cpu; train.py --preset NAME --help lists them."""
     threads: int = 1
     """CPU threads."""
 

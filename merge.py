@@ -101,7 +101,7 @@ class Merge:
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """With --search, other options of model and data: device cpu decode_batch 64 (texts), eval_batch 64 (images)."""
+    """With --search, other options of model and data, as device cpu; train.py --preset NAME --help lists them."""
     threads: int = 1
     """CPU threads; without --search they share --memory-mib."""
 

@@ -62,7 +62,7 @@ class Train:
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)"),
     ] = field(default_factory=dict)
-    """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. A wrong NAME lists them all."""
+    """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. Listed at the end of --help."""
     lr: float | None = None
     """Learning rate, of each method its own in a preset."""
     optimizer: Literal["adam", "adamw", "muon"] | None = None

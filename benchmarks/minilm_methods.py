@@ -73,7 +73,7 @@ def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:
 
 def _absolute(model: str, data: str) -> tuple[tuple[str, Any], ...]:
     # a trial is named by its options: the same files under another name are the same trial
-    from smat_fn.suites.short_text_recipe import resolve_data
+    from smat_fn.suites.short_text import resolve_data
     from smat_fn.suites.sources import absolute
 
     found = resolve_data(data)

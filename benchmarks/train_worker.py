@@ -26,7 +26,7 @@ from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.snapshots import Saver
-from smat_fn.suites import Suite
+from smat_fn.suites.suite import BaseSuite
 
 PERIOD, CLIP, LR, DECAY = 4, 1.0, 2e-5, 1e-3
 STRENGTHS: dict[str, Any] = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3}
@@ -87,15 +87,14 @@ def scripted(method: MethodConfig, *, every: int | None = None, **changes: Any) 
     def run(gate: Gate) -> None:
         module, data = llama(), batches()
         loss_fn = ModuleLoss(module, next_token_loss)
-        suite = Suite(
-            "random",
-            ("task",),
-            {name: p.detach() for name, p in module.named_parameters()},
-            where.block_linear(module),
-            lambda task: loss_fn,
-            lambda task, key, step: data[step % len(data)],
-            lambda params, task, split: 0.0,
-            {},
+        suite = BaseSuite(
+            name="random",
+            tasks=("task",),
+            base={name: p.detach() for name, p in module.named_parameters()},
+            where=where.block_linear(module),
+            loss_fn=lambda task: loss_fn,
+            batch=lambda task, key, step: data[step % len(data)],
+            recipe={},
             seed=0,
             split=text.split,
         )

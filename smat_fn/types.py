@@ -8,12 +8,13 @@
 - *Method*: ``init(params) -> State``; ``update(key, state, batch) -> (State, Info)``. ``key`` is the run key: the
   step number is folded in by ``update``. ``batch`` is one batch of any type but ``list``, or a ``list`` of
   micro-batches, whose losses and gradients are averaged: with equal weights, or those of `Micro`.
+- *Suite*: a base model and K tasks on it, as training, merging and evaluation see them.
 
 This module imports nothing.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,3 +54,63 @@ class Method(NamedTuple):
 
     init: Callable[[Params], Any]
     update: Callable[[Tensor, Any, Batch], tuple[Any, Any]]
+
+
+class Suite(Protocol):
+    """A base model, K tasks on it, and how to train and score them; a value: nothing in it changes.
+
+    Methods that take a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev and
+    test rows. The properties are optional methods: None where a suite does not have them.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    base: dict[str, Tensor]  # theta_0: the trainable leaves that all experts share
+    where: Where  # the masked set S
+    recipe: Mapping[str, Any]  # JSON values; ``load_suite(**recipe)`` builds the same suite
+    seed: int  # of splits, base and heads, of sampled answers
+    repeats: Mapping[str, int]  # number of decodes of tasks whose score is the mean of several
+
+    def loss_fn(self, task: str, /) -> LossFn:
+        """``loss_fn(params, batch) -> (loss, aux)`` of a task."""
+
+    def batch(self, task: str, key: Tensor, step: int, /) -> Batch:
+        """The training batch of one step: a pure function of task, run key and step."""
+
+    def score(self, params: Params, task: str, split: str, /) -> float:
+        """The score of parameters on split "dev" or "test", 0 to 100."""
+
+    def replace(self, **members: Any) -> "Suite":
+        """A copy with other members."""
+
+    @property
+    def epoch_steps(self) -> Callable[[str], int] | None:
+        """(task) -> batches of one epoch; checks everything that training the task needs."""
+
+    @property
+    def score_once(self) -> Callable[..., float] | None:
+        """(params, task, split, repeat, journal=None) -> score of one decode, its answers kept row by row."""
+
+    @property
+    def cuts(self) -> Callable[[str], Any] | None:
+        """(task) -> `data.text.Cut`: the shares of its training rows that truncation cuts."""
+
+    @property
+    def content(self) -> Callable[[str, str], str] | None:
+        """(task, split) -> hash of everything that scores depend on and the recipe does not hold."""
+
+    @property
+    def score_tensor(self) -> Callable[[Params, str, str], Tensor] | None:
+        """As ``score``, a 0-d tensor, by operations that vmap supports."""
+
+    @property
+    def split(self) -> Callable[[Batch, int], list[Micro]] | None:
+        """(batch, parts) -> micro-batches; None: equal numbers of rows (`data.batching.split_rows`)."""
+
+    @property
+    def batch_rows(self) -> Callable[[str, Tensor, int], list[int]] | None:
+        """(task, key, step) -> the rows of the task's training split that ``batch`` is made of."""
+
+    @property
+    def dev_batches(self) -> Callable[[str], list[Micro]] | None:
+        """(task) -> its dev split as batches of the loss."""

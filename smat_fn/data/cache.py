@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ log = logging.getLogger(__name__)
 def cache_dir() -> Path:
     """``$SMAT_FN_CACHE``, or ``~/.cache/smat_fn``."""
     return Path(os.environ.get("SMAT_FN_CACHE") or Path.home() / ".cache" / "smat_fn")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of installed packages."""
+    return {package: metadata.version(package) for package in packages}
 
 
 def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -45,9 +51,9 @@ def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, T
 
 def _read(path: Path, config: str) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in json.loads(metadata["order"])}
-    if metadata["config"] != config or metadata["fingerprint"] != fingerprint(tensors):
+        facts = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in json.loads(facts["order"])}
+    if facts["config"] != config or facts["fingerprint"] != fingerprint(tensors):
         raise ValueError("config or fingerprint differ")
     return tensors
 
@@ -55,11 +61,11 @@ def _read(path: Path, config: str) -> dict[str, Tensor]:
 def _write(path: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # safetensors sorts by size and name: the order of the tree is kept beside
-    metadata = {"config": config, "fingerprint": fingerprint(tensors), "order": json.dumps(list(tensors))}
+    facts = {"config": config, "fingerprint": fingerprint(tensors), "order": json.dumps(list(tensors))}
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, facts)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

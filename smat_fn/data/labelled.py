@@ -1,13 +1,12 @@
 """Texts with a class each: rows {text, label} of a task, from files or from the Hugging Face hub."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import complain, name_rows
-from .rows import TextRows
+from ..errors import complain, name_rows, raise_problems
+from .rows import TextRows, read_hub, read_objects, read_parquet
 from .splits import split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
@@ -116,54 +115,32 @@ def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
     for split, spellings in SPLITS.items():
         files = [file for name in spellings for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
         if len(files) > 1:
-            problems.append(f"it has {' and '.join(file.name for file in files)}: keep one of them")
+            problems.append(f"{home} has {' and '.join(file.name for file in files)}: keep one of them")
         elif files:
             try:
-                raw[split] = _rows(files[0])
+                (file,) = files
+                raw[split] = read_parquet(file).to_list() if file.suffix == ".parquet" else read_objects(file)
             except ValueError as error:
-                problems.append(f"{files[0].name}: {error}")
+                problems.append(str(error))
     names: Any = None
     if (file := home / "labels.json").is_file():
         try:
             names = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            problems.append(f"labels.json is no JSON in UTF-8 ({error})")
+            problems.append(f"{file} is no JSON in UTF-8 ({error})")
         else:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
-                problems.append("labels.json must be a list of the classes' names, in the order of their labels")
+                problems.append(f"{file} must be a list of the classes' names, in the order of their labels")
             elif len(set(names)) < len(names):
-                problems.append("labels.json names a class twice")
-    complain(home, problems)
+                problems.append(f"{file} names a class twice")
+    raise_problems(problems)
     return raw, names
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(file).to_pylist()  # its errors are ValueErrors
-    text = file.read_text(encoding="utf-8-sig")
-    rows = json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.split("\n") if x.strip()]
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError('it is to hold objects {"text": ..., "label": ...}')
-    return rows
-
-
 def _hub(source: str) -> tuple[_Raw, list[str] | None]:
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise ValueError(f"there is no folder {source}")
-    import datasets
-
     name, _, config = source.partition(":")
-    try:
-        data = datasets.load_dataset(name, name=config or None)
-    except Exception as error:  # of many packages: hub, http client, file system
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"there is no folder {source!r} here, and the hub's dataset of that name cannot be had "
-            f"({type(error).__name__}: {reason}): go online, or make a folder with train.json, dev.json and test.json "
-            '(lists of {"text": ..., "label": ...}) and give that folder'
-        ) from error
+    instead = 'train.json, dev.json and test.json (lists of {"text": ..., "label": ...})'
+    data = read_hub(name, part="", instead=instead, name=config or None)
     raw = {ours: data[own].to_list() for ours, names in SPLITS.items() for own in names if own in data}
     features = next(iter(data.values())).features
     column = next((name for name in _LABELS if name in features), None)

@@ -8,7 +8,6 @@ own result bit for bit at a quarter of its size.
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import fingerprint
-from .cache import cached
+from .cache import cached, versions
 from .images import Images
 
 HELD = 2 * 2**30  # bytes of a split that are kept in memory and in the cache; of a larger one none
@@ -81,7 +80,7 @@ def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> P
     config = {
         "images": content(images),
         "processor": processor.to_json_string(),
-        **{package: metadata.version(package) for package in ("transformers", "pillow")},
+        **versions("transformers", "pillow"),
     }
     kept = cached("pixels", config, lambda: {"pixels": prepare(images, processor)})["pixels"]
     return lambda places: kept[places]

@@ -46,7 +46,13 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
     names = {name: (columns or {}).get(name, name) for name in _COLUMNS}
     path = Path(source).expanduser()
     if not path.exists():
-        return _dataset(_hub(str(source), task, split), names, f"{source} ({task}, {split})")
+        instead = (
+            f'{task}/{split}.json (a list of {{"prompt": ..., "answer": ...}}), for images {task}/{split}.npz (images, '
+            "labels, class_names)"
+        )
+        part = f"split {split!r} of config {task!r} of "
+        data = read_hub(str(source), part=part, instead=instead, name=task, split=split)
+        return _dataset(data, names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
     if file.is_dir():
         return class_folders(file.parent, split)
@@ -54,7 +60,7 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
         raise ValueError(f"{file} is none of {', '.join(SUFFIXES)}: convert it to one of them")
     if file.suffix == ".npz":
         return npz_rows(file, {name: (columns or {}).get(name, array) for name, array in _ARRAYS.items()})
-    return _dataset(_parquet(file), names, str(file)) if file.suffix == ".parquet" else _json(file, names)
+    return _dataset(read_parquet(file), names, str(file)) if file.suffix == ".parquet" else _json(file, names)
 
 
 def take(rows: Rows, indices: Sequence[int]) -> Rows:
@@ -94,7 +100,8 @@ def _dataset(data: Any, names: Mapping[str, str], where: str) -> Rows:
     return image_rows(where, images, data[second][:], tuple(getattr(data.features[second], "names", ())))
 
 
-def _parquet(file: Path) -> Any:
+def read_parquet(file: Path) -> Any:
+    """The rows of a file as a `datasets.Dataset`. Raises: ValueError for one that cannot be read."""
     import pyarrow.parquet
     from datasets import Dataset
 
@@ -104,24 +111,32 @@ def _parquet(file: Path) -> Any:
         raise ValueError(f"{file} is no parquet file ({error})") from error
 
 
-def _hub(source: str, task: str, split: str) -> Any:
+def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) -> Any:
+    """``datasets.load_dataset(source, **where)``.
+
+    Args: part: the part of the dataset that is asked for, and instead: the files of a folder that would do, both for
+        the message. Raises: ValueError for a source that is not a name on the hub, or is unavailable.
+    """
     if source.endswith(SUFFIXES) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
         raise ValueError(f"there is no file or folder {source}")
     import datasets
 
     try:
-        return datasets.load_dataset(source, name=task, split=split)
+        return datasets.load_dataset(source, **where)
     except Exception as error:  # of many packages: hub, http client, file system
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"there is no folder {source!r} here, and split {split!r} of config {task!r} of the hub's dataset of that "
-            f"name cannot be had ({type(error).__name__}: {reason}): go online, or make a folder with "
-            f'{task}/{split}.json (a list of {{"prompt": ..., "answer": ...}}), for images {task}/{split}.npz (images, '
-            "labels, class_names), and give that folder as the source"
+            f"there is no folder {source!r} here, and {part}the hub's dataset of that name cannot be had "
+            f"({type(error).__name__}: {reason}): go online, or make a folder with {instead}, and give that folder as "
+            "the source"
         ) from error
 
 
-def _json(file: Path, names: Mapping[str, str]) -> TextRows:
+def read_objects(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .json (a list of objects) or .jsonl. Raises: ValueError that lists all lines or rows that are not.
+
+    Not by `datasets`: its loaders infer one schema for all rows and stop at the first row that does not fit.
+    """
     problems, rows = [], []
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -140,6 +155,11 @@ def _json(file: Path, names: Mapping[str, str]) -> TextRows:
     if others := [i for i, row in enumerate(rows) if not isinstance(row, dict)]:
         problems.append(f"{name_rows(others)}: no JSON object")
     complain(file, problems or ([] if rows else ["there are no rows"]))
+    return rows
+
+
+def _json(file: Path, names: Mapping[str, str]) -> TextRows:
+    rows = read_objects(file)
     known = list(dict.fromkeys(key for row in rows for key in row))
     complain(file, [_absent(name, names[name], known) for name in ("prompt", "answer") if names[name] not in known])
     return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in ("prompt", "answer")))

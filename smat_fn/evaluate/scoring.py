@@ -5,15 +5,12 @@ from importlib import metadata
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import __version__, checkpoint
-from ..types import Params
+from ..types import Params, Suite
 from .records import Answer, Journal, Kept, Records, content_key
 from .results import Result
-
-if TYPE_CHECKING:
-    from ..suites.suite import Suite
 
 EXPERT = "expert:"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -41,7 +38,7 @@ class Scorer:
 
     def __init__(
         self,
-        suite: "Suite",
+        suite: Suite,
         records: Records | None = None,
         *,
         about: Mapping[str, Any] = NOTHING,
@@ -133,7 +130,7 @@ def score_bar(total: int | None = None) -> Any:
 
 
 def score_models(
-    suite: "Suite",
+    suite: Suite,
     models: Mapping[str, Params],
     split: str,
     *,

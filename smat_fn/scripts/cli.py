@@ -1,13 +1,19 @@
 """The command line that the scripts share: options from a dataclass, bad input as one line. No torch in here."""
 
+import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from ..config import PRESETS
+from ..suites import describe_options
 
 OPEN = "preset"  # how --help says that an option is None
 Options = TypeVar("Options")
@@ -39,6 +45,27 @@ def parse(
     return tyro.cli(options, prog=prog, description=description, args=args, config=config, registry=REGISTRY)
 
 
+def suite_options(options: type, words: Sequence[str]) -> str:
+    """The section of ``--help`` on --suite-options: those of the suite of --preset, with the preset's values.
+
+    Nothing for a script without --suite-options, and without a known preset in the words or as the default.
+    """
+    defaults = {field.name: field.default for field in fields(options)}
+    name: Any = defaults.get("preset")
+    for word, after in pairwise([*" ".join(words).replace("=", " ").split(), ""]):
+        name = after if word == "--preset" else name
+    if "suite_options" not in defaults or name not in PRESETS:
+        return ""
+    preset = PRESETS[name]
+    lines = [f"suite options (--preset {name}, suite {preset.suite}), as --suite-options NAME VALUE ..."]
+    for option, (written, text) in describe_options(preset.suite).items():
+        value = str(preset.options.get(option, written)).strip("'\"")
+        if value != "None":
+            text = f"{re.sub(r' [(]default: .*[)][.]$', '.', text)} (default: {value})"
+        lines += textwrap.wrap(f"{option}: {text}", 100, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join([*lines, ""])
+
+
 Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
 
 
@@ -61,7 +88,12 @@ def run(
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
         description = options.__doc__
-    parsed: Any = parse(options, description=description, args=words, prog=prog)
+    try:
+        parsed: Any = parse(options, description=description, args=words, prog=prog)
+    except SystemExit:
+        if {"-h", "--help"} & set(words):
+            print(suite_options(options, words), end="")
+        raise
     try:
         main(parsed)
     except (ValueError, OSError) as error:

@@ -6,9 +6,9 @@ without a text tower (ViT) a logistic regression on its features of a few traini
 processor prepares images, without augmentation. A score is top-1 accuracy.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cache
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,197 +16,212 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors, random, tree
+from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data import pixels
 from ..data.batching import batch_indices
+from ..data.cache import versions
 from ..data.rows import ImageRows, load_rows, take
-from ..errors import check_member, count_problem
+from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
 from ..models import clip, image_classifier
 from ..models.image_classifier import ImageClassifier
-from ..models.modules import FullLoss
 from ..types import Batch, Micro, Params
-from .clip8_recipe import Clip8Recipe, resolve_templates
-from .heads import image_heads, text_heads, versions
-from .sources import absolute, columns_of, pick_device, recipe_of, tasks_of
-from .suite import Suite
-from .templates import TEMPLATES
+from .heads import image_heads, text_heads
+from .sources import absolute, collect, columns_of, model_problems, pick_device, tasks_of
+from .suite import EncoderSuite, SuiteOptions, remembered
+from .templates import DEFAULT, TEMPLATES
 
 TASKS = tuple(TEMPLATES)
 SPLITS = ("train", "dev", "test")
 
 
-def task_names(*, data: str | Path = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:
-    """The given tasks; else those of a folder, the paper's first, then its others by name; else the paper's eight.
+@dataclass(frozen=True)
+class Clip8Options(SuiteOptions, local=("device", "eval_batch"), lowest={"batch_size": 1, "rows": 1}):
+    """Options of suite ``clip8``."""
 
-    Raises: ValueError for a folder without tasks, and for tasks named twice.
-    """
-    return tasks_of(data, tasks, known=TASKS, splits=SPLITS)
+    model: str
+    """A folder, or a repository on the hub."""
+    data: str
+    """A folder of <task>/<split>, or a dataset on the hub whose configs are the tasks."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks (default: those of the folder, for a dataset on the hub the paper's eight)."""
+    templates: Any = None
+    """Prompts with {} for the class: one prompt, or a JSON file of {task: prompts} (default: the paper's)."""
+    batch_size: int = 128
+    """Images in a batch."""
+    dtype: str = "float32"
+    """Dtype of parameters and computation."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    rows: int | None = None
+    """Only the first rows of each split, for quick runs (default: all)."""
+    columns: Any = None
+    """Column names of the source: image=picture,label=class."""
+    device: str | None = None
+    """Device of model and training (default: the first GPU, or the CPU)."""
+    eval_batch: int = 256
+    """Images scored together."""
+
+    def problems(self) -> list[str]:
+        found = []
+        for task, own in (self.templates or {}).items():
+            if bad := [template for template in own if not isinstance(template, str) or "{}" not in template]:
+                found.append(f"templates of {task} are to hold {{}} for the class, these do not: {bad}")
+            if not own:
+                found.append(f"templates of {task}: there are none, give at least one")
+        return found
 
 
-def load(*, seed: int, device: str | None = None, eval_batch: int = 256, **options: Any) -> Suite:
+class Clip8(EncoderSuite):
     """The suite of a model and images. The base is all leaves of the model's vision tower, on its device.
 
     Batch: (pixels uint8 (B, 3, H, W), labels int64 (B,)); its loss is `clip.classify`, the aux the logits. Score: top-1
     accuracy over the rows of the split. Heads and prepared images go through the cache (`pixels`).
 
-    Args: seed: of the rows that heads are made of; of a CLIP nothing depends on it; device: of model and training,
-        None: the first GPU, or the CPU; eval_batch: images scored together; options: fields of `Clip8Recipe`, model and
-        data must be given; templates: {task: prompts}, or a JSON file of that, or one prompt for all tasks, each with
-        ``{}`` for the class; of tasks left out those of `TEMPLATES`. Device and eval_batch are not in the recipe.
-    Raises: ValueError for unknown or bad options; that lists every split that is missing or malformed (of the hub's
+    Args: seed: of the rows that heads are made of; of a CLIP nothing depends on it; options: `Clip8Options`.
+    Raises: ValueError for bad options; that lists every split that is missing or malformed (of the hub's
         the first), and class names that are missing or differ; for a model that cannot be loaded, and
         templates for one without a text tower.
     """
-    known = [field.name for field in fields(Clip8Recipe)]
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"clip8 has no options {unknown}: they are {[*known, 'device', 'eval_batch']}")
-    if lacking := [name for name in ("model", "data") if options.get(name) is None]:
-        raise ValueError(f"clip8 needs {' and '.join(lacking)}: a folder, or a name on the hub")
-    tasks = task_names(**options)
-    of_texts = image_classifier.is_clip(absolute(options["model"]))
-    if options.get("templates") and not of_texts:
-        raise ValueError(f"templates are of heads from texts, {options['model']} has no text tower: leave them out")
-    settled = {
-        "model": absolute(options["model"]),
-        "data": absolute(options["data"]),
-        "tasks": tasks,
-        "columns": columns_of(options.get("columns")),
-        "templates": resolve_templates(options.get("templates"), tasks) if of_texts else {},
-    }
-    recipe = Clip8Recipe(**{**options, **settled})
-    place = pick_device(device)
-    problems = count_problem("eval_batch", eval_batch)
-    if Path(recipe.model).is_absolute() and not Path(recipe.model).is_dir():
-        problems.append(f"there is no folder {recipe.model}: give a model's folder, or its name on the hub")
-    rows: dict[tuple[str, str], ImageRows] = {}
-    for task, split in product(tasks, SPLITS):
+
+    Options = Clip8Options
+    name = "clip8"
+
+    def __init__(self, *, seed: int, **options: Any) -> None:
+        tasks = self.task_names(**options)
+        of_texts = image_classifier.is_clip(absolute(options["model"]))
+        if options.get("templates") and not of_texts:
+            raise ValueError(f"templates are of heads from texts, {options['model']} has no text tower: leave them out")
+        settled = {
+            "model": absolute(options["model"]),
+            "data": absolute(options["data"]),
+            "tasks": tasks,
+            "columns": columns_of(options.get("columns")),
+            "templates": resolve_templates(options.get("templates"), tasks) if of_texts else {},
+        }
+        self.options = own = Clip8Options(**{**options, **settled})
+        self.device, self.batch_size = pick_device(own.device), own.batch_size
+        self._rows, found = collect(
+            product(tasks, SPLITS), lambda key: _pictures(own, *key), local=lambda key: Path(own.data).exists()
+        )
+        errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
+        names = _class_names(self._rows, tasks)
+        model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
+            own.model, dtype=own.dtype, device=self.device, gradient_checkpointing=own.gradient_checkpointing
+        )
+        if isinstance(model, clip.Clip):
+            self._heads = text_heads(own.templates, names, model, self.device)
+        else:
+            train = {task: self._rows[task, "train"] for task in tasks}
+            self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
+        self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
+        self._firsts = {k: pixels.prepare_some(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
+        if isinstance(model, clip.Clip):
+            _check_sizes(self._firsts, (model.image_size, model.image_size))
+        table = self._table
+        self.losses = {
+            task: model.loss_fn(head.to(self.device), lambda values: pixels.look_up(table, values))
+            for task, head in self._heads.items()
+        }
+        super().__init__(
+            tasks=tasks, base=model.params, where=model.where, recipe=own.recipe(self.name, seed), seed=seed
+        )
+
+    @classmethod
+    def task_names(
+        cls, *, data: str | Path = "", tasks: Sequence[str] | None = None, **options: Any
+    ) -> tuple[str, ...]:
+        """The given tasks; else those of a folder, the paper's first, then its others by name; else the paper's eight.
+
+        Raises: ValueError for a folder without tasks, and for tasks named twice.
+        """
+        return tasks_of(data, tasks, known=TASKS, splits=SPLITS)
+
+    def examples(self, task: str) -> int:
+        return len(self._rows[task, "train"].labels)
+
+    def batch(self, task: str, key: Tensor, step: int) -> Batch:
+        self.check(task)
+        return self._some(task, "train", batch_indices(key, self.examples(task), self.batch_size, step))
+
+    def dev_batches(self, task: str) -> list[Micro]:
+        self.check(task)
+        return [Micro(part, len(part[1])) for part in self._parts(task, "dev", self.batch_size)]
+
+    def score(self, params: Params, task: str, split: str) -> float:
+        self.check(task, split)
+        predicted = self.predictions(params, task, self._parts(task, split, self.options.eval_batch))
+        return accuracy(predicted, self._labels(task, split))
+
+    @remembered
+    def content(self, task: str, split: str) -> str:
+        facts = {
+            "images": pixels.content(self._rows[task, split].images),
+            "labels": self._labels(task, split).tolist(),
+            "head": fingerprint({"head": self._heads[task], "table": self._table}),
+            "processor": self._processor.to_json_string(),
+            "device": self.device.type,
+            "versions": versions("torch", "transformers", "pillow"),
+        }
+        return content_key(facts)
+
+    def _some(self, task: str, split: str, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self._images(task, split)(places), self._labels(task, split)[places]
+
+    def _parts(self, task: str, split: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        places = torch.arange(len(self._labels(task, split)))
+        return (self._some(task, split, part) for part in places.split(size))
+
+    @remembered  # prepared when a split is first used
+    def _images(self, task: str, split: str) -> pixels.Pixels:
+        return pixels.open_pixels(self._rows[task, split].images, self._processor, self._firsts[task, split])
+
+    def _labels(self, task: str, split: str) -> Tensor:
+        return torch.from_numpy(self._rows[task, split].labels)
+
+
+def resolve_templates(given: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
+    """Prompts by task, from a mapping, the JSON file of one, or one prompt.
+
+    Raises: ValueError for anything else, and for templates of other tasks.
+    """
+    if isinstance(given, str) and "{}" in given:
+        given = {task: [given] for task in tasks}
+    if isinstance(given, str):
         try:
-            rows[task, split] = _pictures(recipe, task, split)
-        except ValueError as error:
-            problems.append(str(error))
-            if not Path(recipe.data).exists():  # a hub that cannot be reached takes a minute to say so
-                break
-    errors.raise_problems(problems)
-    names = _class_names(rows, tasks)
-    model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
-        recipe.model, dtype=recipe.dtype, device=place, gradient_checkpointing=recipe.gradient_checkpointing
-    )
-    return _suite(recipe, rows, names, model, seed, place, eval_batch)
+            given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"templates {given!r} is neither a prompt with {{}} for the class nor a JSON file ({error})"
+            ) from error
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or not all(isinstance(own, (list, tuple)) for own in given.values()):
+        raise ValueError(
+            f"templates are {given!r}, must be lists of prompts by task: {{'MNIST': ['a photo of {{}}.']}}"
+        )
+    if strangers := sorted(set(given) - set(tasks)):
+        raise ValueError(f"templates name {strangers}, the tasks are {list(tasks)}")
+    return {task: list(given.get(task, TEMPLATES.get(task, DEFAULT))) for task in tasks}
 
 
-def _suite(
-    recipe: Clip8Recipe,
-    rows: Mapping[tuple[str, str], ImageRows],
-    names: Mapping[str, tuple[str, ...]],
-    model: clip.Clip | ImageClassifier,
-    seed: int,
-    device: torch.device,
-    eval_batch: int,
-) -> Suite:
-    tasks, base = recipe.tasks, model.params
-    if isinstance(model, clip.Clip):
-        heads = text_heads(recipe.templates, names, model, device)
-    else:
-        train = {task: rows[task, "train"] for task in tasks}
-        heads = image_heads(train, names, model, random.key(seed), device.type)
-    table = pixels.value_table(model.processor).to(device)
-    firsts = {key: pixels.prepare_some(own.images, model.processor, [0]) for key, own in rows.items()}
-    size = (model.image_size, model.image_size) if isinstance(model, clip.Clip) else None
+def _pictures(options: Clip8Options, task: str, split: str) -> ImageRows:
+    rows = load_rows(options.data, task, split, columns=options.columns)
+    if not isinstance(rows, ImageRows):
+        raise ValueError(f"{options.data} ({task}, {split}) holds texts: give images and labels")
+    return rows if options.rows is None else take(rows, range(min(options.rows, len(rows.labels))))  # type: ignore[return-value]
+
+
+def _check_sizes(firsts: Mapping[tuple[str, str], Tensor], size: tuple[int, int]) -> None:
     errors.raise_problems(
         [
             f"the image processor makes images of {tuple(first.shape[2:])} (task {task}, {split}), the model takes "
             f"{size}: give the model's own preprocessor_config.json"
             for (task, split), first in firsts.items()
-            if size is not None and first.shape[2:] != size
+            if first.shape[2:] != size
         ]
     )
-    processor = model.processor
-    losses = {
-        task: model.loss_fn(head.to(device), lambda values: pixels.look_up(table, values))
-        for task, head in heads.items()
-    }
-
-    @cache  # prepared when a split is first used
-    def images(task: str, split: str) -> pixels.Pixels:
-        return pixels.open_pixels(rows[task, split].images, processor, firsts[task, split])
-
-    @cache
-    def labels(task: str, split: str) -> Tensor:
-        return torch.from_numpy(rows[task, split].labels)
-
-    def some(task: str, split: str, places: Tensor) -> tuple[Tensor, Tensor]:
-        return images(task, split)(places), labels(task, split)[places]
-
-    def loss_fn(task: str) -> FullLoss:
-        check_member("clip8 task", task, tasks)
-        return losses[task]
-
-    def epoch_steps(task: str) -> int:
-        check_member("clip8 task", task, tasks)
-        return -(-len(rows[task, "train"].labels) // recipe.batch_size)
-
-    def batch(task: str, key: Tensor, step: int) -> Batch:
-        check_member("clip8 task", task, tasks)
-        return some(task, "train", batch_indices(key, len(labels(task, "train")), recipe.batch_size, step))
-
-    def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
-        return batch_indices(key, len(labels(task, "train")), recipe.batch_size, step).tolist()
-
-    def dev_batches(task: str) -> list[Micro]:
-        check_member("clip8 task", task, tasks)
-        parts = torch.arange(len(labels(task, "dev"))).split(recipe.batch_size)
-        return [Micro(some(task, "dev", places), len(places)) for places in parts]
-
-    def predictions(params: Params, task: str, split: str) -> Tensor:
-        check_member("clip8 task", task, tasks)
-        check_member("split", split, ("dev", "test"))
-        tree.check_same(base, "the base", params=params)
-        here = {name: leaf.to(device) for name, leaf in params.items()}
-        parts = torch.arange(len(labels(task, split))).split(eval_batch)
-        with torch.no_grad():
-            return torch.cat([losses[task](here, some(task, split, places))[1].argmax(1) for places in parts])
-
-    def score(params: Params, task: str, split: str) -> float:
-        return accuracy(predictions(params, task, split), labels(task, split))
-
-    @cache
-    def content(task: str, split: str) -> str:
-        facts = {
-            "images": pixels.content(rows[task, split].images),
-            "labels": labels(task, split).tolist(),
-            "head": fingerprint({"head": heads[task], "table": table}),
-            "processor": processor.to_json_string(),
-            "device": device.type,
-            "versions": versions("torch", "transformers", "pillow"),
-        }
-        return content_key(facts)
-
-    facts = {"name": "clip8", "seed": seed, **recipe_of(recipe)}
-    return Suite(
-        "clip8",
-        tasks,
-        base,
-        model.where,
-        loss_fn,
-        batch,
-        score,
-        facts,
-        seed,
-        epoch_steps,
-        content=content,
-        batch_rows=batch_rows,
-        dev_batches=dev_batches,
-    )
-
-
-def _pictures(recipe: Clip8Recipe, task: str, split: str) -> ImageRows:
-    rows = load_rows(recipe.data, task, split, columns=recipe.columns)
-    if not isinstance(rows, ImageRows):
-        raise ValueError(f"{recipe.data} ({task}, {split}) holds texts: give images and labels")
-    return rows if recipe.rows is None else take(rows, range(min(recipe.rows, len(rows.labels))))  # type: ignore[return-value]
 
 
 def _class_names(rows: Mapping[tuple[str, str], ImageRows], tasks: Sequence[str]) -> dict[str, tuple[str, ...]]:

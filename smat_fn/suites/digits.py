@@ -6,7 +6,7 @@ head of class means. Dev and test images are only ever scored.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from .. import random, tree
 from ..data.batching import batch_indices, permutation
-from ..errors import check_member
 from ..evaluate.metrics import accuracy
 from ..models import FullLoss, tiny_vit
-from ..types import Batch, Micro
+from ..types import Batch, Micro, Params
 from ..where import block_linear
 from .digits_base import CLASSES, Examples, base, embed
-from .suite import Suite
+from .suite import BaseSuite, SuiteOptions
 
 SIZES = {"train": 1000, "dev": 250, "test": 547}
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,42 +33,47 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class DigitsRecipe:
-    """Everything but the seed that the suite depends on."""
+class DigitsOptions(
+    SuiteOptions,
+    local=("progress",),
+    lowest={"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1, "pretrain_warmup": 0},
+):
+    """Options of suite ``digits``."""
 
-    images_per_task: int = 300  # training images of one expert
-    batch_size: int = 16  # of an expert
-    logit_scale: float = 20.0  # of the cosines that are the logits
+    images_per_task: int = 300
+    """Training images of one expert."""
+    batch_size: int = 16
+    """Images in a batch of an expert."""
+    logit_scale: float = 20.0
+    """Factor of the cosines that are the logits."""
     pretrain_steps: int = 1500
+    """Steps of pretraining the base."""
     pretrain_batch: int = 128
+    """Images in a batch of pretraining."""
     pretrain_lr: float = 1e-3
-    pretrain_warmup: int = 50  # steps, at most pretrain_steps
+    """Peak learning rate of pretraining."""
+    pretrain_warmup: int = 50
+    """Warm-up steps of pretraining, at most pretrain_steps."""
     pretrain_decay: float = 0.01
+    """Weight decay of pretraining."""
+    progress: bool | None = None
+    """Show a progress bar on stderr while pretraining (default: where stderr is a terminal)."""
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, must be an integer from {low} to {high}"
-            for name, low, high in (
-                ("images_per_task", 1, SIZES["train"]),
-                ("batch_size", 1, SIZES["train"]),
-                ("pretrain_steps", 1, 10**9),
-                ("pretrain_batch", 1, SIZES["train"]),
-                ("pretrain_warmup", 0, 10**9),
-            )
-            if not isinstance(value := getattr(self, name), int) or not low <= value <= high
+    def problems(self) -> list[str]:
+        most, own = SIZES["train"], vars(self)
+        found = [
+            f"{name} is {own[name]}, must be at most {most}, the number of training images"
+            for name in ("images_per_task", "batch_size", "pretrain_batch")
+            if isinstance(own[name], int) and own[name] > most
         ]
-        problems += [
-            f"{name} is {value!r}, must be positive and finite"
+        found += [
+            f"{name} is {own[name]!r}, must be positive and finite"
             for name in ("logit_scale", "pretrain_lr")
-            if not 0 < (value := getattr(self, name)) < float("inf")
+            if not 0 < own[name] < float("inf")
         ]
-        problems += (
-            []
-            if 0 <= self.pretrain_decay < float("inf")
-            else [f"pretrain_decay is {self.pretrain_decay!r}, must be finite and not negative"]
-        )
-        if problems:
-            raise ValueError("digits: " + "; ".join(problems))
+        if not 0 <= self.pretrain_decay < float("inf"):
+            found.append(f"pretrain_decay is {self.pretrain_decay!r}, must be finite and not negative")
+        return found
 
 
 def splits(seed: int) -> dict[str, Examples]:
@@ -98,81 +102,73 @@ def class_means(module: nn.Module, examples: Examples) -> Tensor:
     return F.normalize(means, dim=1)
 
 
-def load(*, seed: int, progress: bool | None = None, **options: Any) -> Suite:
+class Digits(BaseSuite):
     """The suite of a seed; the base comes from the cache, or is pretrained first (half a minute on one core).
 
     Logits are ``logit_scale * cos(feature, class mean)``, the loss their cross entropy, the aux of the loss the logits.
     Batch: (images, labels) under the task's transform. Score: top-1 accuracy.
-
-    Args: progress: bar on stderr, None: where stderr is a terminal; options: fields of `DigitsRecipe`.
-    Raises: ValueError for unknown or bad options.
     """
-    known = [field.name for field in fields(DigitsRecipe)]
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"digits has no options {unknown}: they are {known}")
-    recipe = DigitsRecipe(**options)
-    data = splits(seed)
-    root = random.key(seed)
 
-    settings = {name.removeprefix("pretrain_"): v for name, v in asdict(recipe).items() if name.startswith("pretrain_")}
-    theta0 = base(data["train"], seed, progress=progress, **settings)
-    module = tiny_vit(random.fold_in(root, "init"))
-    module.load_state_dict(theta0)
-    train, heads = {}, {}
-    for task, transform in TASKS.items():
-        own = permutation(random.fold_in(root, f"images:{task}"), SIZES["train"])[: recipe.images_per_task]
-        train[task] = Examples(transform(data["train"].images[own]), data["train"].labels[own])
-        heads[task] = class_means(module, train[task])
-    losses = {task: FullLoss(module, _cosine_loss(head, recipe.logit_scale)) for task, head in heads.items()}
-    tasks = tuple(TASKS)
+    Options = DigitsOptions
+    name = "digits"
 
-    def loss_fn(task: str) -> FullLoss:
-        check_member("digits task", task, tasks)
-        return losses[task]
+    def __init__(self, *, seed: int, **options: Any) -> None:
+        self.options = own = DigitsOptions(**options)
+        self._data, root = splits(seed), random.key(seed)
+        settings = {name.removeprefix("pretrain_"): v for name, v in vars(own).items() if name.startswith("pretrain_")}
+        theta0 = base(self._data["train"], seed, progress=own.progress, **settings)
+        module = tiny_vit(random.fold_in(root, "init"))
+        module.load_state_dict(theta0)
+        self._train, self._losses = {}, {}
+        images, labels = self._data["train"]
+        for task, transform in TASKS.items():
+            rows = permutation(random.fold_in(root, f"images:{task}"), SIZES["train"])[: own.images_per_task]
+            self._train[task] = Examples(transform(images[rows]), labels[rows])
+            head = class_means(module, self._train[task])
+            self._losses[task] = FullLoss(module, _cosine_loss(head, own.logit_scale))
+        super().__init__(
+            tasks=tuple(TASKS),
+            base=theta0,
+            where=block_linear(module),
+            recipe=own.recipe(self.name, seed),
+            seed=seed,
+        )
 
-    def batch(task: str, key: Tensor, step: int) -> Batch:
-        check_member("digits task", task, tasks)
-        chosen = batch_indices(key, recipe.images_per_task, recipe.batch_size, step)
-        return train[task].images[chosen], train[task].labels[chosen]
+    @classmethod
+    def task_names(cls, **options: Any) -> tuple[str, ...]:
+        return tuple(TASKS)
 
-    def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
-        return batch_indices(key, recipe.images_per_task, recipe.batch_size, step).tolist()
+    def loss_fn(self, task: str) -> FullLoss:
+        self.check(task)
+        return self._losses[task]
 
-    def dev_batches(task: str) -> list[Micro]:
-        check_member("digits task", task, tasks)
-        images, labels = data["dev"]
+    def batch(self, task: str, key: Tensor, step: int) -> Batch:
+        chosen = self.batch_rows(task, key, step)
+        return self._train[task].images[chosen], self._train[task].labels[chosen]
+
+    def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
+        self.check(task)
+        return batch_indices(key, self.options.images_per_task, self.options.batch_size, step).tolist()
+
+    def dev_batches(self, task: str) -> list[Micro]:
+        self.check(task)
+        images, labels = self._data["dev"]
         return [Micro((TASKS[task](images), labels), len(labels))]
 
-    def predictions(params: dict[str, Tensor], task: str, split: str) -> tuple[Tensor, Tensor]:
-        check_member("digits task", task, tasks)
-        check_member("split", split, ("dev", "test"))
-        tree.check_same(theta0, "the base", params=params)
-        images, labels = data[split]
-        with torch.no_grad():
-            _, logits = losses[task](params, (TASKS[task](images), labels))
-        return logits.argmax(1), labels
+    def score(self, params: Params, task: str, split: str) -> float:
+        return accuracy(*self._predictions(params, task, split))
 
-    def score(params: dict[str, Tensor], task: str, split: str) -> float:
-        return accuracy(*predictions(params, task, split))
-
-    def score_tensor(params: dict[str, Tensor], task: str, split: str) -> Tensor:
-        predicted, labels = predictions(params, task, split)
+    def score_tensor(self, params: Params, task: str, split: str) -> Tensor:
+        predicted, labels = self._predictions(params, task, split)
         return 100 * (predicted == labels).sum().double() / len(labels)
 
-    return Suite(
-        "digits",
-        tasks,
-        theta0,
-        block_linear(module),
-        loss_fn,
-        batch,
-        score,
-        {"name": "digits", "seed": seed, **asdict(recipe)},
-        seed,
-        score_tensor=score_tensor,
-        batch_rows=batch_rows,
-        dev_batches=dev_batches,
-    )
+    def _predictions(self, params: Params, task: str, split: str) -> tuple[Tensor, Tensor]:
+        self.check(task, split)
+        tree.check_same(self.base, "the base", params=params)
+        images, labels = self._data[split]
+        with torch.no_grad():
+            _, logits = self._losses[task](params, (TASKS[task](images), labels))
+        return logits.argmax(1), labels
 
 
 def _cosine_loss(head: Tensor, scale: float) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from .. import optim, random
 from ..checkpoint import fingerprint
 from ..data.batching import batch_indices
-from ..data.cache import cached
+from ..data.cache import cached, versions
 from ..mat import finetune
 from ..models import FullLoss, features, parameters, tiny_vit
 from ..models.vit import WIDTH
@@ -43,8 +42,8 @@ def embed(module: nn.Module, images: Tensor) -> Tensor:
 
 def base(train: Examples, seed: int, *, progress: bool | None = None, **settings: Any) -> dict[str, Tensor]:
     """`pretrain` through the cache, by seed, settings, training examples and versions of the libraries."""
-    versions = {package: version(package) for package in ("torch", "transformers")}
-    config = {"seed": seed, "revision": REVISION, "train": fingerprint(train._asdict()), **settings, **versions}
+    facts = {"seed": seed, "revision": REVISION, "train": fingerprint(train._asdict()), **settings}
+    config = facts | versions("torch", "transformers")
     return cached("digits-base", config, lambda: pretrain(train, seed, progress=progress, **settings))
 
 

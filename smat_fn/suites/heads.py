@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data import pixels
 from ..data.batching import permutation
-from ..data.cache import cached
+from ..data.cache import cached, versions
 from ..data.images import ImageRows
 from ..models.clip import Clip
 from ..models.image_classifier import ImageClassifier
@@ -113,11 +112,6 @@ def image_heads(
         heads[task] = cached("image-head", config, partial(_of_images, model, few, labels))["head"]
     errors.raise_problems(problems)
     return heads
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Versions of installed packages."""
-    return {package: metadata.version(package) for package in packages}
 
 
 def _of_texts(model: Clip, tokens: Mapping[str, Tensor], classes: int) -> dict[str, Tensor]:

@@ -6,10 +6,11 @@ frozen. Where only the top layers are trained, what the frozen ones give for a r
 A score is top-1 accuracy; dev and test rows are only ever scored.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import cache, partial
-from importlib import metadata
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,221 +18,231 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors, random, tree
+from .. import errors, random
 from ..checkpoint import fingerprint
-from ..data.batching import batch_indices
-from ..data.cache import cached
-from ..data.labelled import Task, load_task, take
-from ..errors import check_member, count_problem
+from ..data.cache import cached, versions
+from ..data.labelled import load_task, take
+from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
 from ..models import encoder as encoders
 from ..models.encoder import Encoder
-from ..models.modules import FullLoss
 from ..models.packing import Texts, texts
 from ..types import Micro, Params
 from .heads import fit_head, head_rows
-from .short_text_recipe import ShortTextRecipe, resolve_data
-from .sources import absolute, pick_device, tasks_of
-from .suite import Suite
+from .sources import absolute, collect, model_problems, pick_device, tasks_of
+from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
 HELD = 2 * 2**30  # bytes of a split's frozen states that are kept; of a larger one they are computed again each time
+Data = str | Mapping[str, str]
 Ids = list[Tensor]
 
 
-def task_names(*, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:
-    """The given tasks; else those of a folder or mapping, the known ones first; else the known ones (`TASKS`).
+@dataclass(frozen=True)
+class ShortTextOptions(
+    SuiteOptions,
+    local=("device", "eval_batch", "progress"),
+    lowest={"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1},
+):
+    """Options of suite ``short_text``."""
 
-    Raises: ValueError for a folder without tasks, and for tasks named twice.
-    """
-    own = resolve_data(data) if data else ""
-    if isinstance(own, Mapping) and tasks is None:
-        return (*(task for task in TASKS if task in own), *(task for task in own if task not in TASKS))
-    return tasks_of("" if isinstance(own, Mapping) else own, tasks, known=TASKS, splits=("train",))
+    model: str
+    """A folder, or a repository on the hub."""
+    data: Data
+    """A folder of tasks, a dataset on the hub whose configs are the tasks, or a JSON file {task: folder or dataset}."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks (default: those of the folder or mapping, of a hub dataset sst2, emotion, trec, banking77 and clinc150)."""
+    train_layers: int | None = None
+    """Number of top layers that are trained (default: the whole encoder)."""
+    per_class: int | None = None
+    """Training rows per class that heads are made of (default: 16, or 3 with more than 20 classes)."""
+    head_c: float = 10.0
+    """Inverse strength of the heads' penalty."""
+    normalize: bool = True
+    """Scale features to length 1."""
+    batch_size: int = 16
+    """Texts in a batch."""
+    max_length: int = 128
+    """Tokens of a text, at most."""
+    dtype: str = "float32"
+    """Dtype of trained parameters and their computation."""
+    rows: int | None = None
+    """Only the first rows of each split, for quick runs; heads are those of all rows (default: all)."""
+    device: str | None = None
+    """Device of model and training (default: the first GPU, or the CPU)."""
+    eval_batch: int = 32
+    """Texts scored together."""
+    progress: bool | None = None
+    """Show a progress bar on stderr while states are computed (default: where stderr is a terminal)."""
+
+    def problems(self) -> list[str]:
+        found, tasks = [], self.tasks or ()
+        if not isinstance(self.head_c, int | float) or not 0 < self.head_c < float("inf"):
+            found.append(f"head_c is {self.head_c!r}, must be positive and finite")
+        if bad := [task for task in tasks if not re.fullmatch(r"\w[\w.-]*", task)]:
+            found.append(f"tasks {bad} cannot name folders: use letters, digits, '.', '_' and '-'")
+        if isinstance(self.data, Mapping) and (lacking := [task for task in tasks if task not in self.data]):
+            found.append(f"data has no {', '.join(lacking)}, it has {', '.join(self.data)}")
+        return found
+
+    def source(self, task: str) -> str:
+        """The folder or the hub's dataset of a task."""
+        if isinstance(self.data, Mapping):
+            return self.data[task]
+        return str(Path(self.data) / task) if Path(self.data).is_absolute() else f"{self.data}:{task}"
 
 
-def load(
-    *, seed: int, device: str | None = None, eval_batch: int = 32, progress: bool | None = None, **options: Any
-) -> Suite:
+class ShortText(EncoderSuite):
     """The suite of an encoder and texts. The base is the trained leaves alone, on the model's device.
 
     Batch: `Texts`; its loss is `encoder.classify`, the aux the logits. Score: top-1 accuracy over the rows of the
     split. Heads and states of frozen layers go through the cache.
 
-    Args: seed: of the rows that heads are made of; device: of model and training, None: the first GPU, or the CPU;
-        eval_batch: texts scored together; progress: bar on stderr where states are computed, None: where stderr is a
-        terminal; options: fields of `ShortTextRecipe`, model and data must be given; data may be the JSON file of a
-        mapping. Device, eval_batch and progress are not in the recipe.
-    Raises: ValueError for unknown or bad options; that lists every task that is missing or malformed (of the hub the
+    Args: seed: of the rows that heads are made of; options: `ShortTextOptions`; data may also be a mapping.
+    Raises: ValueError for bad options; that lists every task that is missing or malformed (of the hub the
         first); for a model that cannot be loaded, or not trained that way.
     """
-    known = [field.name for field in fields(ShortTextRecipe)]
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"short_text has no options {unknown}: they are {[*known, 'device', 'eval_batch']}")
-    if lacking := [name for name in ("model", "data") if not options.get(name)]:
-        raise ValueError(f"short_text needs {' and '.join(lacking)}: a folder, or a name on the hub")
-    settled = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
-    recipe = ShortTextRecipe(**{**options, **settled, "tasks": task_names(**options)})
-    place = pick_device(device)
-    problems = count_problem("eval_batch", eval_batch)
-    if Path(recipe.model).is_absolute() and not Path(recipe.model).is_dir():
-        problems.append(f"there is no folder {recipe.model}: give a model's folder, or its name on the hub")
-    data: dict[str, Task] = {}
-    for task in recipe.tasks:
-        try:
-            data[task] = load_task(recipe.source(task))
-        except ValueError as error:
-            problems.append(str(error))
-            if not Path(recipe.source(task)).is_absolute():  # a hub that cannot be reached takes a minute to say so
-                break
-    errors.raise_problems(problems)
-    encoder = encoders.load(
-        recipe.model, train_layers=recipe.train_layers, normalize=recipe.normalize, dtype=recipe.dtype, device=place
-    )
-    longest = encoder.config.get("max_position_embeddings") or recipe.max_length
-    if recipe.max_length > longest:
-        raise ValueError(f"max_length is {recipe.max_length}, the model has {longest} positions: choose at most that")
-    return _suite(recipe, data, encoder, seed, place, eval_batch, progress)
 
+    Options = ShortTextOptions
+    name = "short_text"
 
-def _suite(
-    recipe: ShortTextRecipe,
-    data: Mapping[str, Task],
-    encoder: Encoder,
-    seed: int,
-    device: torch.device,
-    eval_batch: int,
-    progress: bool | None,
-) -> Suite:
-    tasks, base = recipe.tasks, encoder.params
-    model = {
-        "weights": fingerprint(encoder.frozen),
-        "config": content_key({"config": str(sorted(encoder.config.items()))}),
-        "device": device.type,
-        "versions": {package: metadata.version(package) for package in ("torch", "transformers", "scikit-learn")},
-    }
-    heads = {
-        task: _head(recipe, own, encoder, model, random.fold_in(random.key(seed), task)) for task, own in data.items()
-    }
-    losses = {task: encoder.loss_fn(head["weight"].to(device), head["bias"].to(device)) for task, head in heads.items()}
+    def __init__(self, *, seed: int, **options: Any) -> None:
+        settled = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
+        tasks = self.task_names(**options)
+        self.options = own = ShortTextOptions(**{**options, **settled, "tasks": tasks})
+        self.device, self.batch_size = pick_device(own.device), own.batch_size
+        self._data, found = collect(
+            tasks, lambda task: load_task(own.source(task)), local=lambda task: Path(own.source(task)).is_absolute()
+        )
+        errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
+        self._encoder = encoder = encoders.load(
+            own.model, train_layers=own.train_layers, normalize=own.normalize, dtype=own.dtype, device=self.device
+        )
+        longest = encoder.config.get("max_position_embeddings") or own.max_length
+        if own.max_length > longest:
+            raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
+        self._model = {
+            "weights": fingerprint(encoder.frozen),
+            "config": content_key({"config": str(sorted(encoder.config.items()))}),
+            "device": self.device.type,
+            "versions": versions("torch", "transformers", "scikit-learn"),
+        }
+        self._heads = {task: self._head(task, random.fold_in(random.key(seed), task)) for task in tasks}
+        self.losses = {
+            task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
+            for task, head in self._heads.items()
+        }
+        super().__init__(
+            tasks=tasks, base=encoder.params, where=encoder.where, recipe=own.recipe(self.name, seed), seed=seed
+        )
 
-    @cache
-    def rows(task: str, split: str) -> tuple[Ids, Tensor]:
-        own = data[task].splits[split]
-        ids, labels = encoder.ids(own.texts[: recipe.rows], recipe.max_length), own.labels[: recipe.rows]
+    @classmethod
+    def task_names(cls, *, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:
+        """The given tasks; else those of a folder or mapping, the known ones first; else the known ones (`TASKS`).
+
+        Raises: ValueError for a folder without tasks, and for tasks named twice.
+        """
+        own = resolve_data(data) if data else ""
+        if isinstance(own, Mapping) and tasks is None:
+            return (*(task for task in TASKS if task in own), *(task for task in own if task not in TASKS))
+        return tasks_of("" if isinstance(own, Mapping) else own, tasks, known=TASKS, splits=("train",))
+
+    def examples(self, task: str) -> int:
+        return len(self._rows(task, "train")[1])
+
+    def batch(self, task: str, key: Tensor, step: int) -> Texts:
+        return self._some(task, "train", self.batch_rows(task, key, step))
+
+    def split(self, batch: Texts, parts: int) -> list[Micro]:
+        """A batch as at most ``parts`` micro-batches of equally many texts, up to one; their weight is that number."""
+        bounds = [len(batch.labels) * part // parts for part in range(parts + 1)]
+        found = []
+        for start, stop in pairwise(bounds):
+            if stop > start:
+                own = (batch.owners >= start) & (batch.owners < stop)
+                few = Texts(batch.tokens[own], batch.owners[own] - start, batch.labels[start:stop])
+                found.append(Micro(few, stop - start))
+        return found
+
+    def dev_batches(self, task: str) -> list[Micro]:
+        self.check(task)
+        return [Micro(own, len(own.labels)) for own in self._scored(task, "dev")]
+
+    def score(self, params: Params, task: str, split: str) -> float:
+        self.check(task, split)
+        return accuracy(self.predictions(params, task, self._scored(task, split)), self._rows(task, split)[1])
+
+    @remembered
+    def content(self, task: str, split: str) -> str:
+        ids, labels = self._rows(task, split)
+        facts = {"ids": [x.tolist() for x in ids], "labels": labels.tolist(), "head": fingerprint(self._heads[task])}
+        return content_key({**self._model, **facts})
+
+    @remembered
+    def _rows(self, task: str, split: str) -> tuple[Ids, Tensor]:
+        own, limit = self._data[task].splits[split], self.options.rows
+        ids, labels = self._encoder.ids(own.texts[:limit], self.options.max_length), own.labels[:limit]
         # scored in any order: texts of one length side by side
         order = range(len(ids)) if split == "train" else sorted(range(len(ids)), key=lambda i: len(ids[i]))
         return [ids[i] for i in order], torch.tensor([labels[i] for i in order])
 
-    @cache  # computed when a split is first used
-    def tokens(task: str, split: str) -> Callable[[list[int]], list[Tensor]]:
-        ids, _ = rows(task, split)
-        lengths, compute = [len(own) for own in ids], encoder.states
+    @remembered  # computed when a split is first used
+    def _tokens(self, task: str, split: str) -> Callable[[list[int]], list[Tensor]]:
+        ids, _ = self._rows(task, split)
+        lengths, compute = [len(own) for own in ids], self._encoder.states
         if compute is None:
             return lambda places: [ids[i] for i in places]
-        if 4 * sum(lengths) * encoder.config["hidden_size"] > HELD:
+        if 4 * sum(lengths) * self._encoder.config["hidden_size"] > HELD:
             return lambda places: list(compute(some := [ids[i] for i in places], False).split([len(x) for x in some]))
         config = {
-            **model,
-            "first": str(next(iter(base))),
+            **self._model,
+            "first": str(next(iter(self.base))),
             "ids": fingerprint({"ids": torch.cat(ids)}),
             "lengths": lengths,
         }
+        progress = self.options.progress
         states = cached("text-states", config, lambda: {"states": compute(ids, progress)})["states"].split(lengths)
         return lambda places: [states[i] for i in places]
 
-    def some(task: str, split: str, places: list[int]) -> Texts:
-        return texts(tokens(task, split)(places), rows(task, split)[1][places])
+    def _some(self, task: str, split: str, places: list[int]) -> Texts:
+        return texts(self._tokens(task, split)(places), self._rows(task, split)[1][places])
 
-    def scored(task: str, split: str) -> list[Texts]:
-        places = list(range(len(rows(task, split)[1])))
-        return [some(task, split, places[i : i + eval_batch]) for i in range(0, len(places), eval_batch)]
+    def _scored(self, task: str, split: str) -> list[Texts]:
+        places, size = list(range(len(self._rows(task, split)[1]))), self.options.eval_batch
+        return [self._some(task, split, places[i : i + size]) for i in range(0, len(places), size)]
 
-    def loss_fn(task: str) -> FullLoss:
-        check_member("short_text task", task, tasks)
-        return losses[task]
-
-    def epoch_steps(task: str) -> int:
-        check_member("short_text task", task, tasks)
-        return -(-len(rows(task, "train")[1]) // recipe.batch_size)
-
-    def batch_rows(task: str, key: Tensor, step: int) -> list[int]:
-        check_member("short_text task", task, tasks)
-        return batch_indices(key, len(rows(task, "train")[1]), recipe.batch_size, step).tolist()
-
-    def batch(task: str, key: Tensor, step: int) -> Texts:
-        return some(task, "train", batch_rows(task, key, step))
-
-    def dev_batches(task: str) -> list[Micro]:
-        check_member("short_text task", task, tasks)
-        return [Micro(own, len(own.labels)) for own in scored(task, "dev")]
-
-    def predictions(params: Params, task: str, split: str) -> tuple[Tensor, Tensor]:
-        check_member("short_text task", task, tasks)
-        check_member("split", split, ("dev", "test"))
-        tree.check_same(base, "the base", params=params)
-        here = {name: leaf.to(device) for name, leaf in params.items()}
-        with torch.no_grad():
-            found = [losses[task](here, own)[1].argmax(1) for own in scored(task, split)]
-        return torch.cat(found), rows(task, split)[1]
-
-    def score(params: Params, task: str, split: str) -> float:
-        return accuracy(*predictions(params, task, split))
-
-    @cache
-    def content(task: str, split: str) -> str:
-        ids, labels = rows(task, split)
-        return content_key(
-            {**model, "ids": [x.tolist() for x in ids], "labels": labels.tolist(), "head": fingerprint(heads[task])}
-        )
-
-    facts = {"name": "short_text", "seed": seed, **asdict(recipe), "tasks": list(tasks)}
-    return Suite(
-        "short_text",
-        tasks,
-        base,
-        encoder.where,
-        loss_fn,
-        batch,
-        score,
-        facts,
-        seed,
-        epoch_steps,
-        content=content,
-        split=split_texts,
-        batch_rows=batch_rows,
-        dev_batches=dev_batches,
-    )
-
-
-def split_texts(batch: Texts, parts: int) -> list[Micro]:
-    """A batch as at most ``parts`` micro-batches of equally many texts, up to one; their weight is that number."""
-    bounds = [len(batch.labels) * part // parts for part in range(parts + 1)]
-    found = []
-    for start, stop in pairwise(bounds):
-        if stop > start:
-            own = (batch.owners >= start) & (batch.owners < stop)
-            few = Texts(batch.tokens[own], batch.owners[own] - start, batch.labels[start:stop])
-            found.append(Micro(few, stop - start))
-    return found
-
-
-def _head(
-    recipe: ShortTextRecipe, task: Task, encoder: Encoder, model: Mapping[str, Any], key: Tensor
-) -> dict[str, Tensor]:
-    train = task.splits["train"]
-    few = take(train, head_rows(train.labels, len(task.classes), key, recipe.per_class))
-    ids, labels = encoder.ids(few.texts, recipe.max_length), torch.tensor(few.labels)
-    config = {
-        **model,
-        "normalize": recipe.normalize,
-        "c": recipe.head_c,
-        "ids": [own.tolist() for own in ids],
-        "labels": labels.tolist(),
-    }
-    return cached("text-head", config, partial(_fit, encoder, ids, labels, recipe.head_c))
+    def _head(self, task: str, key: Tensor) -> dict[str, Tensor]:
+        own, encoder, data = self.options, self._encoder, self._data[task]
+        train = data.splits["train"]
+        few = take(train, head_rows(train.labels, len(data.classes), key, own.per_class))
+        ids, labels = encoder.ids(few.texts, own.max_length), torch.tensor(few.labels)
+        config = {
+            **self._model,
+            "normalize": own.normalize,
+            "c": own.head_c,
+            "ids": [x.tolist() for x in ids],
+            "labels": labels.tolist(),
+        }
+        return cached("text-head", config, partial(_fit, encoder, ids, labels, own.head_c))
 
 
 def _fit(encoder: Encoder, ids: Ids, labels: Tensor, c: float) -> dict[str, Tensor]:
     return fit_head(encoder.features(ids), labels, c=c)
+
+
+def resolve_data(given: Any) -> Data:
+    """A folder by its absolute path, a name of the hub as it is; of a mapping, or the JSON file of one, every value.
+
+    Raises: ValueError for anything else.
+    """
+    if isinstance(given, str | Path) and str(given).endswith(".json"):
+        try:
+            given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data {str(given)!r} is no JSON file of {{task: folder or dataset}} ({error})") from error
+    if isinstance(given, Mapping) and given and all(isinstance(x, str) for pair in given.items() for x in pair):
+        return {task: absolute(source) for task, source in given.items()}
+    if not isinstance(given, str | Path) or not str(given):
+        raise ValueError(f"data is {given!r}, must be a folder, a dataset of the hub, or {{task: one of these}}")
+    return absolute(given)

@@ -1,13 +1,15 @@
 """Where a suite's model and rows come from, and where it runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from ..data.rows import SUFFIXES
+
+Key = TypeVar("Key", bound=Hashable)
+Found = TypeVar("Found")
 
 
 def tasks_of(
@@ -45,10 +47,29 @@ def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
     return found
 
 
-def recipe_of(recipe: Any) -> dict[str, Any]:
-    """The fields of a recipe as JSON values; columns only where some are renamed."""
-    facts = {**asdict(recipe), "tasks": list(recipe.tasks)}
-    return facts if recipe.columns else {name: value for name, value in facts.items() if name != "columns"}
+def collect(
+    keys: Iterable[Key], read: Callable[[Key], Found], *, local: Callable[[Key], bool]
+) -> tuple[dict[Key, Found], list[str]]:
+    """``read(key)`` of every key, and the messages of the ValueErrors it raised.
+
+    Stops at the first error of a source that is not local: a hub that cannot be reached takes a minute to say so.
+    """
+    found, problems = {}, []
+    for key in keys:
+        try:
+            found[key] = read(key)
+        except ValueError as error:
+            problems.append(str(error))
+            if not local(key):
+                break
+    return found, problems
+
+
+def model_problems(model: str) -> list[str]:
+    """A message for a model's folder that does not exist, or nothing."""
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        return [f"there is no folder {model}: give a model's folder, or its name on the hub"]
+    return []
 
 
 def absolute(source: str | Path) -> str:

@@ -1,62 +1,147 @@
-"""What every benchmark looks like to training, merging and evaluation."""
+"""Base classes of suites and of their options."""
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, fields
+from functools import wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 
-from ..types import Batch, LossFn, Micro, Params, Where
+from .. import tree
+from ..data.batching import batch_indices
+from ..errors import check_member, count_problems, raise_problems
+from ..types import Batch, LossFn, Params, Where
 
-if TYPE_CHECKING:
-    from ..data.text import Cut
-
-SUITES = ("digits", "trace", "clip8", "short_text")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Suite(NamedTuple):
-    """A base model, K tasks on it, and how to train and score them; a value, nothing in it changes.
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Options of a suite.
 
-    Functions of a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev, test.
+    Args: local: those that say where and how fast it runs, which are not in its recipe; lowest: the least values of
+        integers. Strings and booleans are checked by their annotations, the rest in `problems`.
     """
+
+    LOCAL: ClassVar[tuple[str, ...]]
+    LOWEST: ClassVar[Mapping[str, int]]
+
+    def __init_subclass__(cls, *, local: tuple[str, ...], lowest: Mapping[str, int]) -> None:
+        cls.LOCAL, cls.LOWEST = local, lowest
+
+    def __post_init__(self) -> None:
+        problems = count_problems(self, self.LOWEST)
+        problems += [
+            f"{field.name} is {value!r}, must be a {field.type.__name__}"
+            for field in fields(self)
+            if field.type in (bool, str) and not isinstance(value := getattr(self, field.name), field.type)
+        ]
+        name = type(self).__module__.rpartition(".")[2]
+        raise_problems([f"{name}: {problem}" for problem in [*problems, *self.problems()]])
+
+    def problems(self) -> list[str]:
+        """Messages on bad values that no other check finds."""
+        return []
+
+    def recipe(self, name: str, seed: int) -> dict[str, Any]:
+        """What a suite is rebuilt from, JSON values; columns only where some are renamed."""
+        kept = {option: value for option, value in vars(self).items() if option not in self.LOCAL}
+        facts: dict[str, Any] = {"name": name, "seed": seed, **kept}
+        if "tasks" in facts:
+            facts["tasks"] = list(facts["tasks"])
+        if not facts.get("columns", True):
+            del facts["columns"]
+        return facts
+
+
+class BaseSuite:
+    """Base class of suites, as `types.Suite` describes them; optional methods are None.
+
+    Args: members: attributes and, for a suite made of functions, methods.
+    """
+
+    Options: ClassVar[type[SuiteOptions]]
 
     name: str
     tasks: tuple[str, ...]
-    base: dict[str, Tensor]  # theta_0: the trainable leaves that all experts share
-    where: Where  # the masked set S
-    loss_fn: Callable[[str], LossFn]  # task -> loss_fn(params, batch) -> (loss, aux)
-    batch: Callable[[str, Tensor, int], Batch]  # (task, run key, step): a pure function of the three
-    score: Callable[[Params, str, str], float]  # (params, task, "dev" or "test") -> 0 to 100
-    recipe: Mapping[str, Any]  # JSON values; ``load_suite(**recipe)`` builds the same suite
-    seed: int  # of splits, base and heads, of sampled answers
-    epoch_steps: Callable[[str], int] | None = None  # task -> batches of one epoch; checks all that the task needs
-    repeats: Mapping[str, int] = MappingProxyType({})  # tasks whose score is the mean of several decodes: how many
-    score_once: Callable[..., float] | None = None  # (.., repeat, journal=None): of one decode, kept row by row
-    cuts: Callable[[str], "Cut"] | None = None  # task -> what truncation does to its training rows
-    content: Callable[[str, str], str] | None = None  # (task, split) -> hash of what scores depend on beside the recipe
-    score_tensor: Callable[[Params, str, str], Tensor] | None = None  # ``score``, 0-d, by operations that vmap knows
-    split: Callable[[Batch, int], list[Micro]] | None = None  # (batch, parts) -> micro-batches; None: rows, equal parts
-    batch_rows: Callable[[str, Tensor, int], list[int]] | None = None  # as batch -> rows of the task's training split
-    dev_batches: Callable[[str], list[Micro]] | None = None  # task -> its dev split as batches of the loss
+    base: dict[str, Tensor]
+    where: Where
+    recipe: Mapping[str, Any]
+    seed: int
+    repeats: Mapping[str, int] = MappingProxyType({})
+    loss_fn: Any
+    batch: Any
+    score: Any
+    epoch_steps: Any = None
+    score_once: Any = None
+    cuts: Any = None
+    content: Any = None
+    score_tensor: Any = None
+    split: Any = None
+    batch_rows: Any = None
+    dev_batches: Any = None
+
+    def __init__(self, **members: Any) -> None:
+        vars(self).update(members)
+
+    def replace(self, **members: Any) -> Self:
+        """A copy with other members."""
+        new = copy(self)
+        vars(new).update(members)
+        return new
+
+    def check(self, task: str, split: str = "test") -> None:
+        """Raises: ValueError for a task that is not one of this suite, and a split other than dev and test."""
+        check_member(f"{self.name} task", task, self.tasks)
+        check_member("split", split, ("dev", "test"))
 
 
-def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
-    """The suite of a name, from ``load(seed=..., **options)`` of the module ``smat_fn.data.<name>``.
+class EncoderSuite(BaseSuite):
+    """A suite of classification by an encoder under frozen heads.
 
-    Raises: ValueError for a name not in `SUITES`, and for bad options.
+    Subclasses set ``device``, ``batch_size`` and ``losses``, whose aux are the logits, and define `examples`.
     """
-    if name not in SUITES:
-        raise ValueError(f"suite {name!r} is unknown, the suites are {', '.join(map(repr, SUITES))}")
-    return import_module(f".{name}", __package__).load(seed=seed, **options)
+
+    device: torch.device
+    batch_size: int
+    losses: Mapping[str, LossFn]  # by task
+
+    def examples(self, task: str) -> int:
+        """The number of training rows of a task."""
+        raise NotImplementedError
+
+    def loss_fn(self, task: str) -> LossFn:
+        self.check(task)
+        return self.losses[task]
+
+    def epoch_steps(self, task: str) -> int:
+        self.check(task)
+        return -(-self.examples(task) // self.batch_size)
+
+    def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
+        self.check(task)
+        return batch_indices(key, self.examples(task), self.batch_size, step).tolist()
+
+    def predictions(self, params: Params, task: str, batches: Iterable[Batch]) -> Tensor:
+        """The classes with the largest logits. Raises: ValueError for parameters of another model."""
+        tree.check_same(self.base, "the base", params=params)
+        here = {name: leaf.to(self.device) for name, leaf in params.items()}
+        with torch.no_grad():
+            return torch.cat([self.losses[task](here, batch)[1].argmax(1) for batch in batches])
 
 
-def task_names(name: str, **options: Any) -> tuple[str, ...]:
-    """The tasks of a suite, without its base: ``task_names(**options)`` of its module, or its ``TASKS``.
+def remembered(method: Method) -> Method:
+    """A method whose results are kept with its object, by its arguments (functools.cache would keep the object)."""
 
-    Raises: ValueError as `load_suite`.
-    """
-    if name not in SUITES:
-        raise ValueError(f"suite {name!r} is unknown, the suites are {', '.join(map(repr, SUITES))}")
-    module = import_module(f".{name}", __package__)
-    return module.task_names(**options) if hasattr(module, "task_names") else tuple(module.TASKS)
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        results = vars(self).setdefault("_results", {})
+        key = (method.__name__, *args)
+        if key not in results:
+            results[key] = method(self, *args)
+        return results[key]
+
+    return call  # type: ignore[return-value]

@@ -153,10 +153,10 @@ def test_landscape_takes_training_samples_where_a_suite_has_no_dev_batches(suite
     from smat_fn.analyses import mean_loss
     from smat_fn.scripts.analyse.analysing import samples
 
-    split, found = samples(suite._replace(dev_batches=None), "mirror", batches=2, seed=0)
+    split, found = samples(suite.replace(dev_batches=None), "mirror", batches=2, seed=0)
     assert split == "train"
     assert [len(batch[1]) for batch, _ in found] == [16, 16]
-    again = samples(suite._replace(dev_batches=None), "mirror", batches=3, seed=0)[1]
+    again = samples(suite.replace(dev_batches=None), "mirror", batches=3, seed=0)[1]
     assert all((a[0] == b[0]).all() for (a, _), (b, _) in zip(found, again, strict=False))
     loss = suite.loss_fn("mirror")
     weighted = mean_loss(loss, [Micro(found[0].batch, 3.0), Micro(found[1].batch, 1.0)])(suite.base)

@@ -213,8 +213,9 @@ def test_help_comes_without_torch_and_says_where_defaults_come_from():
     pages = [
         [script, *words, "--help"]
         for script, subcommands in {
-            "train.py": ("ft", "smat"), "merge.py": ("all", "wa", "ta", "ties", "dare", "della"), "eval.py": (),
-        }.items() for words in [(), *((name,) for name in subcommands)]
+            "train.py": ("ft", "smat", "smat --preset minilm"),
+            "merge.py": ("all", "wa", "ta", "ties", "dare", "della"), "eval.py": (),
+        }.items() for words in [(), *(name.split() for name in subcommands)]
     ]  # fmt: skip
     code = f"""
 import runpy, sys
@@ -241,3 +242,9 @@ assert not heavy, heavy
     assert "--coef FLOAT" in texts["merge.py ta"]
     assert "--coef FLOAT" not in texts["merge.py wa"]
     assert "None" not in process.stdout
+    assert "suite options (--preset digits, suite digits)" in texts["train.py ft"]
+    assert re.search(r"  batch_size: .*\(default: 16\)", texts["train.py ft"])
+    listed = texts["train.py smat --preset minilm"].partition("suite options (--preset minilm, suite short_text)")[2]
+    assert re.search(r"  max_length: .*\(default: 64\)", listed)  # the preset's
+    assert re.search(r"  head_c: .*\(default: 10.0\)", listed)  # the suite's
+    assert "suite options (" not in texts["merge.py ta"] + texts["eval.py"]

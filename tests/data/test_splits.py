@@ -1,14 +1,13 @@
-"""The split rule: no group twice, dropped groups, sizes by hand, manifests that refuse other rows."""
+"""The split rule: no group twice, dropped groups, sizes by hand."""
 
 import hashlib
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from smat_fn.data.rows import ImageRows, TextRows
-from smat_fn.data.splits import from_manifest, image_group, manifest, split_rows, text_group
+from smat_fn.data.splits import image_group, split_rows, text_group
 
 SEED = 7
 
@@ -136,54 +135,3 @@ def test_splits_that_cannot_be():
         split_rows(pool(60), seed=SEED, labels="AB")
     with pytest.raises(ValueError, match="2 kinds"):
         split_rows(pool(60), [image_rows(pictures(1), [0])], seed=SEED)
-
-
-@pytest.mark.parametrize("rows", [pool(70), image_rows(pictures(20), [0, 1] * 10)], ids=["texts", "images"])
-def test_a_manifest_gives_the_splits_back(rows):
-    splits = split_rows(rows, seed=SEED, size=10)
-    written = manifest(splits)
-    assert json.loads(json.dumps(written)) == written
-    assert written["sizes"] == {"rows": len(splits.rows), "train": len(splits.train), "dev": 10}
-    assert from_manifest(written, rows) == splits
-
-
-def test_dropped_groups_come_back_too():
-    rows = TextRows((*pool(70).prompts, "p1"), (*pool(70).answers, "B"))
-    splits = split_rows(rows, [TextRows(("p1", "p2"), ("A", "A"))], seed=SEED, size=10)
-    assert len(splits.dropped) == 2
-    assert from_manifest(json.loads(json.dumps(manifest(splits))), rows) == splits
-
-
-def test_changed_texts_are_named_by_row():
-    rows = pool(70)
-    written = manifest(split_rows(rows, seed=SEED))
-    prompts, answers = list(rows.prompts), list(rows.answers)
-    prompts[3], prompts[5], answers[60], answers[61] = "new", " p5 ", "B", "B"
-    with pytest.raises(ValueError, match=r"another prompt in row 3; another answer or spelling in rows 5, 60 and 61"):
-        from_manifest(written, TextRows(tuple(prompts), tuple(answers)))
-    fewer = r"there are 69 rows, the manifest has 70; another prompt in rows 0, 1, .* and 59 more"
-    with pytest.raises(ValueError, match=fewer):
-        from_manifest(written, TextRows(rows.prompts[1:], rows.answers[1:]))
-
-
-def test_changed_images_are_named_by_row():
-    rows = image_rows(pictures(20), [0, 1] * 10)
-    written = manifest(split_rows(rows, seed=SEED, size=5))
-    images, labels = rows.images.copy(), rows.labels.copy()
-    images[4, 0, 0, 0] += 1
-    labels[9] = 0
-    with pytest.raises(ValueError, match="another image in row 4; another label in row 9"):
-        from_manifest(written, ImageRows(images, labels, rows.class_names))
-
-
-def test_other_manifests_are_refused():
-    rows = pool(70)
-    written = manifest(split_rows(rows, seed=SEED))
-    with pytest.raises(ValueError, match="no split manifest: it lacks"):
-        from_manifest({"rule": 1}, rows)
-    with pytest.raises(ValueError, match="split rule 0, this is rule 1"):
-        from_manifest(written | {"rule": 0}, rows)
-    with pytest.raises(ValueError, match="not as it was written"):
-        from_manifest(written | {"dev": written["train"][:50]}, rows)
-    with pytest.raises(ValueError, match="of text rows, these are image rows"):
-        from_manifest(written, image_rows(pictures(70), [0] * 70))

@@ -9,7 +9,7 @@ import torch
 
 from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_models
 from smat_fn.evaluate.records import Answer
-from smat_fn.suites import Suite
+from smat_fn.suites.suite import BaseSuite
 
 ONE = {"fingerprint": "1"}
 
@@ -19,7 +19,7 @@ def suite():
     def score(params, task, split):
         return float(params["x"]) + {"a": 1, "b": 2}[task] + {"dev": 0, "test": 10}[split]
 
-    return Suite("toy", ("a", "b"), {}, lambda p, t: True, lambda t: None, lambda t, k, s: None, score, {}, 0)
+    return BaseSuite(name="toy", tasks=("a", "b"), base={}, recipe={}, seed=0, score=score)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def counted(suite):
         calls.append((float(params["x"]), task, split))
         return suite.score(params, task, split)
 
-    return lambda **fields: (suite._replace(score=score, **fields), calls)
+    return lambda **fields: (suite.replace(score=score, **fields), calls)
 
 
 def at(x):
@@ -73,9 +73,9 @@ def test_whatever_a_score_depends_on_is_in_its_key(counted, tmp_path):
     plain = {"suite": suite, "about": {"base": "b"}, "model": ONE, "task": "a", "split": "dev", "repeat": 0}
     changes = [
         {},
-        {"suite": suite._replace(recipe={"seed": 2})},
-        {"suite": suite._replace(content=lambda task, split: "other rows")},
-        {"suite": suite._replace(content=None)},
+        {"suite": suite.replace(recipe={"seed": 2})},
+        {"suite": suite.replace(content=lambda task, split: "other rows")},
+        {"suite": suite.replace(content=None)},
         {"about": {"base": "c"}},
         {"model": {"fingerprint": "2"}},
         {"task": "b"},
@@ -93,7 +93,7 @@ def test_whatever_a_score_depends_on_is_in_its_key(counted, tmp_path):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -0.5, 100.5])
 def test_a_score_that_is_no_number_from_0_to_100_is_refused_at_once_and_not_kept(suite, tmp_path, bad):
-    scorer = Scorer(suite._replace(score=lambda params, task, split: bad), Records(tmp_path))
+    scorer = Scorer(suite.replace(score=lambda params, task, split: bad), Records(tmp_path))
     message = rf"the score of ties, coef 0.3 on a \(dev\) is {bad}, no number from 0 to 100: look at the metric of"
     with pytest.raises(ValueError, match=message):
         scorer.once(at(1), "a", "dev", model=ONE, name="ties, coef 0.3")
@@ -111,7 +111,7 @@ def test_a_score_of_several_decodes_is_their_mean_and_a_suite_gets_its_known_row
         journal.add([Answer(1, "no", "no")], 2, 2)
         return 10.0 * (repeat + 1)
 
-    sampled = suite._replace(repeats={"a": 3}, score_once=once)
+    sampled = suite.replace(repeats={"a": 3}, score_once=once)
     with pytest.raises(KeyboardInterrupt):
         Scorer(sampled, Records(tmp_path), answers=True).score(at(0), "a", "dev", model=ONE, name="m")
     scorer = Scorer(sampled, Records(tmp_path), answers=True)
@@ -138,7 +138,7 @@ def test_the_bar_counts_scores_where_stderr_is_a_terminal(suite, monkeypatch, st
         return 1.0
 
     with score_bar() as bar:
-        scorer = Scorer(suite._replace(score_once=once), bar=bar, answers=True)
+        scorer = Scorer(suite.replace(score_once=once), bar=bar, answers=True)
         scorer.expect(4)
         for task in ("a", "b", "a"):  # the third is known
             scorer.once(at(0), task, "dev", model=ONE, name="m")

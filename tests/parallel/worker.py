@@ -19,7 +19,7 @@ from smat_fn.mat import asam, finetune, smat
 from smat_fn.parallel import World
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.training import train_run
-from smat_fn.suites import Suite
+from smat_fn.suites.suite import BaseSuite
 from smat_fn.types import Micro, Optimizer
 
 KEY, STEPS = random.key(8), 4
@@ -174,8 +174,15 @@ def interrupted(rank, folder):
             signalled.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
         return tuple(part.float() for part in batch(step))
 
-    suite = Suite(
-        "tiny", ("task",), base, masked, lambda task: ModuleLoss(module, squares), data, lambda *_: 0.0, {}, seed=0
+    suite = BaseSuite(
+        name="tiny",
+        tasks=("task",),
+        base=base,
+        where=masked,
+        loss_fn=lambda task: ModuleLoss(module, squares),
+        batch=data,
+        recipe={},
+        seed=0,
     )
     method, training = Smat(noise="uniform", period=2, **STRENGTHS), Training(steps=7, lr=1e-2)
 

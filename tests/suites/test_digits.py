@@ -11,7 +11,7 @@ from smat_fn import random
 from smat_fn.grad import value_and_grad
 from smat_fn.models import tiny_vit
 from smat_fn.suites import digits, digits_base
-from smat_fn.suites.digits import SIZES, TASKS, DigitsRecipe, class_means, splits
+from smat_fn.suites.digits import SIZES, TASKS, DigitsOptions, class_means, splits
 from smat_fn.suites.digits_base import VIEWS, Examples, affine, pretrain
 
 PRETRAINING = {"steps": 2, "batch": 32, "lr": 1e-3, "warmup": 1, "decay": 0.01}
@@ -253,6 +253,6 @@ def test_a_class_without_images_is_named():
 
 def test_bad_recipes_are_refused_all_at_once():
     with pytest.raises(
-        ValueError, match=r"images_per_task is 1001.*pretrain_steps is 0\.5.*logit_scale is nan.*decay is -1"
+        ValueError, match=r"pretrain_steps is 0\.5.*images_per_task is 1001.*logit_scale is nan.*decay is -1"
     ):
-        DigitsRecipe(images_per_task=1001, pretrain_steps=0.5, logit_scale=math.nan, pretrain_decay=-1)
+        DigitsOptions(images_per_task=1001, pretrain_steps=0.5, logit_scale=math.nan, pretrain_decay=-1)

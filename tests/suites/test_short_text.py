@@ -338,9 +338,10 @@ def test_problems_of_data_and_model_are_told_together_before_any_work(load, tmp_
         "test: the label of row 0 is none of the 2 classes (7 the first)",
         "no column text or sentence, there are ['body', 'label']",
         "no row of train is of class q",
-        "it is to hold objects",
+        f"{tmp_path / 'e' / 'train.json'}: it holds one dict, not a list of objects",
+        f"{tmp_path / 'e' / 'test.json'}: there are no rows",
         "f: there is no split train",
-        f"there is no folder {tmp_path / 'g'}",
+        f"there is no file or folder {tmp_path / 'g'}",
         f"there is no folder {tmp_path / 'none'}: give a model",
         "eval_batch is 0",
     ):

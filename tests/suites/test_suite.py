@@ -1,6 +1,9 @@
 """The registry and the interface that every suite carries."""
 
 import json
+import weakref
+from dataclasses import MISSING, fields
+from importlib import import_module
 
 import pytest
 import torch
@@ -8,17 +11,63 @@ import torch
 from smat_fn import random, tree
 from smat_fn.mat import finetune
 from smat_fn.optim import adam
-from smat_fn.suites import SUITES, load_suite
+from smat_fn.suites import SUITES, describe_options, load_suite, task_names
+from smat_fn.suites.suite import remembered
 
 
 def test_unknown_suite_names_the_known_ones():
-    with pytest.raises(ValueError, match=f"'digitz' is unknown, the suites are {SUITES[0]!r}"):
+    with pytest.raises(ValueError, match=f"'digitz' is unknown, the suites are {next(iter(SUITES))!r}"):
         load_suite("digitz", seed=0)
 
 
 def test_unknown_options_are_named():
     with pytest.raises(ValueError, match=r"no options \['epochs'\].*batch_size"):
         load_suite("digits", seed=0, epochs=3)
+
+
+def test_unknown_options_are_refused_before_any_loading():
+    with pytest.raises(ValueError, match=r"trace has no options \['eval_batch'\].*'decode_batch'"):
+        load_suite("trace", seed=0, model="none", data="none", eval_batch=3)
+    with pytest.raises(ValueError, match=r"clip8 has no options \['decode_batch'\].*'eval_batch'"):
+        task_names("clip8", decode_batch=3)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_option_has_the_text_that_help_prints(name):
+    options = getattr(import_module(f"smat_fn.suites.{name}"), SUITES[name]).Options
+    described = describe_options(name)
+    assert list(described) == [field.name for field in fields(options)]
+    assert all(text.endswith(".") for _, text in described.values())
+    assert [option for option, (default, _) in described.items() if default is None] == [
+        field.name for field in fields(options) if field.default is MISSING
+    ]
+    assert set(options.LOCAL) <= set(described)
+
+
+def test_a_replaced_member_leaves_the_suite_alone(suite):
+    other = suite.replace(tasks=("rot90",), dev_batches=None)
+    assert (other.tasks, other.dev_batches) == (("rot90",), None)
+    assert suite.tasks == task_names("digits")
+    assert suite.dev_batches("mirror")
+    with pytest.raises(ValueError, match="digits task 'mirror' is unknown"):
+        other.loss_fn("mirror")
+
+
+def test_results_are_kept_with_their_object_and_not_beyond_it():
+    calls = []
+
+    class Counted:
+        @remembered
+        def twice(self, x):
+            calls.append(x)
+            return 2 * x
+
+    one, other = Counted(), Counted()
+    assert [one.twice(3), one.twice(3), one.twice(4), other.twice(3)] == [6, 6, 8, 6]
+    assert calls == [3, 4, 3]
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None
 
 
 def test_recipe_is_json_and_rebuilds_the_suite(suite, few):

@@ -196,7 +196,7 @@ def test_steps_come_from_rows_and_epochs(suite):
 
 def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(load, tmp_path):
     write_rows(tmp_path, "mine", answers=("A", "B"))
-    assert trace.settings_of("mine", trace.TraceRecipe("m", "d")) == Decoding(100)
+    assert trace.settings_of("mine", trace.TraceOptions("m", "d")) == Decoding(100)
     for name, metric in {"label": label_accuracy, "number": numeric_accuracy, "rouge-l": rouge_l}.items():
         suite = load(data=str(tmp_path), metric=name)
         seen = []
@@ -293,7 +293,7 @@ def test_unknown_tasks_and_splits_are_refused(suite):
 
 
 def test_a_base_that_gives_no_finite_loss_is_not_blamed_on_the_learning_rate(suite, tmp_path):
-    broken = suite._replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
+    broken = suite.replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
     with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained"):
         train_run(broken, Finetune(), Training(2, 1e-3), seed=0, tasks=["FOMC"], out=tmp_path)
 

@@ -105,7 +105,7 @@ def evaluate(
             tree.check_finite(tree.flatten(params), str(folder))
             tasks = scorer.suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
             rows += score_models(
-                scorer.suite._replace(tasks=tasks),
+                scorer.suite.replace(tasks=tasks),
                 {model: params},
                 split,
                 method=manifest["label"],

@@ -106,7 +106,7 @@ def test_what_was_scored_is_not_scored_again(runs, suite, tmp_path, monkeypatch)
         calls.append((task, split))
         return suite.score(params, task, split)
 
-    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite._replace(score=score))
+    monkeypatch.setattr(evaluation, "load_suite", lambda **recipe: suite.replace(score=score))
     one, two = runs["ft"] / "rot90", runs["ft"] / "mirror"
     first = evaluate([one], keep=tmp_path)
     assert evaluate([one, two], keep=tmp_path)[:1] == first

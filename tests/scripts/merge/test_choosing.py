@@ -38,7 +38,7 @@ def counted(suite, monkeypatch):
         state.calls.append((checkpoint.fingerprint(params), task, split))
         return suite.score(params, task, split)
 
-    monkeypatch.setattr(merging, "load_suite", lambda **recipe: suite._replace(score=score))
+    monkeypatch.setattr(merging, "load_suite", lambda **recipe: suite.replace(score=score))
     return state
 
 
@@ -196,7 +196,7 @@ def test_costs_add_up():
 
 
 def test_a_candidate_with_a_score_that_is_no_number_is_named(suite, inputs):
-    broken = suite._replace(score=lambda params, task, split: float("nan"))
+    broken = suite.replace(score=lambda params, task, split: float("nan"))
     with pytest.raises(ValueError, match=r"score of ta, coef 0\.1 on stripes \(dev\) is nan"):
         merge_one(TaskArithmetic(), inputs, seed=0, scorer=Scorer(broken))
     with pytest.raises(ValueError, match=r"score of dare, coef 0\.2, drop_prob 0\.1 on stripes \(dev\) is nan"):

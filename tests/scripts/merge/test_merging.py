@@ -59,7 +59,7 @@ def scoring(suite, candidates, seen=None):
         (seen if seen is not None else []).append((task, split))
         return next(scores)
 
-    return suite._replace(score=score)
+    return suite.replace(score=score)
 
 
 def test_a_merged_model_is_what_the_merger_gives_in_memory(merged, runs, suite):
@@ -160,7 +160,7 @@ def test_a_given_coefficient_is_kept_by_a_search_and_scored(runs, suite, tmp_pat
 def test_calibration_takes_the_best_on_dev_and_of_equal_ones_the_least_pruning(suite, config, scores, field, best):
     seen, models, inputs = [], [], tiny("rot90", "mirror")
     scored = scoring(suite, scores, seen)
-    watched = scored._replace(
+    watched = scored.replace(
         score=lambda params, *asked: models.append(params["w"].clone()) or scored.score(params, *asked)
     )
     found = calibrate(config, inputs, Scorer(watched), coef=0.2, seed=0)
@@ -282,7 +282,7 @@ def test_a_search_needs_one_suite_for_all_experts_and_its_base(runs, suite, tmp_
     experts = [runs["ft"] / "rot90", save("bare"), save("other", suite=recipe | {"seed": 5})]
     with pytest.raises(ValueError, match=r"'bare' names no suite.*'other' is of another suite"):
         merge_run([TA], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0)
-    moved = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    moved = suite.replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
     monkeypatch.setattr(merging, "load_suite", lambda **recipe: moved)
     with pytest.raises(ValueError, match="gives another base here than the experts'"):
         merge_run([TA], *find_inputs(runs["ft"]), out=tmp_path / "out", search=True, seed=0)

@@ -73,7 +73,7 @@ def test_no_candidates_and_nan_are_refused():
 
 def sampling(suite, once):
     """The suite with a second task that is decoded three times: ``once(weight, task, repeat)``."""
-    return suite._replace(
+    return suite.replace(
         repeats={"mirror": 3},
         score_once=lambda params, task, split, repeat: once(float(params["w"][1]), task, repeat),
         score=lambda params, task, split: pytest.fail("one decode at a time"),
@@ -121,7 +121,7 @@ def test_calibration_on_a_sampling_suite_is_in_two_stages(suite, inputs):
 
 
 def test_the_card_and_manifest_tell_both_stages(runs, suite, tmp_path, monkeypatch):
-    sampled = suite._replace(repeats={"mirror": 2}, score_once=lambda params, task, split, repeat: 10.0 + repeat)
+    sampled = suite.replace(repeats={"mirror": 2}, score_once=lambda params, task, split, repeat: 10.0 + repeat)
     monkeypatch.setattr(merging, "load_suite", lambda **recipe: sampled)
     inputs = merging.find_inputs(runs["ft"])
     (model,) = merging.merge_run([TaskArithmetic()], *inputs, out=tmp_path, search=True, seed=0).values()

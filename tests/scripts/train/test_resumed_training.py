@@ -167,7 +167,7 @@ def test_a_bad_loss_keeps_the_last_good_state_and_says_where(suite, train, tmp_p
         return (images * float("nan") if step == 4 else images), labels
 
     with pytest.raises(ValueError, match=r"loss of mirror is nan at step 4, on training rows \d+(, \d+)+: ") as error:
-        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror",), save_every_steps=3, log_every=6)
+        train(tmp_path, suite=suite.replace(batch=broken), tasks=("mirror",), save_every_steps=3, log_every=6)
     path = snapshots.path_of(tmp_path, "mirror")
     assert str(error.value).endswith(f"the last good state, after 3 steps, is {path}")
     assert snapshots.read(path).step == 3

@@ -72,7 +72,7 @@ def test_all_methods_see_the_same_batches(suite):
             batches.append(suite.batch(task, key, step))
             return batches[-1]
 
-        train_expert(suite._replace(batch=recorded), "mirror", DIGITS.methods[name], SIX, seed=3)
+        train_expert(suite.replace(batch=recorded), "mirror", DIGITS.methods[name], SIX, seed=3)
     assert len(seen["ft"]) == len(seen["smat"]) == 6
     for ours, theirs in zip(seen["ft"], seen["smat"], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -170,7 +170,7 @@ def test_overwrite_replaces_experts_and_nothing_else(train, tmp_path):
 
 def test_the_base_of_other_experts_is_not_replaced(suite, train, tmp_path):
     train(tmp_path, tasks=("rot90",))
-    other = suite._replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
+    other = suite.replace(base={path: leaf + 1 for path, leaf in suite.base.items()})
     with pytest.raises(ValueError, match=r"base is another base than suite 'digits' gives"):
         train(tmp_path, suite=other, tasks=("mirror",))
     assert checkpoint.load_manifest(tmp_path / "base")["fingerprint"] == checkpoint.fingerprint(suite.base)
@@ -184,7 +184,7 @@ def test_a_nan_loss_stops_with_its_step_and_leaves_no_expert(suite, train, tmp_p
         images, labels = suite.batch(task, key, step)
         return (images * math.nan if step == 2 else images), labels
 
-    broken_suite = suite._replace(batch=broken, batch_rows=None)
+    broken_suite = suite.replace(batch=broken, batch_rows=None)
     with pytest.raises(ValueError, match=r"loss of mirror is nan at step 2: lower the learning rate$"):
         train(tmp_path, suite=broken_suite, tasks=("mirror", "rot90"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mirror.log.jsonl"]
@@ -200,7 +200,7 @@ def test_parameters_that_are_not_finite_are_never_saved(suite, train, tmp_path):
         train(
             tmp_path,
             "ft",
-            suite=suite._replace(loss_fn=lambda task: kink),
+            suite=suite.replace(loss_fn=lambda task: kink),
             tasks=("mirror",),
             training=Training(steps=1, lr=1e-3),
         )
@@ -216,13 +216,13 @@ def test_a_loss_that_is_not_finite_is_found_between_lines_and_names_its_rows(sui
     _, labels = suite.batch("mirror", random.fold_in(random.key(21), "mirror"), 2)
     assert len(rows) == len(labels)
     with pytest.raises(ValueError, match=f"is nan at step 2, on training rows {', '.join(map(str, rows))}: lower"):
-        train(tmp_path, suite=suite._replace(batch=broken), tasks=("mirror",), log_every=5)
+        train(tmp_path, suite=suite.replace(batch=broken), tasks=("mirror",), log_every=5)
     assert log_of(tmp_path, "mirror") == []
 
 
 def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
     # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is
-    exact = suite._replace(base={path: leaf.double() for path, leaf in suite.base.items()})
+    exact = suite.replace(base={path: leaf.double() for path, leaf in suite.base.items()})
     whole, *parts = (
         train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, accumulate=n), seed=21) for n in (1, 2, 5)
     )
@@ -248,7 +248,7 @@ def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
             return loss
 
         training_ = replace(SIX, steps=4, precision=precision)
-        watched = suite._replace(loss_fn=loss_fn)
+        watched = suite.replace(loss_fn=loss_fn)
         seen[precision, "expert"] = train_expert(watched, "rot90", DIGITS.methods["smat"], training_, seed=21)
         assert {leaf.dtype for leaf in seen[precision, "expert"].values()} == {torch.float32}
     assert seen[None] == seen["fp32"] == {torch.float32}
@@ -261,9 +261,9 @@ def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
 
 
 def test_a_base_in_bf16_is_trained_by_masters_and_rounded_once_at_the_end(suite):
-    narrow = suite._replace(base={path: leaf.bfloat16() for path, leaf in suite.base.items()})
+    narrow = suite.replace(base={path: leaf.bfloat16() for path, leaf in suite.base.items()})
     small = Training(steps=8, lr=1e-5, schedule="constant", precision="mixed")
-    masters = suite._replace(base={path: leaf.float() for path, leaf in narrow.base.items()})
+    masters = suite.replace(base={path: leaf.float() for path, leaf in narrow.base.items()})
     expert = train_expert(narrow, "rot90", DIGITS.methods["ft"], small, seed=21)
     wide = train_expert(masters, "rot90", DIGITS.methods["ft"], small, seed=21)
     assert same(expert, {path: leaf.bfloat16() for path, leaf in wide.items()})
@@ -311,7 +311,7 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
     cpu = torch.device("cpu")
     with Log(tmp_path / "log.jsonl", task="rot90", total=6, device=cpu, rates=lambda step: {}) as log:
-        train_expert(suite._replace(batch=batch), "rot90", DIGITS.methods["ft"], SIX, seed=3, log=log)
+        train_expert(suite.replace(batch=batch), "rot90", DIGITS.methods["ft"], SIX, seed=3, log=log)
         assert log.cost()["seconds"] == 6.0
     assert prepared == [0, *range(6)]
 
@@ -330,7 +330,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, su
         if name in base:
             p.data = base[name]
     four = Training(steps=4, lr=5e-4, precision=precision)
-    resting_suite, sizes = suite._replace(base=base), []
+    resting_suite, sizes = suite.replace(base=base), []
     wanted = train_expert(suite, "rot90", method, four, seed=3)
     assert not resting.rests(method, base)  # on a CPU there is nothing to give back
 
@@ -369,7 +369,7 @@ def test_weight_decay_needs_adamw(suite):
     with pytest.raises(ValueError, match=r"weight_decay is 0\.1, adam has none"):
         loop.make_optimizer(Training(steps=1, lr=1e-3, weight_decay=0.1))
     decayed = Training(steps=1, lr=0.25, optimizer="adamw", schedule="constant", weight_decay=0.5)
-    still = suite._replace(loss_fn=lambda task: lambda params, batch: ((0.0 * params["layernorm.weight"]).sum(), None))
+    still = suite.replace(loss_fn=lambda task: lambda params, batch: ((0.0 * params["layernorm.weight"]).sum(), None))
     expert = train_expert(still, "rot90", DIGITS.methods["ft"], decayed, seed=0)
     # a zero gradient leaves AdamW with its decay alone: theta * (1 - lr * decay), exact in these numbers
     assert all(torch.equal(expert[path], leaf * 0.875) for path, leaf in suite.base.items())
