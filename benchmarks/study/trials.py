@@ -16,7 +16,7 @@ from smat_fn import checkpoint
 from smat_fn.config import PRESETS
 from smat_fn.evaluate import Result
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints
-from smat_fn.scripts.evaluate.reporting import OUTCOME
+from smat_fn.scripts.evaluate.sources import OUTCOME
 from smat_fn.scripts.train import memory
 
 from . import cost
@@ -131,15 +131,15 @@ def run_trials(
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     from smat_fn.scripts.merge.merging import find_inputs, merge_run
+    from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
     preset = PRESETS[trial.preset]
     shutil.rmtree(folder, ignore_errors=True)
     suite = trial.load()
     measured = memory.reset_process_peak()
-    experts = train_run(
-        suite, trial.method, trial.training, seed=trial.seed, tasks=suite.tasks, out=folder, label=trial.label
-    )
+    run = RunOptions(folder, suite.tasks, trial.seed, label=trial.label)
+    experts = train_run(suite, trial.method, trial.training, run)
     peak = memory.process_peak() if measured else None
     merged = merge_run(list(preset.mergers.values()), *find_inputs(folder), out=folder / "merged", search=True, seed=0)
     dev = {path.name: model.dev for path, model in merged.items()}

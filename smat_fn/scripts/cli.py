@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 OPEN = "preset"  # how --help says that an option is None
 Options = TypeVar("Options")
 REGISTRY = ConstructorRegistry()
@@ -16,7 +17,7 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """``X | None`` is given as an X, or left out; what may be of several kinds may be None in words too."""
+    """``X | None`` is given as an X, or left out; a union of more types accepts the word None too."""
     kinds = get_args(info.type)
     if NoneType not in kinds or len(kinds) != 2:
         return None
@@ -50,10 +51,9 @@ def run(
     description: str | None,
     commands: Mapping[str, Command] = MappingProxyType({}),
 ) -> None:
-    """``main`` on the command line's options; bad input and files that cannot be written end it with one line.
+    """Call ``main`` on the command line's options; ValueError and OSError end the script with one line.
 
-    Args: commands: other things the script does, by the first word that asks for them; the docstring of the class of
-        their options is their description.
+    Args: commands: subcommands by name; the docstring of the class of their options is their description.
     """
     words, prog = sys.argv[1:], script
     if words and words[0] in commands:

@@ -126,7 +126,7 @@ def test_a_study_goes_on_where_it_stopped(first, tmp_path, monkeypatch):
     work, study = shutil.copytree(first[0], tmp_path / "work"), first[1]
     calls = []
     train_run = training.train_run
-    monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(k["out"]) or train_run(*a, **k))
+    monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(a[3].out) or train_run(*a, **k))
     assert small(work) == study
     assert calls == []
     folder = preset_trial("small", "smat", 1e-3, 21).folder(work)

@@ -11,7 +11,7 @@ from smat_fn.evaluate.runs import SET, Run, write_runs
 from smat_fn.report import write_full_report
 from smat_fn.report.tables import main_table
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.evaluate.reporting import OUTCOME, read_sources
+from smat_fn.scripts.evaluate.sources import OUTCOME, read_sources
 
 FT = [
     Result("FT", "expert:a", "a", "test", 90.0, 0),
