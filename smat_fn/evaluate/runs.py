@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .results import read_rows, write_rows
+from .results import read_rows, write_results
 
 EXPERT, SET = "expert:", "experts"
 RUNS = "runs.jsonl"  # its name beside results.jsonl
@@ -57,7 +57,7 @@ def once(runs: Iterable[Run]) -> list[Run]:
 
 def write_runs(path: str | Path, runs: Iterable[Run]) -> None:
     """Replace a JSON lines file of runs."""
-    write_rows(path, runs)
+    write_results(path, runs)
 
 
 def read_runs(path: str | Path) -> list[Run]:
