@@ -11,7 +11,7 @@ import torch
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
-from ...evaluate.runs import RUNS, run_of, write_runs
+from ...evaluate.runs import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...report.tables import MainTable, markdown
 from ...suites import Suite, load_suite
@@ -146,7 +146,7 @@ def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpo
     """
     write_results(out / "results.jsonl", rows)
     manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
-    write_runs(out / RUNS, map(run_of, manifests))
+    write_results(out / RUNS, map(run_of, manifests))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {

@@ -9,7 +9,8 @@ from ... import checkpoint, errors
 from ...analyses import results as analyses
 from ...analyses.plots import draw
 from ...evaluate import Result, read_results
-from ...evaluate.runs import RUNS, SET, Run, once, read_runs, run_of
+from ...evaluate.results import read_rows
+from ...evaluate.runs import RUNS, SET, Run, once, run_of
 from ...report import Section, Table, with_muon
 
 RESULTS = "results.jsonl"
@@ -119,7 +120,7 @@ def analysis_section(result: analyses.Result) -> Section:
 def _runs(file: Path) -> list[Run]:
     """Runs of eval.py, or a study's lines, which have no model."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return read_runs(file) if any("model" in line for line in lines) else [run_of_trial(line) for line in lines]
+    return read_rows(file, Run) if any("model" in line for line in lines) else [run_of_trial(line) for line in lines]
 
 
 def _add(facts: dict[str, Any], more: Mapping[str, Any]) -> None:
