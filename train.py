@@ -89,7 +89,7 @@ class Train:
     lora_rank: Annotated[int | None, arg(help_behavior_hint="(default: all weights)")] = None
     """Train adapters of this rank on the linear layers of blocks, saved in PEFT's format."""
     lora_alpha: Annotated[float | None, arg(help_behavior_hint="(default: 2 times --lora-rank)")] = None
-    """Scale of the adapters, divided by their rank."""
+    """Adapters are scaled by alpha / rank."""
     lora_targets: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Layers with adapters: names (q_proj), or globs over paths (model.layers.1.*)."""
     lora_simulate: Literal["merged", "factors"] = "merged"
@@ -121,7 +121,7 @@ class Train:
 
 
 def main(args: Train) -> None:
-    preset_of(args.preset)
+    preset_of(args.preset)  # an unknown name is an error before torch is imported
     from smat_fn import parallel
 
     with parallel.joined() as world:
