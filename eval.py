@@ -9,7 +9,7 @@
     python eval.py diagnose runs/smat
 
 Folders are searched for checkpoints of train.py and merge.py. Experts are scored on their own task, merged models on
-the tasks of the experts merged into them. An evaluation that was ended, called again with the same --out, goes on.
+the tasks of the experts merged into them. An interrupted evaluation resumes when rerun with the same --out.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from smat_fn.scripts import cli
-from smat_fn.scripts.analyse.commands import COMMANDS
-
-NONE = arg(help_behavior_hint="(default: none)")
+from smat_fn.scripts.analyse import scores, weights
+from smat_fn.scripts.analyse.commands import command
+from smat_fn.scripts.evaluate.reporting import Report, report
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Eval:
     """Evaluate experts and merged models."""
 
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
-    """Checkpoints, or folders that hold some."""
-    out: Annotated[Path | None, NONE] = None
-    """Folder for results.jsonl, results.json and table.md; scores and answers are kept there as they come."""
-    plot: Annotated[Path | None, NONE] = None
-    """PNG of experts and merged models, methods side by side."""
+    """Checkpoints, or folders that contain them."""
+    out: Annotated[Path | None, cli.NONE] = None
+    """Folder for results.jsonl, results.json and table.md, and for the cache of scores and answers."""
+    plot: Annotated[Path | None, cli.NONE] = None
+    """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
-    """Which examples to score."""
+    """Split to score."""
     suite_options: Annotated[
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
@@ -43,22 +43,6 @@ class Eval:
     """Other options of model and data: model FOLDER device cpu; train.py --preset NAME --help lists them."""
     threads: int = 1
     """CPU threads."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Report on finished runs: one HTML page, Markdown, CSV and PNG, from results alone; nothing is evaluated."""
-
-    sources: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
-    """Folders of eval.py --out, of studies, of analyses; or files of scores (JSON lines)."""
-    out: Path
-    """Folder for report.html, report.md, tables as CSV and figures as PNG."""
-    title: str = "Results"
-    """Heading."""
-    split: Literal["test", "dev"] = "test"
-    """Which scores."""
-    reference: str = "FT"
-    """Label that the others are compared with."""
 
 
 def main(args: Eval) -> None:
@@ -86,25 +70,13 @@ def main(args: Eval) -> None:
     print(evaluation.verdict(table))
 
 
-def report(args: Report) -> None:
-    if not args.sources:
-        raise ValueError("give at least one folder of scores")
-    from smat_fn.report import write_full_report
-    from smat_fn.scripts.evaluate.reporting import read_sources
-
-    found = read_sources(args.sources, besides=args.out)
-    page = write_full_report(
-        args.out,
-        found.rows,
-        found.runs,
-        title=args.title,
-        split=args.split,
-        reference=args.reference,
-        facts=found.facts,
-        extra=found.analyses,
-    )
-    print(f"report: {page}")
-
-
 if __name__ == "__main__":
-    cli.run("eval.py", main, Eval, description=__doc__, commands={**COMMANDS, "report": (report, Report)})
+    commands: dict[str, cli.Command] = {
+        "experts-curve": command(scores.experts_curve, scores.ExpertsCurve),
+        "replacement": command(scores.replacement, scores.Replacement),
+        "gains": command(scores.gains, scores.Gains),
+        "landscape": command(weights.landscape, weights.Landscape),
+        "diagnose": command(weights.diagnose, weights.Diagnose),
+        "report": (report, Report),
+    }
+    cli.run("eval.py", main, Eval, description=__doc__, commands=commands)

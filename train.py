@@ -8,15 +8,16 @@
     python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags="--preset llama-3.2-1b" --out runs
     python train.py status runs
 
-`train.py smat --help` has the method's own strengths as well. Each task's expert becomes a folder of --out
+`train.py smat --help` lists the method's hyperparameters too. Each task's expert becomes a folder of --out
 (model.safetensors, manifest.json) with a JSON-lines log beside it; the base that all start from is --out/base.
-Options with "default: preset" take the value of --preset. A run that was ended by a signal, or killed, goes on with
-the same command and --resume, to the same bits.
+Options with "default: preset" take the value of --preset. The same command with --resume continues an interrupted run;
+the result is bit-identical.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,7 +46,7 @@ class Train:
     out: Path
     """Folder for the experts."""
     preset: str = "digits"
-    """An experiment: its suite, budget and strengths. Other options override it."""
+    """An experiment: its suite, budget and hyperparameters. Other options override it."""
     tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all of the suite)")] = ()
     """Tasks to train an expert for."""
     seed: int | None = None
@@ -57,44 +58,44 @@ class Train:
     data: str | None = None
     """Rows: a folder with a folder for each task, as README.md lays it out, or a dataset of the hub."""
     rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
-    """Only the first rows of each split, for a quick try."""
+    """Use only the first rows of each split."""
     suite_options: Annotated[
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)"),
     ] = field(default_factory=dict)
     """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. Listed at the end of --help."""
     lr: float | None = None
-    """Learning rate, of each method its own in a preset."""
+    """Learning rate (the preset has one for each method)."""
     optimizer: Literal["adam", "adamw", "muon"] | None = None
     """adam, adamw, or muon: Muon on the matrices of blocks, AdamW elsewhere."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint="(default: preset, or 20 times --lr)")] = None
-    """Muon's own learning rate."""
+    """Learning rate of Muon."""
     schedule: Literal["constant", "cosine"] | None = None
-    """Of the learning rate; cosine falls to 0."""
+    """Learning-rate schedule; cosine decays to 0."""
     weight_decay: float | None = None
-    """Decoupled, of adamw and muon."""
+    """Decoupled weight decay (adamw and muon only)."""
     max_grad_norm: float | None = None
-    """Norm that gradients are clipped to; inf: no clipping."""
+    """Clip gradients to this norm; inf: no clipping."""
     steps: int | None = None
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
     """Passes over a task's rows, the same for all tasks."""
     accumulate: int | None = None
-    """Micro-batches that the batch of a step is split into: less memory, the same step up to rounding."""
+    """Micro-batches per step: less memory, the same step up to rounding."""
     mask_prompt: bool = False
-    """Language models: the loss is that of the answer alone, not of the prompt too."""
+    """Language models: compute the loss on the answer only, not on the prompt."""
     precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
-    """bf16 or fp32: everything in that dtype; mixed: parameters and optimizer in fp32, losses in bf16."""
+    """bf16 or fp32: everything in that dtype; mixed: fp32 parameters and optimizer, bf16 losses."""
     lora_rank: Annotated[int | None, arg(help_behavior_hint="(default: all weights)")] = None
     """Train adapters of this rank on the linear layers of blocks, saved in PEFT's format."""
     lora_alpha: Annotated[float | None, arg(help_behavior_hint="(default: 2 times --lora-rank)")] = None
-    """Adapters are scaled by this over their rank."""
+    """Adapters are scaled by alpha / rank."""
     lora_targets: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Layers with adapters: names (q_proj), or globs over paths (model.layers.1.*)."""
     lora_simulate: Literal["merged", "factors"] = "merged"
-    """SMAT's simulated state: of the merged weight, or of the two factors themselves, which is cheaper."""
+    """SMAT simulates on the merged weight, or on the two factors themselves, which is cheaper."""
     independent_draws: bool = False
-    """With torchrun: each process draws for itself, and the gradients are averaged."""
+    """With torchrun: each process has its own draws, and the gradients are averaged."""
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     log_every: int = 1
@@ -103,24 +104,24 @@ class Train:
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
     ] = ()
     """Trackers to log to as well; their packages must be installed."""
-    save_every_steps: Annotated[int | None, arg(help_behavior_hint="(default: by time alone)")] = None
-    """Steps after which the state of training is saved, to go on from."""
+    save_every_steps: Annotated[int | None, arg(help_behavior_hint="(default: by time only)")] = None
+    """Steps between training checkpoints, from which --resume continues."""
     save_every_minutes: float = 30.0
-    """Minutes after which it is saved; inf: never."""
+    """Minutes between training checkpoints; inf: none by time."""
     resume: bool = False
-    """Leave finished experts of --out alone and go on where training was interrupted; else start."""
+    """Keep finished experts of --out and continue an interrupted one from its checkpoint; train the others."""
     probe: int = 0
-    """Simulated states at whose dev loss each finished expert is probed, with the preset's strengths of SMAT."""
+    """Simulated states at which to measure each expert's dev loss, with the preset's hyperparameters of SMAT."""
     dry_run: bool = False
-    """Only check, and print what would be trained: settings, leaves, budget, rows that truncation cuts."""
+    """Only check, and print settings, parameters, steps, and the rows that truncation cuts."""
     overwrite: bool = False
     """Replace experts that exist."""
     threads: int = 1
-    """CPU threads; small models are fastest with one. Results repeat bit for bit at the same number."""
+    """CPU threads; small models are fastest with one. Results are bit-identical at the same number."""
 
 
 def main(args: Train) -> None:
-    preset_of(args.preset)
+    preset_of(args.preset)  # an unknown name is an error before torch is imported
     from smat_fn import parallel
 
     with parallel.joined() as world:
@@ -128,67 +129,51 @@ def main(args: Train) -> None:
 
 
 def train(args: Train, world: "parallel.World") -> None:
-    """Train in this process, one of those that torchrun started or the only one."""
-    preset = preset_of(args.preset)
+    """Load, check, train and save, in this process: the only one, or one of those that torchrun started."""
     import torch
 
-    from smat_fn.scripts.train.checks import check_run
-    from smat_fn.scripts.train.dry_run import dry_run
+    from smat_fn.scripts.train.describe import dry_run, headline
+    from smat_fn.scripts.train.options import RunOptions, check_run, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import load_suite, task_names
 
     torch.set_num_threads(args.threads)
+    preset = preset_of(args.preset)
     method = resolve(args.method, preset.methods)
-    lr = preset.lr[method.name] if args.lr is None else args.lr
-    seed = preset.seed if args.seed is None else args.seed
-    suite_seed = seed if args.suite_seed is None else args.suite_seed
-    named: dict[str, Any] = {name: getattr(args, name) for name in ("model", "data", "rows")}
-    named["mask_prompt"] = args.mask_prompt or None
-    if "dtype" in preset.options and "dtype" not in args.suite_options:
-        named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(args.precision or "")
-    options = {**preset.options, **args.suite_options, **{k: v for k, v in named.items() if v is not None}}
+    named = {"model": args.model, "data": args.data, "rows": args.rows, "mask_prompt": args.mask_prompt or None}
+    options = suite_options(preset, args.suite_options, precision=args.precision, **named)
     known = task_names(preset.suite, **options)
-    tasks = args.tasks or known
-    training = training_of(args, replace(preset.training, lr=lr), tasks)
-    kept: dict[str, Any] = {
-        name: getattr(args, name)
-        for name in ("log_every", "overwrite", "resume", "save_every_steps", "save_every_minutes", "probe")
-    }
-    kept["log_to"] = args.log
-    # loading a suite for the first time pretrains its base: bad input is told before
+    run = RunOptions(
+        out=args.out,
+        tasks=args.tasks or known,
+        seed=preset.seed if args.seed is None else args.seed,
+        label=args.label,
+        preset=args.preset,
+        log_every=args.log_every,
+        log_to=args.log,
+        save_every_steps=args.save_every_steps,
+        save_every_minutes=args.save_every_minutes,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        probe=args.probe,
+        probe_at=resolve(Smat(), preset.methods),
+    )
+    training = training_of(args, replace(preset.training, lr=preset.lr[method.name]), run.tasks)
+    # before the suite is loaded, which pretrains a base the first time
     if world.leads:
-        check_run(method, training, known=known, tasks=tasks, out=args.out, world=world, **kept)
+        check_run(method, training, run, known=known, world=world)
     with world.first():
-        suite = load_suite(preset.suite, seed=suite_seed, **options)
-    report = print if world.leads else lambda *texts, **how: None
+        suite = load_suite(preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options)
+    report = partial(print, flush=True) if world.leads else lambda line: None
     if args.dry_run:
-        report(dry_run(suite, method, training, tasks=tasks, seed=seed))
+        report(dry_run(suite, method, training, tasks=run.tasks, seed=run.seed))
         return
     origin = "given" if args.lr is not None else f"preset {args.preset}"
-    length = "epochs by task" if training.steps is None else f"{training.steps} steps"
-    more = f", precision {training.precision}" if training.precision else ""
-    more += f", {training.accumulate} micro-batches a step" if training.accumulate > 1 else ""
-    more += f", adapters of rank {training.lora.rank}" if training.lora else ""
-    more += f", {world.size} processes" if world.size > 1 else ""
-    report(f"{method.name} on {suite.name}: learning rate {lr:g} ({origin}), {length}{more}, seed {seed}", flush=True)
+    report(headline(suite, method, training, origin=origin, seed=run.seed, processes=world.size))
     try:
         with on_signals(second_ends=world.size == 1) as stop:
-            folders = train_run(
-                suite,
-                method,
-                training,
-                seed=seed,
-                tasks=tasks,
-                out=args.out,
-                label=args.label,
-                preset=args.preset,
-                probe_at=resolve(Smat(), preset.methods),
-                stop=stop,
-                world=world,
-                report=report,
-                **kept,
-            )
+            folders = train_run(suite, method, training, run, stop=stop, world=world, report=report)
     except Interrupted as ended:
         if world.leads:
             print(f"train.py: {ended}", file=sys.stderr)
@@ -199,12 +184,13 @@ def train(args: Train, world: "parallel.World") -> None:
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
     """The preset's training, overridden. Raises: ValueError for options of adapters without a rank."""
-    names = "schedule", "weight_decay", "max_grad_norm", "accumulate", "precision"
+    names = "lr", "schedule", "weight_decay", "max_grad_norm", "accumulate", "precision"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    lr = given.get("lr", training.lr)
     if given.get("max_grad_norm") == float("inf"):
         given["max_grad_norm"] = None
     if args.optimizer is not None:
-        given |= {"optimizer": args.optimizer, "muon_lr": 20 * training.lr if args.optimizer == "muon" else None}
+        given |= {"optimizer": args.optimizer, "muon_lr": 20 * lr if args.optimizer == "muon" else None}
     if args.muon_lr is not None:
         given["muon_lr"] = args.muon_lr
     if args.epochs is not None:
@@ -215,7 +201,7 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
         given["lora"] = Adapters(args.lora_rank, alpha, args.lora_targets, args.lora_simulate)
     elif args.lora_alpha is not None or args.lora_targets:
-        raise ValueError("--lora-alpha and --lora-targets are of adapters: give --lora-rank")
+        raise ValueError("--lora-alpha and --lora-targets require --lora-rank")
     return replace(training, independent_draws=args.independent_draws, **given)
 
 

@@ -28,6 +28,7 @@ from smat_fn.models import FullLoss, parameters
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.merging import load_inputs, merge_run
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import Suite, load_suite, task_names
 from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
@@ -188,9 +189,7 @@ def main(args: Tiny) -> None:
         for task in tasks:
             for steps in (args.steps, 2 * args.steps, 4 * args.steps):
                 training = replace(preset.training, steps=steps, lr=args.lr)
-                train_run(
-                    suite, preset.methods[name], training, seed=args.seed, tasks=[task], out=folder, overwrite=True
-                )
+                train_run(suite, preset.methods[name], training, RunOptions(folder, [task], args.seed, overwrite=True))
                 params = load_inputs(folder / "base", [folder / task]).experts[task]
                 after = own_loss(suite, params, task)
                 if after < before[task]:

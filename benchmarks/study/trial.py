@@ -1,13 +1,19 @@
-"""One trial as a value: a method at a seed, and all that decides its outcome."""
+"""One trial as a value: a method at a seed, all that decides its outcome, and the seconds it takes."""
 
 import hashlib
 import json
 import re
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smat_fn.config import PRESETS, MethodConfig, Training, settings
+from smat_fn.config import PRESETS, MethodConfig, Preset, Training, WeightAverage, settings
+from smat_fn.merge import COEFS
 
 if TYPE_CHECKING:
     from smat_fn.suites import Suite
@@ -16,7 +22,7 @@ Kind = tuple[str, str]  # trials of one kind take equally long
 
 
 class Trial(NamedTuple):
-    """A method with its strengths, a training configuration and a seed, on the suite and mergers of a preset."""
+    """A method with its hyperparameters, a training configuration and a seed, on the suite and mergers of a preset."""
 
     label: str  # in tables
     preset: str
@@ -55,7 +61,7 @@ class Trial(NamedTuple):
         return self.method.name, self.training.optimizer
 
     def __str__(self) -> str:
-        """Label, learning rates and seed; the strengths that differ from the preset's."""
+        """Label, learning rates and seed; the hyperparameters that differ from the preset's."""
         default = settings(PRESETS[self.preset].methods[self.method.name])
         own = {name: value for name, value in settings(self.method).items() if default.get(name) != value}
         if self.training.muon_lr is not None:
@@ -63,3 +69,45 @@ class Trial(NamedTuple):
         shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in own.items()}
         values = "".join(f", {name} {value}" for name, value in {"lr": f"{self.training.lr:g}", **shown}.items())
         return f"{self.label}{values}, seed {self.seed}"
+
+
+def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str], float]:
+    """Seconds that each trial would take alone: a few steps and a dev score of every task, times how many there are.
+
+    The suites' bases must be in the cache. The first steps, which warm up, do not count.
+    """
+    from smat_fn.scripts.train.loop import budget, train_expert
+
+    found = {}
+    for trial in trials:
+        preset, suite, total = PRESETS[trial.preset], trial.load(), 0.0
+        period = getattr(trial.method, "period", None) or 1
+        taken, whole = whole_periods(steps, period)
+        short = replace(trial.training, steps=taken)
+        for task in suite.tasks:
+            stamps: list[float] = []
+            tick = partial(_tick, stamps)
+            train_expert(suite, task, trial.method, short, seed=trial.seed, on_step=tick)
+            step = (stamps[-1] - stamps[-1 - whole]) / whole
+            scores = [time.perf_counter()]
+            for _ in range(3):
+                suite.score(suite.base, task, "dev")
+                scores.append(time.perf_counter())
+            score = median(b - a for a, b in pairwise(scores))
+            total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(preset) * score
+        found[trial.kind()] = total
+    return found
+
+
+def whole_periods(steps: int, period: int) -> tuple[int, int]:
+    """(steps to take, how many of them to time): clean and simulated ones in their true proportion, the first not."""
+    taken = max(steps, period + 1)
+    return taken, (taken - 1) // period * period
+
+
+def _tick(stamps: list[float], *step: object) -> None:
+    stamps.append(time.perf_counter())
+
+
+def _candidates(preset: Preset) -> int:
+    return sum(1 if isinstance(c, WeightAverage) else len(COEFS) + 1 for c in preset.mergers.values())

@@ -16,11 +16,10 @@ from smat_fn import checkpoint
 from smat_fn.config import PRESETS
 from smat_fn.evaluate import Result
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints
-from smat_fn.scripts.evaluate.reporting import OUTCOME
+from smat_fn.scripts.evaluate.sources import OUTCOME
 from smat_fn.scripts.train import memory
 
-from . import cost
-from .trial import Kind, Trial
+from .trial import Kind, Trial, time_kinds
 
 Outcome = dict[str, Any]
 
@@ -78,7 +77,7 @@ def run_trials(
 
     First what the suites keep in the cache and is not there yet is made: bases, states of frozen layers. Time left is
     reckoned from finished trials, before there are any from a few steps of every kind
-    (`benchmarks.study.cost.time_kinds`). A trial that fails does not stop the others.
+    (`time_kinds`). A trial that fails does not stop the others.
 
     Args: report: gets a line per finished trial, and a forecast in advance.
     Raises: ValueError for a trial that is there twice; RuntimeError, at the end, that lists the trials that failed.
@@ -102,15 +101,8 @@ def run_trials(
         for _, run in _each(pool, _prepare, list(reversed(firsts.values()))):
             run.result()
         kinds = {trial.kind(): trial for trial in left}
-        guess = next(run for _, run in _each(pool, cost.time_kinds, [(list(kinds.values()),)])).result()
-
-        def time_left() -> str:
-            known = {kind: fmean(values) for kind, values in seconds.items()}
-            pace = fmean([known[kind] / guess[kind] for kind in guess if kind in known] or [1.0])
-            total = sum(known.get(trial.kind(), guess[trial.kind()] * pace) for trial in left)
-            return f"about {max(1, round(total / jobs / 60))} min left"
-
-        report(f"{len(left)} trials in {jobs} processes, {time_left()}")
+        guess = next(run for _, run in _each(pool, time_kinds, [(list(kinds.values()),)])).result()
+        report(f"{len(left)} trials in {jobs} processes, {_time_left(left, seconds, guess, jobs)}")
         todo = list(left)
         for place, run in _each(pool, run_trial, [(trial, work, test, keep(trial)) for trial in todo]):
             trial = todo[place]
@@ -123,23 +115,33 @@ def run_trials(
                 continue
             seconds.setdefault(trial.kind(), []).append(found["seconds"])
             nth, five = f"[{len(trials) - len(left)}/{len(trials)}]", found["five"]
-            report(f"{nth} {trial}: dev {five:.2f}, {found['seconds']:.0f} s; {time_left()}")
+            report(f"{nth} {trial}: dev {five:.2f}, {found['seconds']:.0f} s; {_time_left(left, seconds, guess, jobs)}")
             yield trial, found
     if failed:
-        raise RuntimeError("these trials failed, start again to go on: " + "; ".join(failed))
+        raise RuntimeError("these trials failed, run again to retry them: " + "; ".join(failed))
+
+
+def _time_left(
+    left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], guess: Mapping[Kind, float], jobs: int
+) -> str:
+    """From the seconds of finished trials, else from the guess at the pace of the finished ones."""
+    known = {kind: fmean(values) for kind, values in seconds.items()}
+    pace = fmean([known[kind] / guess[kind] for kind in guess if kind in known] or [1.0])
+    total = sum(known.get(trial.kind(), guess[trial.kind()] * pace) for trial in left)
+    return f"about {max(1, round(total / jobs / 60))} min left"
 
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     from smat_fn.scripts.merge.merging import find_inputs, merge_run
+    from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
     preset = PRESETS[trial.preset]
     shutil.rmtree(folder, ignore_errors=True)
     suite = trial.load()
     measured = memory.reset_process_peak()
-    experts = train_run(
-        suite, trial.method, trial.training, seed=trial.seed, tasks=suite.tasks, out=folder, label=trial.label
-    )
+    run = RunOptions(folder, suite.tasks, trial.seed, label=trial.label)
+    experts = train_run(suite, trial.method, trial.training, run)
     peak = memory.process_peak() if measured else None
     merged = merge_run(list(preset.mergers.values()), *find_inputs(folder), out=folder / "merged", search=True, seed=0)
     dev = {path.name: model.dev for path, model in merged.items()}

@@ -24,8 +24,7 @@ from ..merge.weight_average import WeightAverage
 from ..merge.weighted_average import WeightedAverage
 from ..merge.wise_ft import WiseFt
 from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
-from .preset import Adapters, Preset, Training
-from .presets import DIGITS, PRESETS, preset_of
+from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [

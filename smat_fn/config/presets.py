@@ -1,37 +1,96 @@
-"""The experiments by name, as plain values."""
+"""Presets: an experiment's suite, training budget and hyperparameters of methods and mergers, by name."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from ..merge.common import Merger
 from ..merge.dare import Dare
 from ..merge.della import Della
 from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
 from ..merge.weight_average import WeightAverage
-from .methods import METHODS, Asam, Finetune, Mergopt, Orthoreg, Smat
-from .preset import Preset, Training
+from ..types import Precision
+from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters instead of all weights: ``W_0 + s B A`` on linear layers of blocks."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()  # layers, none: all
+    simulate: Literal["merged", "factors"] = "merged"  # SMAT at the merged weight, or at A and B themselves
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an expert is trained, whatever the method."""
+
+    steps: int | None  # None: by epochs
+    lr: float
+    optimizer: Literal["adam", "adamw", "muon"] = "adam"  # muon: AdamW beside the matrices of blocks
+    muon_lr: float | None = None  # of the matrices
+    schedule: Literal["constant", "cosine"] = "cosine"
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    accumulate: int = 1  # micro-batches that the batch of a step is split into
+    precision: Precision | None = None  # of training; None: the dtype of the suite
+    lora: Adapters | None = None  # None: all weights
+    independent_draws: bool = False  # with several processes: each draws for itself
+    epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One experiment: a suite, the budget that all methods share, and the hyperparameters of methods and mergers."""
+
+    suite: str
+    family: Literal["language", "vision"]  # decides the coefficients of the sparsity calibration
+    seed: int
+    training: Training
+    lr: Mapping[str, float]  # by method, chosen on dev
+    lr_grid: tuple[float, ...]  # what it was chosen from
+    methods: Mapping[str, MethodConfig]
+    mergers: Mapping[str, Merger]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the suite
+
+
+def _methods(
+    *, alpha_min: float, sigma: float, rho: float, b: float, k_max: int, lambda_reg: float
+) -> dict[str, MethodConfig]:
+    """The five methods of the paper."""
+    return {
+        "ft": Finetune(),
+        "smat": Smat(alpha_min=alpha_min, drop_prob=0.5, sigma=sigma, period=4, noise="uniform"),
+        "asam": Asam(rho=rho, adaptive=True),
+        "mergopt": Mergopt(b=b, k_max=k_max),
+        "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
+    }
+
+
+def _mergers(*, della: float) -> dict[str, Merger]:
+    """The five mergers of the paper, with the drop probability of DELLA."""
+    return {
+        "wa": WeightAverage(),
+        "ta": TaskArithmetic(),
+        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
+        "dare": Dare(drop_prob=0.3),
+        "della": Della(drop_prob=della, window=0.14),
+    }
+
 
 DIGITS = Preset(
     suite="digits",
     family="vision",
     seed=21,
     training=Training(steps=400, lr=2.5e-4),
-    # chosen on dev: FT and SMAT by docs/protocols/digits.md, the others and their strengths by digits_methods.md
+    # chosen on dev: FT and SMAT by docs/protocols/digits.md, the others and hyperparameters by digits_methods.md
     lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 1.25e-4, "orthoreg": 1.25e-4},
     lr_grid=(1.25e-4, 2.5e-4, 5e-4),
-    methods={
-        "ft": Finetune(),
-        "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=4, noise="uniform"),
-        "asam": Asam(rho=0.5, adaptive=True),
-        "mergopt": Mergopt(b=4e-3, k_max=4),
-        "orthoreg": Orthoreg(lambda_reg=0.2, block_only=False),
-    },
-    mergers={
-        "wa": WeightAverage(),
-        "ta": TaskArithmetic(),
-        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
-        "dare": Dare(drop_prob=0.3),
-        "della": Della(drop_prob=0.1, window=0.14),
-    },
+    methods=_methods(alpha_min=0.1, sigma=0.01, rho=0.5, b=4e-3, k_max=4, lambda_reg=0.2),
+    mergers=_mergers(della=0.1),
 )
 
 
@@ -40,7 +99,7 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
     epochs = {
         "C-STANCE": 5, "FOMC": 3, "MeetingBank": 7, "ScienceQA": 3, "NumGLUE-cm": 5, "NumGLUE-ds": 5, "20Minuten": 7,
     }  # fmt: skip
-    lr, names = 2e-5, [config.name for config in METHODS]
+    lr = 2e-5
     return Preset(
         suite="trace",
         family="language",
@@ -55,22 +114,10 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
             max_grad_norm=1.0,
             epochs=epochs,
         ),
-        lr=dict.fromkeys(names, lr),
+        lr={config.name: lr for config in METHODS},
         lr_grid=(lr,),
-        methods={
-            "ft": Finetune(),
-            "smat": Smat(alpha_min=0.2, drop_prob=0.5, sigma=2e-3, period=4, noise="uniform"),
-            "asam": Asam(rho=rho, adaptive=True),
-            "mergopt": Mergopt(b=b, k_max=7),
-            "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
-        },
-        mergers={
-            "wa": WeightAverage(),
-            "ta": TaskArithmetic(),
-            "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
-            "dare": Dare(drop_prob=0.3),
-            "della": Della(drop_prob=0.5, window=0.14),
-        },
+        methods=_methods(alpha_min=0.2, sigma=2e-3, rho=rho, b=b, k_max=7, lambda_reg=lambda_reg),
+        mergers=_mergers(della=0.5),
         options={
             "model": model,
             "data": "yanggangu/SMAT-TRACE",
@@ -83,28 +130,16 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
 
 def _clip(model: str, *, rho: float, b: float, lambda_reg: float) -> Preset:
     """The paper's vision experiment on a backbone."""
-    lr, names = 1e-5, [config.name for config in METHODS]
+    lr = 1e-5
     return Preset(
         suite="clip8",
         family="vision",
         seed=0,
         training=Training(steps=4000, lr=lr, optimizer="adam", schedule="cosine"),
-        lr=dict.fromkeys(names, lr),
+        lr={config.name: lr for config in METHODS},
         lr_grid=(lr,),
-        methods={
-            "ft": Finetune(),
-            "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=1e-3, period=4, noise="uniform"),
-            "asam": Asam(rho=rho, adaptive=True),
-            "mergopt": Mergopt(b=b, k_max=8),
-            "orthoreg": Orthoreg(lambda_reg=lambda_reg, block_only=False),
-        },
-        mergers={
-            "wa": WeightAverage(),
-            "ta": TaskArithmetic(),
-            "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
-            "dare": Dare(drop_prob=0.3),
-            "della": Della(drop_prob=0.1, window=0.14),
-        },
+        methods=_methods(alpha_min=0.1, sigma=1e-3, rho=rho, b=b, k_max=8, lambda_reg=lambda_reg),
+        mergers=_mergers(della=0.1),
         options={"model": model, "data": "yanggangu/SMAT-CLIP8", "dtype": "float32", "batch_size": 128},
     )
 
@@ -114,23 +149,11 @@ MINILM = Preset(
     family="vision",  # classification under frozen heads by Adam and a cosine, as there
     seed=51,
     training=Training(steps=600, lr=2e-4, optimizer="adam", schedule="cosine"),
-    # chosen on dev, strengths too: docs/protocols/minilm.md
+    # chosen on dev, hyperparameters too: docs/protocols/minilm.md
     lr={"ft": 4e-4, "smat": 2e-4, "asam": 4e-4, "mergopt": 2e-4, "orthoreg": 2e-4},
     lr_grid=(1e-4, 2e-4, 4e-4, 8e-4),
-    methods={
-        "ft": Finetune(),
-        "smat": Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.005, period=4, noise="uniform"),
-        "asam": Asam(rho=0.5, adaptive=True),
-        "mergopt": Mergopt(b=1e-3, k_max=5),
-        "orthoreg": Orthoreg(lambda_reg=0.2, block_only=False),
-    },
-    mergers={
-        "wa": WeightAverage(),
-        "ta": TaskArithmetic(),
-        "ties": Ties(keep=0.5, aggregate="sum", scope="global"),
-        "dare": Dare(drop_prob=0.3),
-        "della": Della(drop_prob=0.1, window=0.14),
-    },
+    methods=_methods(alpha_min=0.1, sigma=0.005, rho=0.5, b=1e-3, k_max=5, lambda_reg=0.2),
+    mergers=_mergers(della=0.1),
     options={
         "model": "sentence-transformers/all-MiniLM-L6-v2",
         "train_layers": 3,

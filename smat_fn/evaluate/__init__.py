@@ -2,7 +2,7 @@
 
 from .metrics import accuracy
 from .records import Records
-from .results import Result, append_results, read_results, write_results
+from .results import Result, read_results, write_results
 from .scoring import Scorer, score_bar, score_models
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Result",
     "Scorer",
     "accuracy",
-    "append_results",
     "read_results",
     "score_bar",
     "score_models",

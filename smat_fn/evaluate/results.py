@@ -32,27 +32,15 @@ class Result:
             raise ValueError(f"score of {self.method}, {self.model} on {self.task}: {self.score} is outside [0, 100]")
 
 
-def append_results(path: str | Path, rows: Iterable[Result]) -> None:
-    """Add rows at the end of a JSON lines file, in one write."""
-    text = _lines(rows)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
-
-
-def write_results(path: str | Path, rows: Iterable[Result]) -> None:
-    """Replace a JSON lines file: readers meet the old one or the new one, never a part."""
-    write_rows(path, rows)
+def write_results(path: str | Path, rows: Iterable[Any]) -> None:
+    """Replace a JSON lines file atomically. Args: rows: `Result`, or dataclasses of another kind."""
+    lines = (json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    write_text(Path(path), "".join(lines))
 
 
 def read_results(path: str | Path) -> list[Result]:
     """The rows of a JSON lines file. Raises: ValueError that lists every line that is no `Result`."""
     return read_rows(path, Result)
-
-
-def write_rows(path: str | Path, rows: Iterable[Any]) -> None:
-    """`write_results` for dataclasses of any kind."""
-    write_text(Path(path), _lines(rows))
 
 
 def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
@@ -70,7 +58,3 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     if problems:
         raise ValueError("; ".join(problems) + ": remove these lines or write the file again")
     return rows
-
-
-def _lines(rows: Iterable[Any]) -> str:
-    return "".join(json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

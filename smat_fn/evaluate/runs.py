@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
-
-from .results import read_rows, write_rows
 
 EXPERT, SET = "expert:", "experts"
 RUNS = "runs.jsonl"  # its name beside results.jsonl
@@ -53,13 +50,3 @@ def once(runs: Iterable[Run]) -> list[Run]:
             continue
         kept.setdefault((run.label, run.model, run.seed), run)
     return list(kept.values())
-
-
-def write_runs(path: str | Path, runs: Iterable[Run]) -> None:
-    """Replace a JSON lines file of runs."""
-    write_rows(path, runs)
-
-
-def read_runs(path: str | Path) -> list[Run]:
-    """The runs of a JSON lines file. Raises: ValueError that lists every line that is no `Run`."""
-    return read_rows(path, Run)

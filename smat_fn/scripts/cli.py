@@ -15,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from ..config import PRESETS
 from ..suites import describe_options
 
+NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 OPEN = "preset"  # how --help says that an option is None
 Options = TypeVar("Options")
 REGISTRY = ConstructorRegistry()
@@ -22,7 +23,7 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """``X | None`` is given as an X, or left out; what may be of several kinds may be None in words too."""
+    """``X | None`` is given as an X, or left out; a union of more types accepts the word None too."""
     kinds = get_args(info.type)
     if NoneType not in kinds or len(kinds) != 2:
         return None
@@ -78,10 +79,10 @@ def run(
     commands: Mapping[str, Command] = MappingProxyType({}),
     prepare: Callable[[list[str]], list[str]] = list,
 ) -> None:
-    """``main`` on the command line's options; bad input and files that cannot be written end it with one line.
+    """Call ``main`` on the command line's options; ValueError and OSError end the script with one line.
 
-    Args: commands: other things the script does, by the first word that asks for them; the docstring of the class of
-        their options is their description. prepare: rewrites the words of the command line before they are parsed.
+    Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
+        rewrites the words of the command line before they are parsed.
     """
     words, prog = prepare(sys.argv[1:]), script
     if words and words[0] in commands:

@@ -1,4 +1,4 @@
-"""The study: choices from dev alone, test scores at the choice alone, stopped runs go on."""
+"""The study: choices from dev alone, test scores at the choice alone, stopped runs resume."""
 
 import json
 import math
@@ -12,9 +12,8 @@ from scipy import stats
 
 from benchmarks import digits as benchmark
 from benchmarks import digits_methods, methods, minilm_methods, readme
-from benchmarks.study import cost
 from benchmarks.study.study import as_json, choose_lr, paired, preset_trial, run_study
-from benchmarks.study.trial import Trial
+from benchmarks.study.trial import Trial, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
@@ -126,7 +125,7 @@ def test_a_study_goes_on_where_it_stopped(first, tmp_path, monkeypatch):
     work, study = shutil.copytree(first[0], tmp_path / "work"), first[1]
     calls = []
     train_run = training.train_run
-    monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(k["out"]) or train_run(*a, **k))
+    monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(a[3].out) or train_run(*a, **k))
     assert small(work) == study
     assert calls == []
     folder = preset_trial("small", "smat", 1e-3, 21).folder(work)
@@ -162,7 +161,7 @@ def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path):
     ("steps", "period", "taken", "counted"), [(12, 1, 12, 11), (12, 4, 12, 8), (12, 11, 12, 11), (12, 30, 31, 30)]
 )
 def test_whole_periods_are_timed(steps, period, taken, counted):
-    assert cost.whole_periods(steps, period) == (taken, counted)
+    assert whole_periods(steps, period) == (taken, counted)
 
 
 def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):

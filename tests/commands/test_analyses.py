@@ -14,6 +14,7 @@ import pytest
 from smat_fn import checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
 from smat_fn.scripts.merge import merging
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 from smat_fn.types import Micro
@@ -34,7 +35,7 @@ def runs(suite, tmp_path_factory):
     folder = tmp_path_factory.mktemp("analyses")
     for name in ("ft", "smat"):
         method, out = DIGITS.methods[name], folder / name
-        train_run(suite, method, Training(steps=4, lr=5e-4), seed=21, tasks=TASKS, out=out)
+        train_run(suite, method, Training(steps=4, lr=5e-4), RunOptions(out, TASKS, 21))
         configs = [
             c.__class__(**{**vars(c), **({"coef": COEF} if "coef" in vars(c) else {})}) for c in DIGITS.mergers.values()
         ]
@@ -151,7 +152,7 @@ def test_landscape_passes_through_base_and_experts(runs, suite, call, tmp_path):
 
 def test_landscape_takes_training_samples_where_a_suite_has_no_dev_batches(suite):
     from smat_fn.analyses import mean_loss
-    from smat_fn.scripts.analyse.analysing import samples
+    from smat_fn.scripts.analyse.weights import samples
 
     split, found = samples(suite.replace(dev_batches=None), "mirror", batches=2, seed=0)
     assert split == "train"

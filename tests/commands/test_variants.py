@@ -18,6 +18,7 @@ from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.scripts.train.variants import problems
 from smat_fn.suites import load_suite
@@ -40,7 +41,7 @@ def suite(_own_cache):
 @pytest.mark.parametrize("config", [Finetune, Smat, Asam, Mergopt, Orthoreg])
 def test_every_method_trains_adapters_that_are_read_as_experts(config, simulate, suite, tmp_path):
     method, own = resolve(config(), DIGITS.methods), Adapters(3, 6.0, ("*attention*",), simulate)
-    train_run(suite, method, training(lora=own, accumulate=2), seed=4, tasks=["rot90"], out=tmp_path / "run")
+    train_run(suite, method, training(lora=own, accumulate=2), RunOptions(tmp_path / "run", ["rot90"], 4))
     folder = tmp_path / "run" / "rot90"
     assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
     adapters, spec = lora.load_peft(folder)
@@ -60,7 +61,7 @@ def test_smat_at_the_merged_weight_is_another_training_than_at_the_factors(suite
     found = {}
     for simulate in ("merged", "factors"):
         own = training(lora=Adapters(3, 6.0, (), simulate))
-        train_run(suite, DIGITS.methods["smat"], own, seed=4, tasks=["rot90"], out=tmp_path / simulate)
+        train_run(suite, DIGITS.methods["smat"], own, RunOptions(tmp_path / simulate, ["rot90"], 4))
         found[simulate] = lora.load_peft(tmp_path / simulate / "rot90")[0]
     assert not any(torch.equal(found["merged"][name], leaf) for name, leaf in found["factors"].items())
 
@@ -112,7 +113,7 @@ def test_two_processes_train_the_expert_of_one(suite, tmp_path):
     assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, 2 processes, seed 21"
     assert rest == [f"expert: {tmp_path / 'two' / task}" for task in ("rot90", "mirror")]
     own = DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 5e-4})
-    train_run(suite, DIGITS.methods["smat"], own, seed=21, tasks=["rot90", "mirror"], out=tmp_path / "one")
+    train_run(suite, DIGITS.methods["smat"], own, RunOptions(tmp_path / "one", ["rot90", "mirror"], 21))
     logs = {}
     for name in ("one", "two"):
         lines = (tmp_path / name / "mirror.log.jsonl").read_text().splitlines()
@@ -150,6 +151,6 @@ def test_a_signal_to_torchrun_saves_once_and_the_run_goes_on_to_the_same_bits(su
     assert 5 < snapshot.step < 40
     again = torchrun(*words, "--out", tmp_path / "cut", "--resume")
     assert again.returncode == 0, again.stderr
-    assert f"rot90: goes on after step {snapshot.step} of 40" in again.stdout
+    assert f"rot90: resumes after step {snapshot.step} of 40" in again.stdout
     prints = {checkpoint.load_manifest(tmp_path / name / "rot90")["fingerprint"] for name in ("whole", "cut")}
     assert len(prints) == 1

@@ -16,7 +16,8 @@ from smat_fn.evaluate.engine import Decoding
 from smat_fn.evaluate.metrics import label_accuracy
 from smat_fn.grad import value_and_grad
 from smat_fn.models import language, seq2seq
-from smat_fn.scripts.analyse import analysing
+from smat_fn.scripts.analyse.weights import Landscape, landscape
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 
@@ -137,10 +138,10 @@ def test_what_does_not_fit_is_told_before_training(model, rows, tmp_path):
 
 def test_losses_of_a_landscape_are_those_of_the_answers(suite, tmp_path):
     run = tmp_path / "ft"
-    train_run(suite, Finetune(), Training(steps=2, lr=1e-3), seed=0, tasks=("FOMC", "mine"), out=run)
-    given = {"tasks": ("mine",), "coef": 0.5, "batches": 1, "seed": 0, "memory": None, "options": {"device": "cpu"}}
-    found = analysing.landscape(run, [], a=(0.0, 1.0), b=(0.0,), **given)
-    losses = {row["a"]: row["loss"] for row in found["rows"]}
+    train_run(suite, Finetune(), Training(steps=2, lr=1e-3), RunOptions(run, ("FOMC", "mine"), 0))
+    given = {"tasks": ("mine",), "coef": 0.5, "batches": 1, "suite_options": {"device": "cpu"}}
+    found = landscape(Landscape(ft=run, a=(0.0, 1.0), b=(0.0, 1.0), points=2, **given))
+    losses = {row["a"]: row["loss"] for row in found["rows"] if row["b"] == 0}
     params = checkpoint.load_expert(run / "mine", suite.base)[0]
     loss = mean_loss(suite.loss_fn("mine"), suite.dev_batches("mine")[:1])
     for a, own in ((0.0, suite.base), (1.0, params)):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from smat_fn.evaluate import Result, accuracy, append_results, read_results, write_results
+from smat_fn.evaluate import Result, accuracy, read_results, write_results
 
 ROWS = [
     Result("SMAT", "expert:mirror", "mirror", "test", 98.5, 3),
@@ -16,8 +16,7 @@ ROWS = [
 
 def test_json_lines_round_trip(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
-    append_results(path, ROWS[:1])
-    append_results(path, ROWS[1:])
+    write_results(path, ROWS)
     assert read_results(path) == ROWS
     assert [json.loads(line)["method"] for line in path.read_text().splitlines()] == ["SMAT", "FT"]
     write_results(path, reversed(ROWS))
@@ -31,14 +30,14 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_results(path, [Result("FT", "wa", "x", "dev", 1.0, 0, extra={"tensor": torch.ones(1)})])
     with pytest.raises(ValueError, match="Out of range float values"):
-        append_results(path, [*ROWS, Result("FT", "wa", "x", "dev", 1.0, 0, extra={"loss": math.nan})])
+        write_results(path, [*ROWS, Result("FT", "wa", "x", "dev", 1.0, 0, extra={"loss": math.nan})])
     assert read_results(path) == ROWS
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_all_bad_lines_are_named(tmp_path):
     path = tmp_path / "results.jsonl"
-    append_results(path, ROWS[:1])
+    write_results(path, ROWS[:1])
     good = path.read_text()
     unknown = json.dumps(json.loads(good) | {"extras": 1})
     path.write_text(f'{good}{{"method": "FT"\n{unknown}\n{{"method": "FT"}}\n')

@@ -2,7 +2,8 @@
 
 import pytest
 
-from smat_fn.evaluate.runs import SET, Run, read_runs, run_of, write_runs
+from smat_fn.evaluate.results import read_rows, write_results
+from smat_fn.evaluate.runs import SET, Run, run_of
 
 EXPERT = {
     "label": "SMAT", "method": "smat", "hyperparameters": {"sigma": 0.01}, "seed": 3, "suite": {"name": "digits"},
@@ -35,8 +36,8 @@ def test_a_merged_models_manifest_gives_its_search():
 
 def test_json_lines_round_trip_and_name_bad_lines(tmp_path):
     runs = [run_of(EXPERT), run_of(MERGED)]
-    write_runs(tmp_path / "runs.jsonl", runs)
-    assert read_runs(tmp_path / "runs.jsonl") == runs
+    write_results(tmp_path / "runs.jsonl", runs)
+    assert read_rows(tmp_path / "runs.jsonl", Run) == runs
     (tmp_path / "runs.jsonl").write_text('{"label": "FT"}\n')
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1: .*missing"):
-        read_runs(tmp_path / "runs.jsonl")
+        read_rows(tmp_path / "runs.jsonl", Run)

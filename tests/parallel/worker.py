@@ -18,6 +18,7 @@ from smat_fn.grad import ModuleLoss
 from smat_fn.mat import asam, finetune, smat
 from smat_fn.parallel import World
 from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites.suite import BaseSuite
 from smat_fn.types import Micro, Optimizer
@@ -187,7 +188,8 @@ def interrupted(rank, folder):
     method, training = Smat(noise="uniform", period=2, **STRENGTHS), Training(steps=7, lr=1e-2)
 
     def run(out, **options):
-        folders = train_run(suite, method, training, seed=1, tasks=["task"], out=out, world=world, **options)
+        around = {name: options.pop(name) for name in ("stop", "report") if name in options}
+        folders = train_run(suite, method, training, RunOptions(out, ["task"], 1, **options), world=world, **around)
         dist.barrier()
         return checkpoint.load_manifest(folders[0])["fingerprint"]
 

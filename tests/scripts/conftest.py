@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from smat_fn.config import DIGITS, Training
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 
@@ -27,7 +28,8 @@ def train(suite):
 
     def run(out, name="smat", *, method=None, suite=suite, tasks=suite.tasks, training=SIX, seed=21, **options):
         method = DIGITS.methods[name] if method is None else method
-        return train_run(suite, method, training, seed=seed, tasks=tasks, out=out, **options)
+        around = {name: options.pop(name) for name in ("stop", "report") if name in options}
+        return train_run(suite, method, training, RunOptions(out, tasks, seed, **options), **around)
 
     return run
 

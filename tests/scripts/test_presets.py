@@ -107,12 +107,24 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
         (ROOT / "train.py", {"Train"}),
         (ROOT / "merge.py", {"All", "Merge", "Verify"}),
         (ROOT / "eval.py", {"Eval"}),
-        (
-            PACKAGE / "scripts/analyse/commands.py",
-            {"Shared", "ExpertsCurve", "Replacement", "Gains", "Landscape", "Diagnose"},
-        ),
+        (PACKAGE / "scripts/train/sweep.py", {"Sweep", "Status"}),
+        (PACKAGE / "scripts/evaluate/reporting.py", {"Report"}),
+        (PACKAGE / "scripts/analyse/commands.py", {"Shared"}),
+        (PACKAGE / "scripts/analyse/scores.py", {"ExpertsCurve", "Replacement", "Gains"}),
+        (PACKAGE / "scripts/analyse/weights.py", {"Landscape", "Diagnose"}),
     ],
-    ids=["methods", *(c.name for c in (*MERGERS, *MORE_MERGERS)), "train", "merge", "eval", "commands"],
+    ids=[
+        "methods",
+        *(c.name for c in (*MERGERS, *MORE_MERGERS)),
+        "train",
+        "merge",
+        "eval",
+        "sweep",
+        "report",
+        "analyses",
+        "scores",
+        "weights",
+    ],
 )
 def test_every_option_has_the_text_that_help_prints(file, names):
     classes = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}

@@ -18,6 +18,7 @@ from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
 from smat_fn.scripts.train.loop import budget
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite, task_names, trace
 
@@ -295,7 +296,7 @@ def test_unknown_tasks_and_splits_are_refused(suite):
 def test_a_base_that_gives_no_finite_loss_is_not_blamed_on_the_learning_rate(suite, tmp_path):
     broken = suite.replace(base={name: leaf * float("nan") for name, leaf in suite.base.items()})
     with pytest.raises(ValueError, match=r"loss of FOMC is nan at step 0, on training rows .*: nothing was trained"):
-        train_run(broken, Finetune(), Training(2, 1e-3), seed=0, tasks=["FOMC"], out=tmp_path)
+        train_run(broken, Finetune(), Training(2, 1e-3), RunOptions(tmp_path, ["FOMC"], 0))
 
 
 def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
-from ...evaluate.runs import RUNS, run_of, write_runs
+from ...evaluate.runs import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...report.tables import MainTable, markdown
 from ...suites import Suite, load_suite
@@ -47,60 +47,32 @@ def evaluate(
 
     The suite is rebuilt from each manifest, and must give the base that the checkpoint was made from.
 
-    Args: split: "dev" or "test"; on_model: called with each folder's name before it is scored; options: of the
-        suites, instead of those in the manifests; keep: folder for ``scores.jsonl`` and, of language tasks,
-        ``answers.jsonl``, filled as scoring goes; what stands there of the same weights, recipe and data is not scored
-        again, so that a run that was ended goes on and gives the same rows.
-    Raises: ValueError that lists every checkpoint without a suite, of another base, or of one label, model and seed
-        with another, before any is scored; for weights that are not finite and scores that are no number.
+    Args:
+        split: "dev" or "test".
+        on_model: called with each folder's name before it is scored.
+        options: of the suites, instead of those in the manifests.
+        keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
+            found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
+
+    Raises:
+        ValueError: lists every checkpoint without a suite, of another base, or of one label, model and seed with
+            another, before any is scored; for weights that are not finite and scores that are not numbers.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
-    named: dict[Path, str] = {}
-    suites: dict[str, Suite] = {}
-    prints: dict[str, str] = {}
-    rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = []
-    for folder, manifest in manifests.items():
-        line = manifest["label"], _model(manifest), manifest["seed"]
-        if (other := rows_of.setdefault(line, folder)) != folder:
-            problems.append(
-                f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
-                "evaluate one of them, or train one with another --label"
-            )
-        # experts of others name no suite, nor does what is merged of them
-        recipe = manifest.get("suite") or ({"seed": 0} if "name" in (options or {}) else None)
-        if not recipe:
-            problems.append(f"{folder} names no suite: say --suite-options name NAME, and its model and data")
-            continue
-        name = named[folder] = json.dumps(recipe)
-        if name not in suites:
-            suites[name] = load_suite(**{**recipe, **(options or {})})
-            prints[name] = checkpoint.fingerprint(suites[name].base)
-        if manifest.get("base_fingerprint") != prints[name]:
-            problems.append(
-                f"{folder} was made from another base than suite {suites[name].name!r} gives here: "
-                "other library versions or threads pretrain another one, train again (experts of others: give their "
-                "own base and its dtype as --suite-options model, dtype)"
-            )
-        if strange := [task for task in _tasks(manifest) if task not in suites[name].tasks]:
-            problems.append(
-                f"{folder} is of {', '.join(strange)}, no tasks of suite {suites[name].name!r}: merge again with "
-                f"experts named as its tasks, NAME=FOLDER, {', '.join(suites[name].tasks)}"
-            )
-    errors.raise_problems(problems)
+    recipes, suites = _suites(manifests, options or {})
     rows, records = [], Records(keep)
     with score_bar() as bar:
         scorers = {
-            name: Scorer(suite, records, about={"base": prints[name]}, answers=keep is not None, bar=bar)
-            for name, suite in suites.items()
+            recipe: Scorer(suite, records, about={"base": base}, answers=keep is not None, bar=bar)
+            for recipe, (suite, base) in suites.items()
         }
         for folder, manifest in manifests.items():
-            scorer = scorers[named[folder]]
+            scorer = scorers[recipes[folder]]
             scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
-            scorer, model = scorers[named[folder]], _model(manifest)
+            scorer, model = scorers[recipes[folder]], _model(manifest)
             params, _ = lora.load_expert(folder, scorer.suite.base)
             tree.check_finite(tree.flatten(params), str(folder))
             tasks = scorer.suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
@@ -114,6 +86,49 @@ def evaluate(
                 scorer=scorer,
             )
     return rows
+
+
+def _suites(
+    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any]
+) -> tuple[dict[Path, str], dict[str, tuple[Suite, str]]]:
+    """The recipe of each checkpoint's suite, and by recipe the suite with the fingerprint of its base.
+
+    Raises: ValueError that lists everything that keeps the checkpoints from being scored together.
+    """
+    recipes: dict[Path, str] = {}
+    suites: dict[str, tuple[Suite, str]] = {}
+    rows_of: dict[tuple[Any, ...], Path] = {}
+    problems = []
+    for folder, manifest in manifests.items():
+        line = manifest["label"], _model(manifest), manifest["seed"]
+        if (other := rows_of.setdefault(line, folder)) != folder:
+            problems.append(
+                f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
+                "evaluate one of them, or train one with another --label"
+            )
+        # third-party experts name no suite, nor does a model merged from them
+        found = manifest.get("suite") or ({"seed": 0} if "name" in options else None)
+        if not found:
+            problems.append(f"{folder} names no suite: say --suite-options name NAME, and its model and data")
+            continue
+        recipe = recipes[folder] = json.dumps(found)
+        if recipe not in suites:
+            suite = load_suite(**{**found, **options})
+            suites[recipe] = suite, checkpoint.fingerprint(suite.base)
+        suite, base = suites[recipe]
+        if manifest.get("base_fingerprint") != base:
+            problems.append(
+                f"{folder} was made from another base than suite {suite.name!r} gives here: "
+                "other library versions or threads pretrain another one, train again (third-party experts: give their "
+                "own base and its dtype as --suite-options model, dtype)"
+            )
+        if strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
+            problems.append(
+                f"{folder} is of {', '.join(strange)}, no tasks of suite {suite.name!r}: merge again with "
+                f"experts named as its tasks, NAME=FOLDER, {', '.join(suite.tasks)}"
+            )
+    errors.raise_problems(problems)
+    return recipes, suites
 
 
 def _tasks(manifest: dict[str, Any]) -> tuple[str, ...]:
@@ -131,7 +146,7 @@ def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpo
     """
     write_results(out / "results.jsonl", rows)
     manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
-    write_runs(out / RUNS, map(run_of, manifests))
+    write_results(out / RUNS, map(run_of, manifests))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {

@@ -1,134 +1,44 @@
-"""Find what a report is made from in folders: scores, facts of runs, trials of studies, analyses."""
+"""``eval.py report``: a report on finished runs. No torch until it runs."""
 
-import json
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Literal
 
-from ... import checkpoint, errors
-from ...analyses import results as analyses
-from ...analyses.plots import draw
-from ...evaluate import Result, read_results
-from ...evaluate.runs import RUNS, SET, Run, once, read_runs, run_of
-from ...report import Section, Table, with_muon
-
-RESULTS = "results.jsonl"
-OUTCOME = "outcome.json"  # of a trial of a study
-FACTS = ("command", "commit", "hardware", "versions", "dev", "lr", "chosen")
+from tyro.conf import Positional, arg
 
 
-class Sources(NamedTuple):
-    """All that was found, in the order of the folders."""
+@dataclass(frozen=True)
+class Report:
+    """Report on finished runs: one HTML page, Markdown, CSV and PNG, from stored results; nothing is evaluated."""
 
-    rows: list[Result]
-    runs: list[Run]  # the first of each model
-    facts: dict[str, Any]
-    analyses: list[Section]
-
-
-def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sources:
-    """Everything at or below the given folders, or beside the given files of scores.
-
-    A folder is searched for ``results.jsonl`` of eval.py (with ``runs.jsonl`` and ``results.json`` beside it), for
-    outcomes of studies, for analyses (JSON), and for manifests of checkpoints. A file ``NAME.jsonl`` of scores may
-    have ``NAME_runs.jsonl``, ``NAME.json`` and ``NAME_tuning.json`` beside it.
-
-    Args: besides: a folder that is left out.
-    Raises: ValueError that lists all that cannot be read, and for no scores at all.
-    """
-    found = Sources([], [], {}, [])
-    problems = []
-    for path in paths:
-        try:
-            files = [path] if path.is_file() else _below(path, besides)
-        except ValueError as error:
-            problems.append(f"{path}: {error}")
-            continue
-        for file in files:
-            try:
-                _read(file, found)
-            except KeyError as error:
-                problems.append(f"{file} lacks {error}: it was written by another version, or is something else")
-            except (ValueError, TypeError) as error:
-                problems.append(f"{file}: {error}")
-    if not found.rows and not problems:
-        names = ", ".join(map(str, paths)) or "no folder"
-        problems = [f"{names}: no scores there: run eval.py on the checkpoints with --out, then report on that folder"]
-    errors.raise_problems(problems)
-    return Sources(found.rows, once(found.runs), found.facts, found.analyses)
+    sources: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
+    """Folders of eval.py --out, of studies, of analyses; or files of scores (JSON lines)."""
+    out: Path
+    """Folder for report.html, report.md, tables as CSV and figures as PNG."""
+    title: str = "Results"
+    """Title of the page."""
+    split: Literal["test", "dev"] = "test"
+    """Split whose scores are reported."""
+    reference: str = "FT"
+    """Label that the others are compared with."""
 
 
-def _below(folder: Path, besides: Path | None) -> list[Path]:
-    """Files that may be read, facts that were written for a report before those that a manifest repeats."""
-    if not folder.is_dir():
-        raise ValueError("there is no such file or folder")
-    names = (RESULTS, OUTCOME, *(f"{name}.json" for name in analyses.ANALYSES), checkpoint.MANIFEST)
-    left_out = besides.resolve() if besides else None
-    return [
-        file
-        for name in names
-        for file in sorted(folder.rglob(name))
-        if left_out is None or left_out not in file.resolve().parents or folder.resolve() == left_out
-    ]
+def report(options: Report) -> None:
+    """Find the results and write the report. Raises: ValueError as `read_sources`; for no sources."""
+    if not options.sources:
+        raise ValueError("give at least one folder of scores")
+    from ...report import write_full_report
+    from .sources import read_sources
 
-
-def _read(file: Path, found: Sources) -> None:
-    if file.suffix == ".jsonl":
-        beside = file.with_name(RUNS if file.name == RESULTS else f"{file.stem}_{RUNS}")
-        # told apart here: two files may have one label with Muon and without
-        rows, runs = with_muon(read_results(file), _runs(beside) if beside.exists() else [])
-        found.rows.extend(rows)
-        found.runs.extend(runs)
-        for name in (f"{file.stem}.json", f"{file.stem}_tuning.json"):
-            facts = file.with_name(name)
-            _add(found.facts, json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {})
-        return
-    values = json.loads(file.read_text(encoding="utf-8"))
-    if file.name == OUTCOME:
-        found.rows.extend(Result(**row) for row in values["test"] or ())
-        found.runs.extend([run_of_trial({**values, **values["trial"]})] if values["test"] else [])
-    elif file.name == checkpoint.MANIFEST:
-        found.runs.extend([run_of(values)] if values.get("kind") in ("expert", "merged") and "label" in values else ())
-    elif values.get("analysis"):
-        found.analyses.append(analysis_section(values))
-
-
-def run_of_trial(values: Mapping[str, Any]) -> Run:
-    """The experts of a study's trial as one row."""
-    return Run(
-        values["label"],
-        SET,
-        values["seed"],
-        method=values["method"],
-        hyperparameters=values["hyperparameters"],
-        training=values["training"],
-        seconds=values["training_seconds"],
-        peak_memory_bytes=values["peak_bytes"],
-        suite=values.get("suite", {}),
+    found = read_sources(options.sources, besides=options.out)
+    page = write_full_report(
+        options.out,
+        found.rows,
+        found.runs,
+        title=options.title,
+        split=options.split,
+        reference=options.reference,
+        facts=found.facts,
+        extra=found.analyses,
     )
-
-
-def analysis_section(result: analyses.Result) -> Section:
-    """An analysis with its table, its rows as CSV, and its figure."""
-    title, columns, lines = analyses.summary(result)
-    name = result["analysis"].replace("-", " ").capitalize()
-    rows = [{k: "+".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in result["rows"]]
-    return Section(name, f"{title[:1].upper()}{title[1:]}.", Table(columns, lines, rows), draw(result))
-
-
-def _runs(file: Path) -> list[Run]:
-    """Runs of eval.py, or a study's lines, which have no model."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return read_runs(file) if any("model" in line for line in lines) else [run_of_trial(line) for line in lines]
-
-
-def _add(facts: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Keep each fact once, several different texts joined."""
-    for name in FACTS:
-        if name not in more:
-            continue
-        old, new = facts.get(name), more[name]
-        if isinstance(old, str) and isinstance(new, str):
-            facts[name] = old if new in old.split("; ") else f"{old}; {new}"
-        else:
-            facts.setdefault(name, new)
+    print(f"report: {page}")

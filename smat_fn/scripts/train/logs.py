@@ -27,8 +27,8 @@ class Log:
 
     Args: path: of the JSON lines; total: steps; every: steps between lines, the last is always one; device: of
         training; rates: step -> learning rates by name; rows: step -> rows of the training split in its batch, if they
-        are known; progress: of the run that this one goes on from (`progress`), which was after ``start`` steps;
-        trackers: names; run: the experts's name there; config: what trackers are told of it.
+        are known; progress: of the run that this one resumes (`progress`) after ``start`` steps;
+        trackers: names; run: the expert's name there; config: its settings, for trackers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Log:
             self._write()
 
     def cost(self) -> dict[str, Any]:
-        """What a manifest says of the cost of training so far."""
+        """The cost of training so far, for the manifest."""
         totals = self.watch.totals()
         per_step = {
             f"{kind}_step_seconds": round(totals[f"{kind}_seconds"] / totals[f"{kind}_steps"], 6)
@@ -121,7 +121,7 @@ class Log:
         self._write()
 
     def progress(self) -> dict[str, Any]:
-        """JSON values to go on from."""
+        """JSON values that a resumed run continues from."""
         return {
             "run_id": self._run_id,
             "totals": self.watch.totals(),

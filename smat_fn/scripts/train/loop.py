@@ -14,9 +14,9 @@ from ...data.batching import split_rows
 from ...grad import with_master_weights
 from ...parallel import ALONE, World, share
 from ...suites import Suite
-from ...types import Optimizer, Params, Precision, Schedule, Where
+from ...types import Batch, Method, Optimizer, Params, Precision, Schedule, Where
 from .logs import Log
-from .resting import resting, rests
+from .memory import offloaded, offloads_base
 from .snapshots import Interrupted, Saver, Stop, restore
 from .variants import adapters_of, arrange
 
@@ -84,43 +84,31 @@ def train_expert(
     stop: Stop | None = None,
     world: World = ALONE,
 ) -> Params:
-    """One expert, from the suite's base, in its dtypes; with ``training.lora`` its adapters alone.
+    """Train one expert from the suite's base; returns it in base's dtypes, with ``training.lora`` its adapters alone.
 
     The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
-    see the same data in the same order, and a run can go on from any step. Precision "bf16" and "fp32" train a base
+    see the same data in the same order, and a run can resume from any step. Precision "bf16" and "fp32" train a base
     cast to that dtype, "mixed" float32 master weights (`with_master_weights`); a batch is split by the suite into
     ``accumulate`` micro-batches, weighted so that the mean over the whole batch comes out.
 
-    Args: on_step: called as ``on_step(step, info)`` after every step; log: gets every step too; saver: goes on from its
-        snapshot if there is one, and is told when the next one is due; stop: looked at before every step; world: the
-        processes that share every batch, each of which calls this.
-    Raises: ValueError for a loss that is not finite, from the log; `Interrupted` when asked to stop.
+    Args:
+        on_step: called as ``on_step(step, info)`` after every step.
+        log: records every step.
+        saver: resumes from its checkpoint if there is one, and saves the next ones.
+        stop: read before every step.
+        world: the processes that share every batch, each of which calls this.
+
+    Raises:
+        ValueError: for a loss that is not finite, from the log.
+        Interrupted: when asked to stop.
     """
     key = random.fold_in(random.key(seed), task)
     training = budget(suite, task, training)
     assert training.steps is not None
-    loss_fn, base = suite.loss_fn(task), suite.base
-    params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
-    if training.precision == "mixed":
-        loss_fn = with_master_weights(loss_fn)
-    else:
-        base = params
-    adapters = adapters_of(loss_fn, training)
-    kept: dict[str, Tensor] = {}  # base, where the device need not hold it
-    if adapters is None and rests(method, suite.base):
-        kept = _on_host(suite.base)
-        base = kept if base is suite.base else _on_host(base)
-    optimizer = make_optimizer(training, None if adapters else suite.where)
-    start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
-    run = arrange(
-        method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world
-    )
-    state = run.init(start)
+    run, state, kept = _start(suite, task, method, training, key, world)
     if saver is not None and saver.path.exists():
         state = restore(saver.path, state)
-    del params, start, base  # a cast of the base would stay beside the state
-    split = suite.split or split_rows
-    with resting(suite.base, kept) if kept else nullcontext():
+    with offloaded(suite.base, kept) if kept else nullcontext():
         if log is not None:
             if state.step < training.steps:
                 suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
@@ -128,12 +116,8 @@ def train_expert(
         for step in range(state.step, training.steps):
             if stop is not None and (number := world.largest(stop.signal or 0)):
                 raise _interrupted(number, state, task, log, saver, world)
-            batch = given = suite.batch(task, key, step)
-            if world.size > 1:
-                given = share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
-            elif training.accumulate > 1:
-                given = split(batch, training.accumulate)
-            state, info = run.update(key, state, given)
+            batch = suite.batch(task, key, step)
+            state, info = run.update(key, state, _own_part(batch, suite, training, world))
             if log is not None:
                 log.step(step, info, batch)
             if on_step is not None:
@@ -141,9 +125,40 @@ def train_expert(
             if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
                 saver.save(state, log.progress())
                 log.watch.skip()
-    if adapters is not None:
+    if training.lora is not None:
         return state.params
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+
+
+def _start(
+    suite: Suite, task: str, method: MethodConfig, training: Training, key: Tensor, world: World
+) -> tuple[Method, Any, dict[str, Tensor]]:
+    """The method on one task, its first state, and a host copy of base where the device need not hold base."""
+    loss_fn, base = suite.loss_fn(task), suite.base
+    params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
+    if training.precision == "mixed":
+        loss_fn = with_master_weights(loss_fn)
+    else:
+        base = params
+    kept: dict[str, Tensor] = {}
+    adapters = adapters_of(loss_fn, training)
+    if adapters is None and offloads_base(method, suite.base):
+        kept = _on_host(suite.base)
+        base = kept if base is suite.base else _on_host(base)
+    optimizer = make_optimizer(training, None if adapters else suite.where)
+    start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
+    run = arrange(
+        method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world
+    )
+    return run, run.init(start), kept
+
+
+def _own_part(batch: Batch, suite: Suite, training: Training, world: World) -> Any:
+    """The micro-batches of this process; the batch itself where there is one process and one micro-batch."""
+    split = suite.split or split_rows
+    if world.size > 1:
+        return share(split(batch, training.accumulate * world.size), rank=world.rank, size=world.size)
+    return split(batch, training.accumulate) if training.accumulate > 1 else batch
 
 
 def _on_host(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,6 +169,6 @@ def _interrupted(number: int, state: Any, task: str, log: Log | None, saver: Sav
     text = f"stopped by signal {number} after {state.step} steps of {task}"
     if saver is not None and log is not None:
         saver.save(state, log.progress())
-        text += f"; {saver.where()}: go on with --resume"
+        text += f"; {saver.where()}: continue with --resume"
     # torchrun ends the others when one is gone: nobody leaves before the first process has written
     return Interrupted(number, world.agree(text))

@@ -1,13 +1,20 @@
-"""The peak of memory, of CUDA devices and of the process."""
+"""Peak memory of CUDA devices and of the process; and a base whose device memory is freed while it is not read."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ...config import MethodConfig, settings
+
+STRUCTURE_ALONE = "ft", "asam", "mergopt"  # methods that read shapes and dtypes of base, not its values
 
 
 def reset_process_peak() -> bool:
-    """Start `process_peak` anew. Returns: whether the system can (Linux)."""
+    """Reset `process_peak`. Returns: whether the system can (Linux)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -16,7 +23,7 @@ def reset_process_peak() -> bool:
 
 
 def process_peak() -> int | None:
-    """The largest resident bytes of this process since `reset_process_peak`, None where the system does not tell."""
+    """Peak resident bytes of this process since `reset_process_peak`, None where the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -25,14 +32,14 @@ def process_peak() -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """The peaks of CUDA devices start anew; that of a process is left to whoever runs it."""
+    """Reset the peaks of CUDA devices; that of the process is left to its owner."""
     if device.type == "cuda":
         for own in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(own)
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """``peak_memory_bytes``, and in ``peak_memory_of`` what they are of; nothing where the system does not tell.
+    """``peak_memory_bytes``, and ``peak_memory_of`` to say of what; empty where the system does not report it.
 
     Of several CUDA devices it is the largest peak of one (paper, cost protocol).
     """
@@ -41,3 +48,32 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
         return {"peak_memory_bytes": allocated, "peak_memory_of": "cuda allocations"}
     peak = process_peak()  # that of getrusage begins with the parent's
     return {} if peak is None else {"peak_memory_bytes": peak, "peak_memory_of": "resident process"}
+
+
+def offloads_base(method: MethodConfig, base: Mapping[str, Tensor]) -> bool:
+    """Whether base is on a device that need not hold it: OrthoReg reads it there, SMAT unless it is to be pinned."""
+    pinned = method.name == "smat" and settings(method).get("offload") in ("cpu", "stream")
+    return (pinned or method.name in STRUCTURE_ALONE) and all(leaf.is_cuda for leaf in base.values())
+
+
+@contextmanager
+def offloaded(leaves: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Iterator[None]:
+    """Frees the leaves' storage inside the block, and restores it from ``kept`` on exit, even after an exception.
+
+    A module's own weights may share it: a loss runs on the parameters it is given. Storage that tensors beside
+    ``leaves`` share is not freed.
+    """
+    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves.values()}
+    held = dict.fromkeys(storages, 0)
+    for leaf in leaves.values():
+        held[leaf.untyped_storage().data_ptr()] += leaf.nbytes
+    own = [(storages[place], size) for place, size in held.items() if storages[place].nbytes() == size]
+    try:
+        for storage, _ in own:
+            storage.resize_(0)
+        yield
+    finally:
+        for storage, size in own:
+            storage.resize_(size)
+        for path, leaf in leaves.items():
+            leaf.copy_(kept[path])

@@ -1,4 +1,4 @@
-"""Where an unfinished expert goes on: its training state in one file, replaced whole, written in the background."""
+"""Training checkpoints for --resume: one safetensors file, written atomically in a background thread."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 
 class Snapshot(NamedTuple):
-    """What a file says beside the tensors."""
+    """Metadata of a training checkpoint."""
 
     step: int  # optimizer steps done
     settings: dict[str, Any]  # of the run, as in an expert's manifest
@@ -36,7 +36,7 @@ class Interrupted(Exception):
 
 
 class Stop:
-    """Whether training is to end: the number of the signal that asked for it."""
+    """The number of the signal that asked training to end, if one did."""
 
     signal: int | None = None
 
@@ -70,7 +70,7 @@ def path_of(out: Path, task: str) -> Path:
 
 
 def read(path: Path) -> Snapshot | None:
-    """What a file says beside the tensors; None if there is no file. Raises: ValueError for a broken file."""
+    """The metadata of a file; None if there is no file. Raises: ValueError for a broken file."""
     if not path.exists():
         return None
     with _opened(path) as store:
@@ -96,7 +96,7 @@ def restore(path: Path, state: Any) -> Any:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How settings differ, in words, by path; only those named in ``now`` count."""
+    """Messages for settings that differ, by path; only those named in ``now`` count."""
     old, new = (_flat({name: settings.get(name) for name in now}) for settings in (stored, now))
     missing = "left out"
     return [
@@ -107,9 +107,9 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 class Saver:
-    """Keeps the last snapshot of an expert in training; each replaces the one before, none holds values not finite.
+    """Keeps the last checkpoint of an expert in training; each replaces the one before, none holds non-finite values.
 
-    Args: settings: JSON values that a run must share to go on from it; every_steps, every_minutes: when one is due,
+    Args: settings: JSON values that a run must share to resume from it; every_steps, every_minutes: when one is due,
         None: never; both: whichever comes first.
     """
 
@@ -147,7 +147,7 @@ class Saver:
         self._since = time.monotonic()
 
     def wait(self) -> None:
-        """Until the last snapshot is written."""
+        """Wait until the last checkpoint is written."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -158,7 +158,7 @@ class Saver:
         self._part().unlink(missing_ok=True)
 
     def where(self) -> str | None:
-        """The last good state in words, None if there is none."""
+        """Text that names the last good state, None if there is none."""
         self.wait()
         last = read(self.path)
         return None if last is None else f"the last good state, after {last.step} steps, is {self.path}"
@@ -167,14 +167,14 @@ class Saver:
         part = self._part()
         try:
             if not all(bool(t.isfinite().all()) for t in tensors.values()):
-                return  # the loss will tell; the snapshot before stays
+                return  # the loss is reported; the previous checkpoint stays
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, part, metadata={"format": "pt", "facts": facts})
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
             part.replace(self.path)
         except (OSError, SafetensorError) as error:  # a full disk is no reason to lose what is in memory
-            warnings.warn(f"{self.path} cannot be written ({error}): training goes on without it", stacklevel=2)
+            warnings.warn(f"{self.path} cannot be written ({error}): training continues without it", stacklevel=2)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 
@@ -188,7 +188,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as store:
             yield store
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove it, its expert then starts anew") from error
+        raise ValueError(f"{path} cannot be read ({error}): remove it to train its expert from the start") from error
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Seconds of clean and simulated steps; nothing here makes the host wait for the device before they are asked for."""
+"""Seconds of clean and simulated steps, without a synchronization of the device until they are read."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ KINDS = ("clean", "simulated")
 class Stopwatch:
     """Laps, one a step, on the device's own clock where there is one.
 
-    Args: device: of training; totals: of an earlier part of the same run (`totals`), to go on from.
+    Args: device: of training; totals: of an earlier part of the same run (`totals`), to continue from.
     """
 
     def __init__(self, device: torch.device, totals: dict[str, float] | None = None) -> None:
@@ -29,7 +29,7 @@ class Stopwatch:
         self._last = now
 
     def skip(self) -> None:
-        """What was done since the last lap is no part of training."""
+        """Leave out the time since the last lap: it was not training."""
         self._last = self._mark()
 
     def totals(self) -> dict[str, float]:
@@ -41,7 +41,7 @@ class Stopwatch:
         return dict(self._totals)
 
     def seconds(self) -> float:
-        """Of all laps."""
+        """Seconds of all laps."""
         return sum(self.totals()[f"{kind}_seconds"] for kind in KINDS)
 
     def simulation_share(self) -> float | None:

@@ -18,12 +18,11 @@ from . import launching
 from .launching import Job, Launcher
 
 JOBS = "jobs"  # folder of their logs
-NONE = arg(help_behavior_hint="(default: none)")
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train every method with every seed, one process per device; run it again to go on where it stopped."""
+    """Train every method with every seed, one process per device; an interrupted sweep resumes when rerun."""
 
     out: Path
     """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
@@ -42,7 +41,7 @@ class Sweep:
     cluster_options: Annotated[
         dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
     ] = field(default_factory=dict)
-    """Of submitit's executor: slurm_partition gpu timeout_min 600."""
+    """Parameters of submitit's executor: slurm_partition gpu timeout_min 600."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def jobs(options: Sweep, *, script: Path) -> list[Job]:
 
 
 def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print) -> None:
-    """Runs what has not ended well yet.
+    """Run the jobs that have not succeeded yet.
 
     Raises: ValueError as `jobs`, and at the end if a run failed, naming the logs.
     """
@@ -162,7 +161,7 @@ def table(rows: Sequence[Progress]) -> Any:
 
 
 def status(options: Status) -> None:
-    """Prints the table."""
+    """Print the table."""
     from rich.console import Console
 
     Console(width=max(100, Console().width)).print(table(progress(options.out)))

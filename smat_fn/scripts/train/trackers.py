@@ -9,17 +9,17 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio
 
 
 class Tracker(Protocol):
-    """Where numbers of steps go."""
+    """Interface of an experiment tracker."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Numbers of one step."""
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the tracker."""
 
 
 def problems(names: Sequence[str]) -> list[str]:
-    """What speaks against these trackers, in words: unknown names, packages that are not installed."""
+    """Errors for unknown trackers, and for packages that are not installed."""
     found = []
     for name in names:
         if name not in PACKAGES:
@@ -35,7 +35,7 @@ def problems(names: Sequence[str]) -> list[str]:
 def open_tracker(name: str, *, out: Path, run: str, run_id: str, start: int, config: Mapping[str, Any]) -> Tracker:
     """A tracker of one expert.
 
-    Args: out: folder of the experiment; run: name of the run; run_id: the same when a run goes on; start: first step
+    Args: out: folder of the experiment; run: name of the run; run_id: the same when a run is resumed; start: first step
         that will be logged, those from there on are replaced; config: what the run is about.
     """
     module = importlib.import_module(PACKAGES[name])

@@ -1,11 +1,12 @@
-"""Train the experts of a suite: checkpoints with a log each, and runs that go on where they were interrupted."""
+"""Train the experts of a suite into a folder, each with its log; --resume continues an interrupted run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import checkpoint, errors, lora, random, simulation, tree
 from ...config import MethodConfig, Smat, Training, settings
@@ -14,161 +15,169 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from . import snapshots
-from .checks import check_run
 from .logs import Log
 from .loop import budget, schedules, train_expert
 from .memory import reset_peak
-from .snapshots import Saver, Stop
+from .options import RunOptions, check_run
+from .snapshots import Saver, Snapshot, Stop
 from .stopwatch import device_of
 from .variants import adapters_of
+
+
+class Expert(NamedTuple):
+    """An expert to train."""
+
+    task: str
+    training: Training  # of this task, with its number of steps
+    adapters: Lora | None
+    facts: dict[str, Any]  # JSON values that its manifest, and any checkpoint it resumes from, must have
 
 
 def train_run(
     suite: Suite,
     method: MethodConfig,
     training: Training,
+    run: RunOptions,
     *,
-    seed: int,
-    tasks: Sequence[str],
-    out: Path,
-    label: str | None = None,
-    preset: str | None = None,
-    log_every: int = 1,
-    overwrite: bool = False,
-    resume: bool = False,
-    save_every_steps: int | None = None,
-    save_every_minutes: float | None = None,
-    log_to: Sequence[str] = (),
-    probe: int = 0,
-    probe_at: Smat | None = None,
     stop: Stop | None = None,
     world: World = ALONE,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Train one expert per task into ``out/<task>``, its log beside it (``.log.jsonl``), the base in ``out/base``.
+    """Train and save one expert for each task of ``run``, with its log, and the base.
 
-    Args: label: the name of this run in tables, by default the method's in capitals; preset: that the numbers are of,
-        for the manifests; log_every: steps between lines;
-        resume: leave finished experts alone and go on from the snapshot of an unfinished one, to the same bits;
-        save_every_steps, save_every_minutes: when to take one (``out/<task>.resume.safetensors``, the last one is kept
-        until the expert is finished); log_to: trackers, names of `trackers.PACKAGES`; probe: number of simulated
-        states at whose dev loss the finished expert is probed, with the strengths of ``probe_at``; stop: asks to save
-        and end; world: the processes that train together, all of which call this, the first one writes; report: gets a
-        line for what is not trained from its start.
-    Returns: the experts' folders.
-    Raises: ValueError as `check_run`, for experts of another base in ``out``, and for ones of other settings that a
-        resumed run finds there; at a logged step that meets a loss that is not finite, naming it; `Interrupted`.
+    Args:
+        stop: asks to save the state of training and end.
+        world: the processes that train together, all of which call this; the first one writes.
+        report: gets a line for every expert that is finished already, or resumed.
+
+    Returns:
+        The experts' folders.
+
+    Raises:
+        ValueError: as `check_run`; for experts of another base in ``run.out``, and for experts of other settings that
+            a resumed run finds there; for a loss or weights that are not finite.
+        Interrupted: when ``stop`` asked for it.
     """
-    origin = checkpoint.fingerprint(suite.base)
     if world.leads:  # the others would meet what it writes
-        check_run(
-            method,
-            training,
-            known=suite.tasks,
-            tasks=tasks,
-            out=out,
-            log_every=log_every,
-            overwrite=overwrite,
-            resume=resume,
-            save_every_steps=save_every_steps,
-            save_every_minutes=save_every_minutes,
-            log_to=log_to,
-            probe=probe,
-            world=world,
-        )
-    if probe and (probe_at is None or suite.dev_batches is None):
-        raise ValueError(f"probe is {probe}: it needs strengths (probe_at), and a suite with dev_batches")
+        check_run(method, training, run, known=suite.tasks, world=world)
+    if run.probe and (run.probe_at is None or suite.dev_batches is None):
+        raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
+    experts = _experts(suite, method, training, run)
+    if world.leads:
+        if run.resume:
+            _check_resumed(run.out, experts)
+        origin = experts[0].facts["base_fingerprint"]
+        _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
+    for expert in experts:
+        _train_one(suite, method, run, expert, stop=stop, world=world, report=report)
+    return [run.out / expert.task for expert in experts]
+
+
+def _experts(suite: Suite, method: MethodConfig, training: Training, run: RunOptions) -> list[Expert]:
+    """All experts, before the first one is trained. Raises: ValueError as `budget` and `adapters_of`."""
     facts = {
-        "label": label or method.name.upper(),
+        "label": run.label or method.name.upper(),
         "method": method.name,
         "hyperparameters": settings(method),
-        "seed": seed,
+        "seed": run.seed,
         "suite": dict(suite.recipe),
-        "base_fingerprint": origin,
+        "base_fingerprint": checkpoint.fingerprint(suite.base),
     }
-    # before the first one is trained
-    budgets = {task: budget(suite, task, training) for task in tasks}
-    adapters = {task: adapters_of(suite.loss_fn(task), training) for task in tasks}
-    wanted = {task: _as_json({**facts, "training": _numbers(own)}) for task, own in budgets.items()}
-    if resume and world.leads:
-        _check_resumed(out, wanted)
-    if world.leads:
-        _write_base(out / checkpoint.BASE, suite, origin, overwrite=overwrite)
-    device, folders = device_of(suite.base), []
-    more: dict[str, Any] = {"processes": world.size} if world.size > 1 else {}
-    more |= {} if preset is None else {"preset": preset}
-    for task, own in budgets.items():
-        folders.append(out / task)
-        saver = Saver(
-            snapshots.path_of(out, task),
-            wanted[task],
-            every_steps=save_every_steps,
-            every_minutes=save_every_minutes,
-        )
-        finished = resume and (out / task).exists()
-        if world.leads and (finished or not resume):
-            saver.discard()
-        finished, last = world.agree((finished, snapshots.read(saver.path)))
-        if finished:
-            report(f"{task}: finished before")
-            continue
-        if last is not None:
-            report(f"{task}: goes on after step {last.step} of {own.steps}")
-        if not world.leads:
-            train_expert(suite, task, method, own, seed=seed, saver=saver, stop=stop, world=world)
-            continue
-        reset_peak(device)
-        assert own.steps is not None
-        with Log(
-            out / f"{task}.log.jsonl",
-            task=task,
-            total=own.steps,
-            every=log_every,
-            device=device,
-            rates=_rates(own),
-            rows=_rows(suite, task, seed),
-            start=0 if last is None else last.step,
-            progress=None if last is None else last.progress,
-            trackers=log_to,
-            run=f"{facts['label']}-{task}-seed{seed}",
-            config=wanted[task],
-        ) as log:
-            try:
-                params = train_expert(suite, task, method, own, seed=seed, log=log, saver=saver, stop=stop, world=world)
-                tree.check_finite(tree.flatten(params), f"the {task} expert")
-            except ValueError as error:
-                raise ValueError("; ".join(filter(None, (str(error), saver.where())))) from error
-            finally:
-                saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
-            full = _weights(params, suite, adapters[task])
-            cost = log.cost()  # before the probe, whose memory and time are not those of training
-            probed = {} if not probe or probe_at is None else {"probe": _probe(suite, task, full, probe, probe_at)}
-            log.finish(**cost, **{f"probe_{name}": probed["probe"][name] for name in ("clean", "simulated") if probed})
-        manifest = checkpoint.describe(
-            full, kind="expert", task=task, **facts, training=_numbers(own), **cost, **probed, **more
-        )
-        if (own_adapters := adapters[task]) is None:
-            checkpoint.save_expert(out / task, params, manifest, overwrite=overwrite)
-        else:
-            source = str(suite.recipe.get("model", suite.name))
-            lora.save_peft(out / task, params, own_adapters, base=source, manifest=manifest, overwrite=overwrite)
+    budgets = {task: budget(suite, task, training) for task in run.tasks}
+    return [
+        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": _numbers(own)}))
+        for task, own in budgets.items()
+    ]
+
+
+def _train_one(
+    suite: Suite,
+    method: MethodConfig,
+    run: RunOptions,
+    expert: Expert,
+    *,
+    stop: Stop | None,
+    world: World,
+    report: Callable[[str], None],
+) -> None:
+    """Train and save an expert, from its checkpoint if there is one; a finished expert is kept."""
+    task, training = expert.task, expert.training
+    steps, minutes = run.save_every_steps, run.save_every_minutes
+    saver = Saver(snapshots.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
+    finished = run.resume and (run.out / task).exists()
+    if world.leads and (finished or not run.resume):
         saver.discard()
-    return folders
+    finished, last = world.agree((finished, snapshots.read(saver.path)))
+    if finished:
+        report(f"{task}: finished before")
+        return
+    if last is not None:
+        report(f"{task}: resumes after step {last.step} of {training.steps}")
+    train = partial(train_expert, suite, task, method, training, seed=run.seed, saver=saver, stop=stop, world=world)
+    if not world.leads:
+        train()
+        return
+    with _log(suite, run, expert, last) as log:
+        try:
+            params = train(log=log)
+            tree.check_finite(tree.flatten(params), f"the {task} expert")
+        except ValueError as error:
+            raise ValueError("; ".join(filter(None, (str(error), saver.where())))) from error
+        finally:
+            saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
+        full = params
+        if expert.adapters is not None:  # the dtypes of base
+            full = {**suite.base, **lora.expand(params, suite.base, expert.adapters)}
+        found = log.cost()  # before the probe, whose memory and time are not those of training
+        probed = _probe(suite, task, full, run.probe, run.probe_at) if run.probe and run.probe_at else {}
+        log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
+    found |= {"probe": probed} if probed else {}
+    found |= {"processes": world.size} if world.size > 1 else {}
+    found |= {} if run.preset is None else {"preset": run.preset}
+    _save(suite, run, expert, params, checkpoint.describe(full, kind="expert", task=task, **expert.facts, **found))
+    saver.discard()
 
 
-def _weights(params: Params, suite: Suite, adapters: Lora | None) -> Params:
-    """The expert's weights, in the dtypes of the suite's base."""
-    return params if adapters is None else {**suite.base, **lora.expand(params, suite.base, adapters)}
+def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
+    """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
+    device, task, training = device_of(suite.base), expert.task, expert.training
+    reset_peak(device)
+    key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
+    assert training.steps is not None, "budget gives them"
+    return Log(
+        run.out / f"{task}.log.jsonl",
+        task=task,
+        total=training.steps,
+        every=run.log_every,
+        device=device,
+        rates=lambda step: {name: schedule(step) for name, schedule in rates.items()},
+        rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
+        start=0 if last is None else last.step,
+        progress=None if last is None else last.progress,
+        trackers=run.log_to,
+        run=f"{expert.facts['label']}-{task}-seed{run.seed}",
+        config=expert.facts,
+    )
 
 
-def _check_resumed(out: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    """Removes what was written in part. Raises: ValueError that lists experts and snapshots of other settings."""
+def _save(suite: Suite, run: RunOptions, expert: Expert, params: Params, manifest: dict[str, Any]) -> None:
+    """Weights, or adapters in PEFT's format, with their manifest."""
+    folder = run.out / expert.task
+    if expert.adapters is None:
+        checkpoint.save_expert(folder, params, manifest, overwrite=run.overwrite)
+        return
+    source = str(suite.recipe.get("model", suite.name))
+    lora.save_peft(folder, params, expert.adapters, base=source, manifest=manifest, overwrite=run.overwrite)
+
+
+def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
+    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings."""
     problems = []
-    for task, settings_ in wanted.items():
+    for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         found = checkpoint.load_manifest(path) if path.exists() else None if last is None else last.settings
-        if found is not None and (differ := snapshots.differences(found, settings_)):
+        if found is not None and (differ := snapshots.differences(found, facts)):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
@@ -191,22 +200,12 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
     """Dev losses of an expert and of its simulated states; the keys are the same in all runs."""
     assert suite.dev_batches is not None
     names = ("alpha_min", "drop_prob", "sigma", "noise")
-    strengths = {name: value for name, value in settings(at).items() if name in names}
+    hyperparameters = {name: value for name, value in settings(at).items() if name in names}
     keys = random.split(random.fold_in(random.key(0), "probe"), count)
     loss_fn, batches = suite.loss_fn(task), suite.dev_batches(task)
-    found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **strengths)
+    found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
-    return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **strengths}
-
-
-def _rates(training: Training) -> Callable[[int], dict[str, float]]:
-    named = schedules(training)
-    return lambda step: {name: schedule(step) for name, schedule in named.items()}
-
-
-def _rows(suite: Suite, task: str, seed: int) -> Callable[[int], list[int]] | None:
-    key, batch_rows = random.fold_in(random.key(seed), task), suite.batch_rows
-    return None if batch_rows is None else lambda step: batch_rows(task, key, step)
+    return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
 
 
 def _numbers(training: Training) -> dict[str, Any]:

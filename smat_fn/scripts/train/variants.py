@@ -35,7 +35,7 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
 
 
 def problems(method: MethodConfig, training: Training, world: World) -> list[str]:
-    """What speaks against the method on adapters, or with several processes, in words."""
+    """Errors for a method on adapters, or with several processes."""
     found, own = [], settings(method)
     if training.lora is not None:
         found += [f"lora rank is {training.lora.rank}, must be at least 1"] if training.lora.rank < 1 else []

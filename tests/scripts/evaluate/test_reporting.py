@@ -7,11 +7,11 @@ import pytest
 
 from smat_fn.checkpoint import MANIFEST, describe, write_text
 from smat_fn.evaluate import Result, write_results
-from smat_fn.evaluate.runs import SET, Run, write_runs
+from smat_fn.evaluate.runs import SET, Run
 from smat_fn.report import write_full_report
 from smat_fn.report.tables import main_table
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.evaluate.reporting import OUTCOME, read_sources
+from smat_fn.scripts.evaluate.sources import OUTCOME, read_sources
 
 FT = [
     Result("FT", "expert:a", "a", "test", 90.0, 0),
@@ -41,7 +41,7 @@ GAINS = {
 
 def evaluated(folder, rows, runs, **facts):
     write_results(folder / "results.jsonl", rows)
-    write_runs(folder / "runs.jsonl", runs)
+    write_results(folder / "runs.jsonl", runs)
     write_text(folder / "results.json", json.dumps(facts))
 
 
@@ -83,7 +83,7 @@ def test_manifests_fill_what_no_runs_file_tells(tmp_path):
 
 def test_a_file_of_scores_brings_what_is_beside_it(tmp_path):
     write_results(tmp_path / "study.jsonl", FT)
-    write_runs(tmp_path / "study_runs.jsonl", [RUN])
+    write_results(tmp_path / "study_runs.jsonl", [RUN])
     write_text(tmp_path / "study.json", json.dumps({"hardware": "an abacus", "dev": {"ft": {"0.1": [1.0]}}, "x": 1}))
     found = read_sources([tmp_path / "study.jsonl"])
     assert (found.rows, found.runs) == (FT, [RUN])

@@ -18,6 +18,7 @@ from smat_fn.evaluate import read_results
 from smat_fn.evaluate.decoding import generator
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.merging import find_inputs, merge_run
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 
@@ -43,7 +44,7 @@ def world(tmp_path_factory):
     given = {"model": str(root / "model"), "data": str(root / "rows"), "device": "cpu", "max_new_tokens": 4}
     suite, preset = load_suite("trace", seed=3, **given), preset_of("llama-3.2-1b")
     training = replace(preset.training, steps=2, epochs={}, lr=1e-2)
-    train_run(suite, preset.methods["ft"], training, seed=3, tasks=suite.tasks, out=root / "run")
+    train_run(suite, preset.methods["ft"], training, RunOptions(root / "run", suite.tasks, 3))
     merge_run([TaskArithmetic(0.5)], *find_inputs(root / "run"), out=root / "run/merged", search=False, seed=0)
     return root
 

@@ -1,4 +1,4 @@
-"""Training that ended early goes on to the same bits: weights, log, nothing twice, nothing lost."""
+"""Training that ended early resumes to the same bits: weights, log, nothing twice, nothing lost."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp
     assert len(log_of(tmp_path / "cut", "rot90")) == 7
     told = []
     train(tmp_path / "cut", **options, resume=True, report=told.append)
-    assert told == ["rot90: goes on after step 4 of 9"]
+    assert told == ["rot90: resumes after step 4 of 9"]
     for task in ("rot90", "mirror"):
         assert weights_of(tmp_path / "cut", task) == weights_of(tmp_path / "whole", task)
         assert log_of(tmp_path / "cut", task) == log_of(tmp_path / "whole", task)
@@ -133,7 +133,7 @@ def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_pa
     with pytest.raises(Killed):
         train(tmp_path, tasks=("mirror",), save_every_steps=2)
     before = (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(ValueError, match="is of an unfinished expert: go on with --resume") as error:
+    with pytest.raises(ValueError, match="is of an unfinished expert: pass --resume") as error:
         train(tmp_path, tasks=("rot90", "mirror"))
     assert "rot90 exists" in str(error.value)
     other = replace(DIGITS.methods["smat"], sigma=0.02)
@@ -144,7 +144,7 @@ def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_pa
     assert not (tmp_path / "stripes").exists()
     told = []
     train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
-    assert told == ["rot90: finished before", "mirror: goes on after step 4 of 6"]
+    assert told == ["rot90: finished before", "mirror: resumes after step 4 of 6"]
     assert (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns == before
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch):
         saver.save(State({"w": torch.ones(2)}, (), 1), {})
         saver.wait()
 
-    with pytest.warns(UserWarning, match="no space left.*training goes on without it"):
+    with pytest.warns(UserWarning, match="no space left.*training continues without it"):
         save()
     assert list(tmp_path.iterdir()) == []
 
@@ -303,7 +303,7 @@ def test_a_process_ended_by_signals_ends_with_the_same_weights_and_log(suite, tm
     after(monkeypatch, 35, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert here(cut, "--resume") == 130
     told = capsys.readouterr()
-    assert "rot90: goes on after step " in told.out
+    assert "rot90: resumes after step " in told.out
     assert told.err.startswith("train.py: stopped by signal 2 after 36 steps of rot90; the last good state, after 36 ")
     assert signal.getsignal(signal.SIGINT) is before
     assert here(cut, "--resume") == 0

@@ -11,7 +11,7 @@ import torch
 
 from smat_fn import checkpoint, optim, random, tree
 from smat_fn.config import DIGITS, Asam, Finetune, Mergopt, Smat, Training
-from smat_fn.scripts.train import loop, resting, stopwatch
+from smat_fn.scripts.train import loop, memory, stopwatch
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
 from smat_fn.simulation import probe
@@ -275,14 +275,14 @@ def test_an_expert_is_probed_on_dev_at_keys_that_all_runs_share(suite, train, tm
     manifest, row = checkpoint.load_manifest(tmp_path / "rot90"), log_of(tmp_path, "rot90")[-1]
     expert, _ = checkpoint.load_expert(tmp_path / "rot90", suite.base)
     keys = random.split(random.fold_in(random.key(0), "probe"), 3)
-    strengths = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "noise": "uniform"}
+    given = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "noise": "uniform"}
     (dev,) = suite.dev_batches("rot90")
     assert len(dev.batch[1]) == dev.weight == 250
-    want = probe(suite.loss_fn("rot90"), expert, suite.base, [dev], keys, where=suite.where, **strengths)
-    told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **strengths}
+    want = probe(suite.loss_fn("rot90"), expert, suite.base, [dev], keys, where=suite.where, **given)
+    told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **given}
     assert manifest["probe"] == told
     assert (row["probe_clean"], row["probe_simulated"]) == (want.clean, want.mean)
-    with pytest.raises(ValueError, match="it needs strengths"):
+    with pytest.raises(ValueError, match="it needs hyperparameters"):
         train(tmp_path / "other", tasks=("rot90",), probe=1)
 
 
@@ -332,7 +332,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, su
     four = Training(steps=4, lr=5e-4, precision=precision)
     resting_suite, sizes = suite.replace(base=base), []
     wanted = train_expert(suite, "rot90", method, four, seed=3)
-    assert not resting.rests(method, base)  # on a CPU there is nothing to give back
+    assert not memory.offloads_base(method, base)  # on a CPU there is nothing to give back
 
     def on_device(method, leaves):
         return method.name != "orthoreg"
@@ -342,7 +342,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, su
         if step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "rests", on_device)
+    monkeypatch.setattr(loop, "offloads_base", on_device)
     try:
         found = train_expert(resting_suite, "rot90", method, four, seed=3)
         with pytest.raises(KeyboardInterrupt):
@@ -358,7 +358,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, precision, su
 def test_memory_that_others_share_stays():
     both = torch.arange(6.0)
     part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
-    with resting.resting({"part": part, "alone": alone}, kept):
+    with memory.offloaded({"part": part, "alone": alone}, kept):
         assert both.tolist() == [0, 1, 2, 3, 4, 5]
         assert alone.untyped_storage().nbytes() == 0
     assert both.tolist() == [7, 8, 2, 3, 4, 5]

@@ -1,0 +1,146 @@
+"""Scores over sets of experts (paper section 5.3): number of experts, replaced experts, sources of merging gains."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from .. import errors
+from .. import merge as mergers
+from ..report.tables import Cell, MainTable, cell_of
+from ..types import Params
+from .stacked import Job
+
+Scores = Callable[[Sequence[Job]], list[dict[str, float]]]
+
+
+class Scored(NamedTuple):
+    """A merged model on one of its tasks."""
+
+    experts: int  # how many are merged, or replaced
+    subset: tuple[str, ...]  # their tasks
+    task: str  # what was scored
+    score: float  # 0 to 100
+    relative: float  # 100 * score / score of the independent FT expert
+
+
+def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """The N windows of ``count`` neighbours in a cyclic order of N tasks, or the whole order for count N.
+
+    Every task is in ``count`` of the N windows, so that all tasks weigh alike. The tasks of a window stand in the
+    given order. Count 0 is one empty window.
+
+    Raises: ValueError for a count outside 0 to N, and for tasks named twice.
+    """
+    size = len(tasks)
+    problems = [] if 0 <= count <= size else [f"count is {count}, must be from 0 to {size}, the number of tasks"]
+    problems += [f"tasks are {list(tasks)}: name each once"] if len(set(tasks)) < size else []
+    errors.raise_problems(problems)
+    if count in (0, size):
+        return [tuple(tasks[:count])]
+    windows = [{(start + step) % size for step in range(count)} for start in range(size)]
+    return [tuple(task for place, task in enumerate(tasks) if place in window) for window in windows]
+
+
+def experts_curve(
+    tasks: Sequence[str],
+    merge: Callable[[tuple[str, ...]], Params],
+    scores: Scores,
+    *,
+    reference: Mapping[str, float],
+) -> list[Scored]:
+    """Scores of merges of K = 2..N experts, the cyclic subsets of each K, on their own tasks alone.
+
+    Args: tasks: in a fixed order; merge: the merged model of a subset's experts; scores: of jobs, by task
+        (`score_jobs`); reference: score of the independent FT expert by task.
+    Raises: ValueError for fewer than two tasks, and tasks whose reference is missing or not positive.
+    """
+    problems = [] if len(tasks) > 1 else [f"tasks are {list(tasks)}: a merge takes at least two"]
+    errors.raise_problems(problems + _reference_problems(tasks, reference))
+    subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]
+    jobs = [Job(partial(merge, subset), subset) for subset in subsets]
+    return _scored([(len(subset), subset) for subset in subsets], scores(jobs), reference)
+
+
+def replacement_sets(tasks: Sequence[str]) -> list[tuple[str, ...]]:
+    """The tasks to replace, for q = 0..N of them: the N cyclic windows of each q, in which every task occurs q times.
+
+    They depend on the tasks alone, so that all methods are compared on the same sets.
+    """
+    return [subset for count in range(len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]
+
+
+def replacement_curve(
+    base: Params,
+    ft: Mapping[str, Params],
+    other: Mapping[str, Params],
+    scores: Scores,
+    *,
+    reference: Mapping[str, float],
+    coef: float = 0.3,
+) -> list[Scored]:
+    """Scores on all tasks of θ₀ + γ (Σ_{i∉R} Δ_i^FT + Σ_{i∈R} Δ_i^other) for every set R of `replacement_sets`.
+
+    Args: ft, other: experts by task, the same tasks; scores: of jobs, by task (`score_jobs`); reference: score of the
+        independent FT expert by task; coef: γ of every merge.
+    Raises: ValueError that lists tasks that one of the two lacks, and tasks whose reference is not positive.
+    """
+    tasks = tuple(ft)
+    problems = [f"task {task!r} has only one of the two experts: give both" for task in set(ft) ^ set(other)]
+    errors.raise_problems(problems + _reference_problems(tasks, reference))
+    sets = replacement_sets(tasks)
+
+    def mixed(replaced: tuple[str, ...]) -> Params:
+        experts = {task: (other if task in replaced else ft)[task] for task in tasks}
+        return mergers.task_arithmetic(base, experts, coef=coef)
+
+    jobs = [Job(partial(mixed, replaced), tasks) for replaced in sets]
+    return _scored([(len(replaced), replaced) for replaced in sets], scores(jobs), reference)
+
+
+def _scored(
+    subsets: Sequence[tuple[int, tuple[str, ...]]], found: Sequence[Mapping[str, float]], reference: Mapping[str, float]
+) -> list[Scored]:
+    """A row for every subset and task that was scored."""
+    return [
+        Scored(count, subset, task, score, 100 * score / reference[task])
+        for (count, subset), scores in zip(subsets, found, strict=True)
+        for task, score in scores.items()
+    ]
+
+
+def _reference_problems(tasks: Sequence[str], reference: Mapping[str, float]) -> list[str]:
+    """Errors for tasks whose scores cannot be divided by their reference."""
+    return [
+        f"the FT expert's score of {task!r} is {reference.get(task)}: a score above 0 is needed to divide by"
+        for task in tasks
+        if not reference.get(task, 0) > 0
+    ]
+
+
+class Gain(NamedTuple):
+    """Expert score, five-merger mean, and the difference of the two, by seed."""
+
+    expert: Cell
+    merged: Cell
+    drop: Cell  # expert - merged
+
+
+def gains(table: MainTable) -> dict[str, Gain]:
+    """Expert score, five-merger mean and merging drop of every method of the table.
+
+    Raises: ValueError that lists methods without experts or without all five mergers.
+    """
+    lacking = {method: [c for c in ("Expert", "Avg") if c not in line] for method, line in table.cells.items()}
+    problems = [
+        f"{method} has no {' and no '.join(columns)}: score its experts and all five mergers (merge.py all)"
+        for method, columns in lacking.items()
+        if columns
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+    found = {}
+    for method, line in table.cells.items():
+        expert, merged = line["Expert"], line["Avg"]
+        drop = cell_of({seed: score - merged.by_seed[seed] for seed, score in expert.by_seed.items()})
+        found[method] = Gain(expert, merged, drop)
+    return found

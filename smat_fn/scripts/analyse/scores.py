@@ -1,0 +1,181 @@
+"""Analyses of scores: number of experts, replaced experts, sources of gains. No torch until one runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from .commands import RUNS, SPLIT, Shared, progress
+
+if TYPE_CHECKING:
+    from ...analyses import Job, Scored
+    from ...analyses.results import Result
+    from ...suites import Suite
+    from .runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCurve(Shared):
+    """Merge K = 2..N experts of each run, score each merge on its own tasks, divide by the FT experts' scores."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], RUNS]
+    """Folders of train.py, one of method ft among them for every seed."""
+    merger: Literal["wa", "ta", "ties", "dare", "della"] = "ta"
+    """How experts are merged."""
+    coef: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: the run's own, else searched on dev)")] = ()
+    """One coefficient for all runs, or one for each. A run's own is that of its merged model of all experts."""
+    preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
+    """Settings of mergers that have more than a coefficient, where a run holds no merged model of its own."""
+    seed: int = 0
+    """Seed of the random masks of DARE and DELLA."""
+    split: SPLIT = "test"
+    """Split to score."""
+
+
+def experts_curve(options: ExpertsCurve) -> "Result":
+    """`analyses.experts_curve` of every run; a row per merged model and task.
+
+    Raises: ValueError as `load_runs`, `standard_runs` and `chosen_merger` do; for another number of coefs.
+    """
+    from ... import analyses
+    from .runs import chosen_merger, load_runs, merged_params, result_of, standard_runs
+
+    merger, split, seed, coef = options.merger, options.split, options.seed, options.coef
+    if len(coef) not in (0, 1, len(options.runs)):
+        raise ValueError(f"{len(coef)} coefs for {len(options.runs)} runs: give none, one for all, or one each")
+    runs = load_runs(options.runs, options=options.suite_options)
+    reference = _reference(standard_runs(runs), split)
+    coefs = [None] * len(runs) if not coef else list(coef) * (len(runs) if len(coef) == 1 else 1)
+    configs = [
+        chosen_merger(run, merger, coef=c, preset=options.preset, seed=seed, memory=options.memory_bytes)
+        for run, c in zip(runs, coefs, strict=True)
+    ]
+    rows = []
+    sizes = [(run.tasks, count) for run in runs for count in range(2, len(run.tasks) + 1)]
+    total = sum(count * len(analyses.cyclic_subsets(tasks, count)) for tasks, count in sizes)
+    with progress("score", total) as done:
+        for run, config in zip(runs, configs, strict=True):
+            found = analyses.experts_curve(
+                run.tasks,
+                partial(merged_params, config, run, seed=seed),
+                _scores(run.suite, options, split, done),
+                reference=reference[run.seed],
+            )
+            rows += _lines(found, run, coef=getattr(config, "coef", None))
+    return result_of("experts-curve", runs, rows, merger=merger, split=split, merge_seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement(Shared):
+    """Replace q = 0..N of the FT experts by another method's of the same tasks, merge by TA, score on all tasks."""
+
+    ft: tuple[Path, ...]
+    """Folders of train.py of method ft, one a seed."""
+    other: tuple[Path, ...]
+    """Folders of train.py whose experts replace them, of the same seeds."""
+    coef: float = 0.3
+    """gamma of all merges."""
+    split: SPLIT = "test"
+    """Split to score."""
+
+
+def replacement(options: Replacement) -> "Result":
+    """`analyses.replacement_curve` of every other run against the standard run of its seed; rows as `experts_curve`.
+
+    Raises: ValueError as `load_runs` and `standard_runs` do; for a standard run of another method than ft.
+    """
+    from ... import analyses, errors
+    from .runs import load_runs, result_of, standard_runs
+
+    count, split, coef = len(options.ft), options.split, options.coef
+    runs = load_runs([*options.ft, *options.other], options=options.suite_options)
+    ft, rest = standard_runs(runs), runs[count:]
+    wrong = [run for run in runs[:count] if run.method != "ft"]
+    errors.raise_problems([f"{run.path} is of method {run.method}, not ft" for run in wrong])
+    reference = _reference(ft, split)
+    rows = []
+    total = sum(len(analyses.replacement_sets(run.tasks)) * len(run.tasks) for run in rest)
+    with progress("score", total) as done:
+        for run in rest:
+            found = analyses.replacement_curve(
+                run.inputs.base,
+                ft[run.seed].inputs.experts,
+                run.inputs.experts,
+                _scores(run.suite, options, split, done),
+                reference=reference[run.seed],
+                coef=coef,
+            )
+            rows += _lines(found, run, coef=coef)
+    return result_of("replacement", runs, rows, coef=coef, split=split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gains(Shared):
+    """Expert scores against the mean of the five mergers; the difference is the merging drop."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], RUNS]
+    """Checkpoints, or folders that hold them: of every method experts and all five merged models (merge.py all)."""
+    split: SPLIT = "test"
+    """Split to score."""
+
+
+def gains(options: Gains) -> "Result":
+    """`analyses.gains` of experts and merged checkpoints at or below the paths; a row per method and seed.
+
+    Raises: ValueError as `evaluate`, `main_table` and `analyses.gains` do.
+    """
+    from ... import analyses, checkpoint
+    from ...report.tables import main_table
+    from ..evaluate.evaluation import evaluate, find_checkpoints
+    from .runs import result_of
+
+    split, folders = options.split, find_checkpoints(options.runs)
+    with progress("checkpoint", len(folders)) as done:
+        scores = evaluate(folders, split=split, options=options.suite_options, on_model=lambda name: done(1))
+    rows = [
+        {
+            "method": method,
+            "seed": seed,
+            "expert": gain.expert.by_seed[seed],
+            "merged": gain.merged.by_seed[seed],
+            "drop": drop,
+        }
+        for method, gain in analyses.gains(main_table(scores, split=split)).items()
+        for seed, drop in gain.drop.by_seed.items()
+    ]
+    kept = ("label", "kind", "task", "merger", "hyperparameters", "seed", "suite", "fingerprint", "versions")
+    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    models = [{"path": str(f), **{name: m[name] for name in kept if name in m}} for f, m in manifests.items()]
+    return {**result_of("gains", [], rows, split=split), "runs": models}
+
+
+def _reference(standard: Mapping[int, "Run"], split: str) -> dict[int, dict[str, float]]:
+    return {
+        seed: {task: run.suite.score(params, task, split) for task, params in run.inputs.experts.items()}
+        for seed, run in standard.items()
+    }
+
+
+def _scores(
+    suite: "Suite", options: Shared, split: str, done: Callable[[int], Any]
+) -> Callable[[Sequence["Job"]], list[dict[str, float]]]:
+    from ...analyses import score_jobs
+
+    tensor = suite.score_tensor
+    return partial(
+        score_jobs,
+        score=lambda params, task: suite.score(params, task, split),
+        batched=None if tensor is None else lambda params, task: tensor(params, task, split),
+        memory=options.memory_bytes,
+        done=done,
+    )
+
+
+def _lines(found: Sequence["Scored"], run: "Run", *, coef: float | None) -> list[dict[str, Any]]:
+    return [
+        {"method": run.label, "seed": run.seed, **row._asdict(), "subset": "+".join(row.subset), "coef": coef}
+        for row in found
+    ]

@@ -1,0 +1,168 @@
+"""Analyses of weights: loss along merge directions, sizes of updates. No torch until one runs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from ..cli import NONE
+from .commands import Shared, progress
+
+if TYPE_CHECKING:
+    from ...analyses.results import Result
+    from ...suites import Suite
+    from ...types import Micro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landscape(Shared):
+    """Loss at base + a * expert's own update + b * gamma * sum of the FT partners' updates."""
+
+    ft: Path
+    """Folder of train.py of the experts whose updates are the partners'; its own slices are drawn first."""
+    methods: Annotated[tuple[Path, ...], NONE] = ()
+    """Folders of train.py whose experts are rescaled beside them."""
+    tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Target tasks."""
+    coef: float = 0.3
+    """gamma of the partners' update."""
+    a: tuple[float, float] = (0.0, 2.0)
+    """Range of the factor of the own update."""
+    b: tuple[float, float] = (-1.0, 3.0)
+    """Range of the factor of the partners' update."""
+    points: int = 21
+    """Points along each axis; a = 1 and b = 0, the expert, are added where they are not among them."""
+    batches: int = 8
+    """At most so many batches of a task's dev split: the samples, the same at every point and for every method."""
+    seed: int = 0
+    """Seed of the samples where a suite has no dev batches and they are of the training split."""
+
+
+def landscape(options: Landscape) -> "Result":
+    """`analyses.landscape` of the standard run and of every other, for every task; a row per point.
+
+    The `samples` of a task are the same for all points and methods. The suite of a causal language model counts the
+    answer's tokens only (mask_prompt), and cuts prompts in the middle so that answers stay, unless the options of the
+    suite say otherwise.
+
+    Raises: ValueError as `load_runs` does; for bad axes, tasks that the runs lack, fewer than one batch, and a loss
+        that is not finite.
+    """
+    from ... import analyses, errors
+    from .runs import load_runs, result_of
+
+    axes, coef = _axes(options), options.coef
+    suite_options = {**_answers_only(options), **options.suite_options}
+    runs = load_runs([options.ft, *(path for path in options.methods if path != options.ft)], options=suite_options)
+    ft = runs[0]
+    problems = [f"batches is {options.batches}, must be at least 1"] if options.batches < 1 else []
+    problems += [
+        f"runs have no task {task!r}, they have {', '.join(ft.tasks)}" for task in options.tasks if task not in ft.tasks
+    ]
+    problems += [
+        f"{run.path} is of seed {run.seed}, {ft.path} of {ft.seed}: give runs of one seed"
+        for run in runs
+        if run.seed != ft.seed
+    ]
+    errors.raise_problems(problems)
+    chosen = list(dict.fromkeys(options.tasks)) or list(ft.tasks)
+    rows: list[dict[str, Any]] = []
+    with progress("point", len(chosen) * len(runs) * len(axes["a"]) * len(axes["b"])) as done:
+        for task in chosen:
+            partners = analyses.partner_update(ft.inputs.base, ft.inputs.experts, task, coef=coef)
+            split, found = samples(ft.suite, task, batches=options.batches, seed=options.seed)
+            loss = analyses.mean_loss(ft.suite.loss_fn(task), found)
+            more: dict[str, Any] = {**axes, "memory": options.memory_bytes, "done": done}
+            for run in runs:
+                values = analyses.landscape(ft.inputs.base, run.inputs.experts[task], partners, loss, **more)
+                rows += [
+                    {"task": task, "method": run.label, "a": x, "b": y, "loss": value}
+                    for y, line in zip(axes["b"], values, strict=True)
+                    for x, value in zip(axes["a"], line, strict=True)
+                ]
+    lost = [row for row in rows if not math.isfinite(row["loss"])]
+    if lost:
+        where = ", ".join("{task} {method} ({a:g}, {b:g})".format(**row) for row in lost[:5])
+        raise ValueError(f"the loss is not finite at {len(lost)} of {len(rows)} points ({where}): narrow --a and --b")
+    origin = {"split": split, "batches": options.batches, "seed": options.seed, "suite_options": suite_options}
+    return result_of("landscape", runs, rows, coef=coef, **axes, tasks=chosen, samples=origin)
+
+
+def _axes(options: Landscape) -> dict[str, list[float]]:
+    """Points of both axes. Raises: ValueError that lists too few points, and ranges that do not rise."""
+    count, ranges = options.points, {"a": options.a, "b": options.b}
+    problems = [f"points is {count}, must be at least 2"] if count < 2 else []
+    problems += [f"{name} is {low:g} {high:g}, must rise" for name, (low, high) in ranges.items() if not low < high]
+    if problems:
+        raise ValueError("; ".join(problems))
+    expert = {"a": 1.0, "b": 0.0}
+    return {
+        name: sorted({round(low + (high - low) * i / (count - 1), 6) for i in range(count)} | {expert[name]})
+        for name, (low, high) in ranges.items()
+    }
+
+
+def _answers_only(options: Landscape) -> Mapping[str, Any]:
+    from ... import checkpoint
+    from ...models.pretrained import is_encoder_decoder
+    from ..merge.inputs import find_inputs
+
+    recipe = checkpoint.load_manifest(find_inputs(options.ft)[1][0]).get("suite") or {}
+    causal = "mask_prompt" in recipe and not is_encoder_decoder(options.suite_options.get("model", recipe["model"]))
+    return {"mask_prompt": True, "truncate": "prompt-middle"} if causal else {}
+
+
+def samples(suite: "Suite", task: str, *, batches: int, seed: int) -> "tuple[str, list[Micro]]":
+    """The split that samples are from, and the first ``batches`` batches of it with their weights.
+
+    The dev split; where a suite has no batches of it, the training split as ``suite.batch`` gives it at steps 0, 1, ...
+    under the key ``fold_in(fold_in(key(seed), "samples"), task)``, all batches of one weight.
+    """
+    from ... import random
+    from ...types import Micro
+
+    if suite.dev_batches is not None:
+        return "dev", suite.dev_batches(task)[:batches]
+    key = random.fold_in(random.fold_in(random.key(seed), "samples"), task)
+    return "train", [Micro(suite.batch(task, key, step), 1.0) for step in range(batches)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnose(Shared):
+    """Sizes of updates by kind of leaf, beside those of the partners and of the noise, and a sigma to start from."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of train.py."""
+    coef: float = 0.3
+    """gamma of the partners' updates."""
+    sigma: Annotated[float | None, arg(help_behavior_hint="(default: the run's, else the suggested one)")] = None
+    """RMS of the noise to compare with."""
+
+
+def diagnose(options: Diagnose) -> "Result":
+    """`analyses.diagnose` of a run; a row per kind of leaf, with sigma beside the sizes."""
+    from ... import analyses
+    from .runs import facts, load_runs, result_of
+
+    coef, sigma = options.coef, options.sigma
+    (run,) = load_runs([options.run], options=options.suite_options)
+    module = run.suite.loss_fn(run.tasks[0]).module  # type: ignore[attr-defined]
+    kinds = analyses.groups(module, run.suite.where)
+    found = analyses.diagnose(run.inputs.base, run.inputs.experts, kinds, coef=coef)
+    suggested, own = analyses.suggested_sigma(found[-1]), facts(run).get("hyperparameters", {}).get("sigma")
+    origin = "given" if sigma is not None else "the run's" if own else "suggested" if suggested else None
+    used = sigma if sigma is not None else own or suggested
+    shares = analyses.unmoved_shares(run.inputs.base, kinds, used) if used else {}
+    rows = [
+        {
+            **row._asdict(),
+            "sigma_by_delta": used / row.delta if used and row.delta else None,
+            "sigma_by_partners": used / row.partners if used and row.partners else None,
+            "unmoved": shares.get(row.kind),
+        }
+        for row in found
+    ]
+    return result_of("diagnose", [run], rows, coef=coef, sigma=used, sigma_origin=origin, suggested_sigma=suggested)

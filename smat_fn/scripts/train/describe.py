@@ -1,0 +1,64 @@
+"""Descriptions of a run before it starts: one line, or all of --dry-run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...analyses.diagnose import unmoved
+from ...config import MethodConfig, Training, settings
+from ...grad import ModuleLoss
+from ...models import inspect
+from ...suites import Suite
+from .loop import budget
+
+
+def headline(
+    suite: Suite, method: MethodConfig, training: Training, *, origin: str, seed: int, processes: int = 1
+) -> str:
+    """One line: method, suite, learning rate and where it is from, length, what differs from plain training, seed."""
+    parts = [f"learning rate {training.lr:g} ({origin})"]
+    parts.append("epochs by task" if training.steps is None else f"{training.steps} steps")
+    parts += [f"precision {training.precision}"] if training.precision else []
+    parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
+    parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
+    parts += [f"{processes} processes"] if processes > 1 else []
+    return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"
+
+
+def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
+    """Settings of suite, method and optimizer, the parameters, and per task the steps and the share of cut rows.
+
+    Raises: ValueError for rows that the suite cannot use.
+    """
+    shared = {n: value for n, value in vars(training).items() if n not in ("steps", "epochs")}
+    shared = {name: value for name, value in shared.items() if value is not None and value is not False}
+    lines = [
+        f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
+        f"method {method.name}: {_listed(settings(method)) or 'no options'}",
+        f"training: {_listed(shared)}, run seed {seed}",
+        "",
+    ]
+    loss = suite.loss_fn(tasks[0])
+    assert isinstance(loss, ModuleLoss)
+    lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
+    if sigma := settings(method).get("sigma"):
+        still, size = unmoved(suite.base, sigma), sum(leaf.numel() for leaf in suite.base.values())
+        if still:
+            lines += [f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there", ""]
+    budgets = {task: budget(suite, task, training) for task in tasks}
+    lines += [_task_line(suite, task, own) for task, own in budgets.items()]
+    return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
+
+
+def _task_line(suite: Suite, task: str, training: Training) -> str:
+    line = f"{task}: {training.steps} steps" + (f" ({training.epochs[task]} epochs)" if training.epochs else "")
+    if suite.cuts is None:
+        return line
+    cut = suite.cuts(task)
+    return (
+        f"{line}, {cut.rows} rows of up to {cut.longest} tokens; cut on the right: EOS {cut.eos:.1%}, "
+        f"of the answer a part {cut.answer:.1%}, all {cut.whole_answer:.1%}"
+    )
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,101 @@
+"""Options of a training run, and the checks made before any work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ... import checkpoint, errors, optim
+from ...config import MethodConfig, Preset, Smat, Training
+from ...errors import check_member, problems_of
+from ...grad import ModuleLoss
+from ...parallel import ALONE, World
+from ...types import Batch, Precision
+from . import snapshots, trackers
+from .loop import make_optimizer
+from .variants import build_method
+from .variants import problems as of_variant
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The experts of one run, and how they are logged, saved and resumed."""
+
+    out: Path  # out/<task>: experts, out/<task>.log.jsonl: their logs, out/base: the base
+    tasks: Sequence[str]
+    seed: int  # of batches and draws
+    label: str | None = None  # in tables; None: the method's name in capitals
+    preset: str | None = None  # written to the manifests
+    log_every: int = 1  # steps between lines of the log
+    log_to: Sequence[str] = ()  # names in `trackers.PACKAGES`
+    save_every_steps: int | None = None  # steps between training checkpoints; None: by time alone
+    save_every_minutes: float | None = None  # None: by steps alone
+    resume: bool = False  # keep finished experts, resume an unfinished one from its checkpoint
+    overwrite: bool = False  # replace existing experts
+    probe: int = 0  # simulated states at which the dev loss of each finished expert is measured
+    probe_at: Smat | None = None  # their hyperparameters
+
+
+def suite_options(
+    preset: Preset, given: Mapping[str, Any], *, precision: Precision | None = None, **named: Any
+) -> dict[str, Any]:
+    """Options of the preset's suite: the preset's, overridden by ``given``, overridden by ``named`` that are not None.
+
+    Precision "bf16" and "fp32" set the dtype of a suite that has one, unless ``given`` does.
+    """
+    if "dtype" in preset.options and "dtype" not in given:
+        named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(precision or "")
+    return {**preset.options, **given, **{name: value for name, value in named.items() if value is not None}}
+
+
+def check_run(
+    method: MethodConfig, training: Training, run: RunOptions, *, known: tuple[str, ...], world: World = ALONE
+) -> None:
+    """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
+    steps, tasks = training.steps, run.tasks
+    problems = [f"steps is {steps}, must be at least 1"] if steps is not None and steps < 1 else []
+    if steps is None:
+        for task in dict.fromkeys(tasks):
+            if (epochs := training.epochs.get(task)) is None:
+                problems.append(f"task {task!r} has no number of epochs: give --epochs or --steps")
+            elif epochs < 1:
+                problems.append(f"epochs of {task} is {epochs}, must be at least 1")
+    problems += _run_problems(run, training.accumulate)
+    problems += of_variant(method, training, world)
+    problems += _optimizer_problems(method, training)
+    problems += ["no tasks: name at least one"] if not tasks else []
+    problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
+    for task in dict.fromkeys(tasks):
+        problems += problems_of(check_member, "task", task, known)
+        if run.resume:
+            continue
+        problems += problems_of(checkpoint.refuse_existing, run.out / task, overwrite=run.overwrite)
+        if (unfinished := snapshots.path_of(run.out, task)).exists() and not run.overwrite:
+            problems.append(f"{unfinished} is of an unfinished expert: pass --resume or --overwrite")
+    errors.raise_problems(problems)
+
+
+def _run_problems(run: RunOptions, accumulate: int) -> list[str]:
+    counts = {"log_every": run.log_every, "accumulate": accumulate, "save_every_steps": run.save_every_steps}
+    problems = [f"{name} is {n}, must be at least 1" for name, n in counts.items() if n is not None and n < 1]
+    if run.save_every_minutes is not None and not run.save_every_minutes > 0:
+        problems.append(f"save_every_minutes is {run.save_every_minutes}, must be positive")
+    problems += [f"probe is {run.probe}, must not be negative"] if run.probe < 0 else []
+    problems += ["resume and overwrite exclude each other: choose one"] if run.resume and run.overwrite else []
+    return problems + trackers.problems(run.log_to)
+
+
+def _optimizer_problems(method: MethodConfig, training: Training) -> list[str]:
+    problems, optimizer, loss = [], optim.adam(0.0), ModuleLoss(nn.Module(), _no_loss)
+    try:
+        optimizer = make_optimizer(replace(training, steps=max(training.steps or 1, 1)))
+    except ValueError as error:
+        problems.append(str(error))
+    limit = training.max_grad_norm
+    return problems + problems_of(build_method, method, optimizer, loss, {}, where=None, max_grad_norm=limit)
+
+
+def _no_loss(module: nn.Module, batch: Batch) -> tuple[Any, None]:
+    raise AssertionError("built to check its options, not to run")
