@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.study.study import as_json, paired, run_study
+from smat_fn import machine
 from smat_fn.checkpoint import write_text
 from smat_fn.config import DIGITS
 from smat_fn.evaluate import read_results, write_results
 from smat_fn.report.tables import main_table, markdown
 
-from . import machine
 from .readme import between, fill
 
 ROOT = Path(__file__).parent.parent

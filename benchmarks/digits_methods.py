@@ -4,9 +4,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from smat_fn import machine
 from smat_fn.config import DIGITS
 
-from . import machine
 from .methods import Candidate, Protocol, grid, run
 
 COMMAND = "python -m benchmarks digits-methods"

@@ -6,9 +6,10 @@
 import argparse
 from pathlib import Path
 
-from . import digits_methods, machine
-from .methods import ROOT, run
-from .methods_report import write_report
+from smat_fn import machine
+
+from . import digits_methods
+from .methods import ROOT, run, write_report
 
 COMMAND = "python -m benchmarks digits-report"
 

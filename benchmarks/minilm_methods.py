@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import machine
-from .methods import Protocol, grid, run
-from .methods_report import write_report
+from smat_fn import machine
+
+from .methods import Protocol, grid, run, write_report
 
 COMMAND = "python -m benchmarks minilm-methods"
 RATES = (2e-4, 4e-4)

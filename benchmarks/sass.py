@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from smat_fn import machine
 from smat_fn.checkpoint import write_text
-
-from . import machine
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m benchmarks sass"

@@ -1,6 +1,6 @@
 """Causal language models of ``transformers`` as a loss of flat parameters.
 
-Another family is another file that gives a bundle with these fields: `seq2seq`, `classifier`.
+Another family is another file that gives a bundle with these fields: `seq2seq`.
 """
 
 from pathlib import Path
