@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import __version__, checkpoint
 from ..types import Params
 from .records import Answer, Journal, Kept, Records, content_key
-from .results import Result
+from .results import EXPERT, Result
 
 if TYPE_CHECKING:
     from ..suites.suite import Suite
 
-EXPERT = "expert:"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

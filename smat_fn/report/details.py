@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..evaluate.scoring import EXPERT
+from ..evaluate.results import EXPERT
 from .found import Cost, Found, times
 from .section import DASH, Section, Table, size, spread, words
 from .tables import cell_of

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import raise_problems
-from ..evaluate.results import Result
-from ..evaluate.runs import SET, Run, once
+from ..evaluate.results import SET, Result, Run, once
 from ..evaluate.statistics import Estimate, differences
 from .tables import Cell, MainTable, cell_of, main_table
 

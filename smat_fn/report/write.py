@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluate.results import Result
-from ..evaluate.runs import Run
+from ..evaluate.results import Result, Run
 from . import details, sections
 from .found import Found, find
 from .section import Section, Table, csv_text, markdown, words

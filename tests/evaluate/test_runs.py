@@ -2,7 +2,7 @@
 
 import pytest
 
-from smat_fn.evaluate.runs import SET, Run, read_runs, run_of, write_runs
+from smat_fn.evaluate.results import SET, Run, read_runs, run_of, write_runs
 
 EXPERT = {
     "label": "SMAT", "method": "smat", "hyperparameters": {"sigma": 0.01}, "seed": 3, "suite": {"name": "digits"},
