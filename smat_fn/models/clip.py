@@ -5,17 +5,17 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
-from .pretrained import checkpoint_blocks
+from .pretrained import check_complete, checkpoint_blocks, floating, loading
 
 _TOGETHER = 256  # texts encoded in one pass
 _PARTS = {
@@ -57,10 +57,8 @@ def load(
     """
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    try:
+    kind = floating(dtype)
+    with loading(source, "a CLIP model with tokenizer and image processor"):
         model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         lacking = [name for part, name in _PARTS.items() if not hasattr(model, part)]
         if lacking:
@@ -68,16 +66,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source)
         # the other backend resizes with other rounding, and needs torchvision
         processor = AutoImageProcessor.from_pretrained(source, backend="pil")
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as a CLIP model with tokenizer and image processor: give a folder of "
-            f"one, or a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
-            "give a checkpoint of the whole model"
-        )
+    check_complete(source, model, info["missing_keys"])
     model = model.to(device).eval()
     model.requires_grad_(False)
     vision = model.vision_model.to(kind)
@@ -128,7 +117,7 @@ def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Te
         for start in range(0, len(tokens["input_ids"]), _TOGETHER):
             some = {name: ids[start : start + _TOGETHER].to(model.device) for name, ids in tokens.items()}
             parts.append(F.normalize(model.get_text_features(**some).pooler_output, dim=-1))
-        means = torch.cat(parts).unflatten(0, (classes, -1)).mean(1)
+        means = reduce(torch.cat(parts), "(c prompts) d -> c d", "mean", c=classes)
         return (F.normalize(means, dim=-1) * model.logit_scale.exp()).cpu()
 
 

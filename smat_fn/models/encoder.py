@@ -17,6 +17,7 @@ from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
 from .packing import pooled, texts
+from .pretrained import check_complete, floating, loading
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
 _CLOSE = 1e-3  # relative to the largest: rounding is 1e-6, a layer that lacks its positions is 1e-1
@@ -57,22 +58,12 @@ def load(
     """
     from transformers import AutoModel, AutoTokenizer
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    try:
+    kind = floating(dtype)
+    with loading(source, "an encoder with a tokenizer"):
         model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as an encoder with a tokenizer: give a folder of one, or a hub "
-            f"repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
-            "give a checkpoint of the whole model"
-        )
+    missing = (name for name in info["missing_keys"] if not name.startswith("pooler."))
+    check_complete(source, model, missing)
     if hasattr(model, "pooler"):
         model.pooler = None
     model = model.to(device).eval().requires_grad_(False)

@@ -1,7 +1,8 @@
 """Language models with their tokenizers, from a folder or the hub, and one sentence for whatever is wrong with them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -36,30 +37,47 @@ def read(
     """
     import transformers
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    options: dict[str, Any] = {"dtype": kind, "attn_implementation": attention, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": floating(dtype), "attn_implementation": attention, "output_loading_info": True}
     if device_map is not None:
         options["device_map"] = _device_map(device_map)
-    try:
+    with loading(source, f"{what} with its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         module, info = getattr(transformers, auto).from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as {what} with its tokenizer: give a folder of one, or "
-            f"a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{str(source)!r} lacks weights of {type(module).__name__}: {', '.join(sorted(info['missing_keys']))}: "
-            f"give a checkpoint of {what}"
-        )
+    check_complete(source, module, info["missing_keys"])
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
     if device_map is None:
         return module.to(device), tokenizer
     _check_placed(module)
     return module, tokenizer
+
+
+def floating(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype, given itself or by name. Raises: ValueError unless it is a floating-point dtype."""
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is not a floating-point dtype: choose 'bfloat16' or 'float32'")
+    return kind
+
+
+@contextmanager
+def loading(source: str | Path, what: str) -> Iterator[None]:
+    """Turns errors of ``from_pretrained`` inside the block into a ValueError that says what to give instead."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(
+            f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "
+            f"cache or can be reached ({shorten(str(error), 300)})"
+        ) from error
+
+
+def check_complete(source: str | Path, module: nn.Module, missing: Iterable[str]) -> None:
+    """Raises: ValueError if a checkpoint lacks weights that the module needs."""
+    if names := sorted(missing):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(names)} weights of {type(module).__name__} (first: {names[0]}): "
+            "give a checkpoint of the whole model"
+        )
 
 
 def _check_placed(module: nn.Module) -> None:
