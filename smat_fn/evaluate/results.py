@@ -68,7 +68,7 @@ def append_results(path: str | Path, rows: Iterable[Result]) -> None:
 
 
 def write_results(path: str | Path, rows: Iterable[Result]) -> None:
-    """Replace a JSON lines file: readers meet the old one or the new one, never a part."""
+    """Replace a JSON lines file atomically."""
     write_rows(path, rows)
 
 
