@@ -1,6 +1,6 @@
 """FT against SMAT on digits by docs/protocols/digits.md: results as JSON, table and plot for README.md.
 
-``python -m benchmarks digits FOLDER`` keeps checkpoints there, so that a stopped run goes on; ``--report`` runs nothing
+``python -m benchmarks digits FOLDER`` keeps checkpoints there, so that a stopped run resumes; ``--report`` runs nothing
 and writes table and plot again from the stored results.
 """
 

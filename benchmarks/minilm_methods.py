@@ -38,7 +38,7 @@ PROTOCOL = Protocol(
 def main(arguments: list[str]) -> None:
     """Run the protocol, or one of its two stages, or try the command."""
     parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run goes on from it")
+    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run resumes from it")
     parser.add_argument("--model", required=True, help="folder of all-MiniLM-L6-v2, or its name on the hub")
     parser.add_argument("--data", required=True, help="folder of TASK/{train,dev,test}.json, or see suite short_text")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")

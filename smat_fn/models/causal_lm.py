@@ -39,15 +39,23 @@ def load(
     attention: str | None = None,
     gradient_checkpointing: bool = False,
 ) -> CausalLM:
-    """A model and its tokenizer, from a folder or by the name of a hub repository.
+    """Load a causal language model and its tokenizer.
 
-    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of all
-        parameters, "bfloat16" or torch.bfloat16; device_map: splits the model over devices, with the package
-        accelerate, in place of ``device``; attention: ``attn_implementation``, None: "sdpa" where the model has
-        it; gradient_checkpointing: keep one activation per block and compute the others again in the backward pass:
-        bit-equal, slower, and only with the "autograd" engine.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
-        map leaves weights on no device.
+    Args:
+        source: folder or hub repository, as for ``from_pretrained``; its cache and HF_HUB_OFFLINE are respected.
+        dtype: dtype of all parameters, such as "bfloat16" or torch.bfloat16 (default float32).
+        device: device of the model (default "cpu").
+        device_map: split the model over devices instead, as for ``from_pretrained``; needs the package accelerate.
+        attention: ``attn_implementation``; None: "sdpa" if the model supports it.
+        gradient_checkpointing: keep one activation per block and recompute the others in the backward pass:
+            bit-identical, slower, needs ``engine="autograd"``.
+
+    Returns:
+        A `CausalLM`.
+
+    Raises:
+        ValueError: model or tokenizer cannot be loaded, weights are missing, the two do not fit, or a device map
+            leaves weights on no device.
     """
     own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     module, tokenizer = read("AutoModelForCausalLM", "a causal language model", source, **own)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,12 +49,19 @@ def load(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
 ) -> Clip:
-    """A CLIP model with its tokenizer and image processor, from a folder or by the name of a hub repository.
+    """Load a CLIP model with its tokenizer and image processor.
 
-    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of the vision
-        tower; heads and the projection are float32 (of a float64 tower the projection is float64);
-        gradient_checkpointing: as `causal_lm.load`.
-    Raises: ValueError where a part cannot be had or weights are missing; for a model that is no CLIP.
+    Args:
+        source: folder or hub repository, as for `causal_lm.load`.
+        dtype: dtype of the vision tower (default float32); heads are float32, the projection is at least float32.
+        device: device of the model (default "cpu").
+        gradient_checkpointing: as `causal_lm.load`, of the vision tower.
+
+    Returns:
+        A `Clip`.
+
+    Raises:
+        ValueError: a part cannot be loaded, weights are missing, or the model is not a CLIP.
     """
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
@@ -67,8 +75,7 @@ def load(
         # the other backend resizes with other rounding, and needs torchvision
         processor = AutoImageProcessor.from_pretrained(source, backend="pil")
     check_complete(source, model, info["missing_keys"])
-    model = model.to(device).eval()
-    model.requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
     vision = model.vision_model.to(kind)
     projection = model.visual_projection.to(torch.promote_types(kind, torch.float32))
     vision.requires_grad_(True)
@@ -81,15 +88,6 @@ def load(
     }
     positions = model.config.text_config.max_position_embeddings
 
-    def tokens(texts: list[str]) -> dict[str, Tensor]:
-        ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
-        if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
-            raise ValueError(
-                f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
-                "shorten the template or the name of the class"
-            )
-        return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
-
     def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor]) -> FullLoss:
         return FullLoss(vision, classify(projection, head, values))
 
@@ -99,11 +97,21 @@ def load(
         block_linear(vision),
         processor,
         model.config.vision_config.image_size,
-        tokens,
+        partial(_tokens, tokenizer, positions),
         lambda ids, classes: zero_shot_head(model, ids, classes),
         frozen,
         loss_fn,
     )
+
+
+def _tokens(tokenizer: Any, positions: int, texts: list[str]) -> dict[str, Tensor]:
+    ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
+    if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
+        raise ValueError(
+            f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
+            "shorten the template or the name of the class"
+        )
+    return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
 
 
 def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Image models of ``transformers`` that are no CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
+"""Image models of ``transformers`` other than CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
 
 The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are told
 apart by a frozen head of its own on the features that the checkpoint's own head gets.
@@ -38,10 +38,16 @@ def load(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
 ) -> ImageClassifier:
-    """A model of ``AutoModelForImageClassification`` with its image processor; its own head need not be there.
+    """Load a model of ``AutoModelForImageClassification`` with its image processor; its own head may be missing.
 
-    Args: as `clip.load`.
-    Raises: ValueError where a part cannot be had or weights are missing; for a model whose head is no ``classifier``.
+    Args:
+        source: as `clip.load`, like all arguments.
+
+    Returns:
+        An `ImageClassifier`.
+
+    Raises:
+        ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``.
     """
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -70,7 +76,7 @@ def load(
 
 
 def is_clip(source: str | Path) -> bool:
-    """Whether the config of a model is of images and texts; True where there is none to be had."""
+    """Whether a model's config has image and text parts; True if it cannot be loaded."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Language models with their tokenizers, from a folder or the hub, and one sentence for whatever is wrong with them."""
+"""Loading of pretrained models, with one message for each way it can fail."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,9 +31,10 @@ def read(
 ) -> tuple[Any, Any]:
     """A model and its tokenizer by ``from_pretrained``, on a device or split over several.
 
-    Args: auto: class of ``transformers`` that loads it; what: kind of model, for messages; others: as `causal_lm.load`.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
-        map leaves weights on no device.
+    Args:
+        auto: class of ``transformers`` that loads the model.
+        what: kind of model, for messages.
+        source: and all others as `causal_lm.load`, with its errors.
     """
     import transformers
 
@@ -107,7 +108,7 @@ def _device_map(given: DeviceMap) -> Any:
 
 
 def is_encoder_decoder(source: str | Path) -> bool:
-    """What the config of a model says; False where there is none to be had."""
+    """Whether a model's config says so; False if it cannot be loaded."""
     from transformers import AutoConfig
 
     try:

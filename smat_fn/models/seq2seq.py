@@ -31,16 +31,21 @@ class Seq2Seq(NamedTuple):
 
 
 def seq2seq(module: nn.Module, tokenizer: Any, *, batch_size: int = 16) -> Seq2Seq:
-    """A model of ``AutoModelForSeq2SeqLM`` and its tokenizer; the module is put into eval mode: no dropout.
+    """Wrap a model of ``AutoModelForSeq2SeqLM`` and its tokenizer; the module is put into eval mode: no dropout.
 
-    Args: batch_size: sources that ``predict_fn`` answers together, as `generator` does.
-    Raises: ValueError for a module that is no encoder-decoder, and for a tokenizer that does not fit.
+    Args:
+        module: the model, moved to its device and dtype before.
+        tokenizer: its tokenizer, with an EOS token.
+        batch_size: sources that ``predict_fn`` decodes together (default 16).
+
+    Raises:
+        ValueError: the module is not an encoder-decoder, or the tokenizer does not fit.
     """
     config: Any = module.config
     problems = []
     if not getattr(config, "is_encoder_decoder", False):
         problems.append(
-            f"{type(module).__name__} is no encoder-decoder: causal models are for smat_fn.models.causal_lm"
+            f"{type(module).__name__} is not an encoder-decoder: use smat_fn.models.causal_lm for causal models"
         )
     elif config.decoder_start_token_id is None:
         problems.append("the config has no decoder_start_token_id: set it to the token that answers begin with")
@@ -74,9 +79,12 @@ def load(
     attention: str | None = None,
     gradient_checkpointing: bool = False,
 ) -> Seq2Seq:
-    """`seq2seq` of a folder or a hub repository; arguments and errors are those of `causal_lm.load`.
+    """Load an encoder-decoder and its tokenizer; arguments and errors are those of `causal_lm.load`.
 
-    T5 with gradient_checkpointing is equal up to rounding alone: its position bias then takes another attention kernel.
+    T5 with gradient_checkpointing is not bit-identical: its position bias then uses another attention kernel.
+
+    Returns:
+        A `Seq2Seq`.
     """
     own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, **own)

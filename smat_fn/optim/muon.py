@@ -60,6 +60,7 @@ def muon(
         problems.append(f"rest is a {type(rest).__name__}: give an optimizer of smat_fn.optim for the other leaves")
     schedule = schedule_of(lr, problems, weight_decay=weight_decay)
 
+    # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
         return leaf.ndim == 2 and (where is None or where(path, leaf))
 

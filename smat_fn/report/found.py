@@ -66,8 +66,8 @@ def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:
         mine = Setting(run.label, run.method, dict(run.hyperparameters), training)
         first = found.setdefault(run.label, mine)
         if first != mine:
-            told = sorted(name for name, value in _flat(mine).items() if _flat(first).get(name) != value)
-            problems[f"experts of {run.label!r} differ in {', '.join(told) or 'settings that only some have'}"] = None
+            differ = sorted(name for name, value in _flat(mine).items() if _flat(first).get(name) != value)
+            problems[f"experts of {run.label!r} differ in {', '.join(differ) or 'settings that only some have'}"] = None
     raise_problems([f"{problem}: train each setting with its own --label" for problem in problems])
     return found
 
@@ -201,7 +201,7 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     """
     scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
-    # one model may have been told of under two labels, before its Muon was
+    # one model may have rows under two labels, from before with_muon
     facts = [run for run in once(facts) if (run.label, run.seed) in scored]
     problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]

@@ -19,8 +19,8 @@ NOTE = (
 def summary(found: Found, notes: str = "") -> Section:
     """A sentence per label on what was found."""
     alone = found.labels("noise")
-    told = [_told(found, label) for label in found.table.cells if label not in alone] + _alone(found, alone)
-    bullets = "\n".join(f"- {line}" for line in told)
+    lines = [_finding_of(found, label) for label in found.table.cells if label not in alone] + _alone(found, alone)
+    bullets = "\n".join(f"- {line}" for line in lines)
     seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
     what = (
         f"{found.table.split.capitalize()} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
@@ -28,7 +28,7 @@ def summary(found: Found, notes: str = "") -> Section:
     return Section("Summary", f"{bullets}\n\n{what} {NOTE}" + (f"\n\n{notes.strip()}" if notes.strip() else ""))
 
 
-def _told(found: Found, label: str) -> str:
+def _finding_of(found: Found, label: str) -> str:
     line, others = found.table.cells[label], found.comparisons(label)
     column = "Avg" if "Avg" in line else "Expert"
     place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
@@ -180,7 +180,7 @@ def ablation(found: Found) -> Section | None:
     if not labels:
         return None
     fulls = list(dict.fromkeys(full for label in labels if (full := found.full(label))))
-    rows, records, told = [], [], []
+    rows, records, lines = [], [], []
     for label in [*fulls, *labels]:
         line, setting = found.table.cells[label], found.settings[label]
         off = [part for part in PARTS if part not in (setting.parts or ())]
@@ -188,14 +188,14 @@ def ablation(found: Found) -> Section | None:
         other = found.compared_with(label) if off else None
         change = found.difference(label, "Avg", other)
         if off and "Avg" in line:
-            told.append(f"- {finding(variant, other or found.reference, change)}")
+            lines.append(f"- {finding(variant, other or found.reference, change)}")
         interval = f"{change.interval[0]:+.2f} to {change.interval[1]:+.2f}" if change and change.interval else None
         texts = [line[column].text() if column in line else None for column in COLUMNS]
         rows.append([variant, label, *texts, f"{change.mean:+.2f}" if change else None, interval])
         records.append({"variant": variant, "method": label, **spread(line), "avg_change": change and change.mean})
     columns = ["Variant", "Label", *COLUMNS, "Change", "95 % interval"]
     against = ", ".join(dict.fromkeys(other for label in labels if (other := found.compared_with(label))))
-    text = f"Change: five-merger mean against {against or 'nothing that is here'}.\n\n" + "\n".join(told)
+    text = f"Change: five-merger mean against {against or 'nothing that is here'}.\n\n" + "\n".join(lines)
     return Section("Ablation", text, Table(columns, rows, records))
 
 
@@ -225,7 +225,7 @@ def noise(found: Found) -> Section | None:
     whole = found.table.cells[base].get("Avg") if base else None
     level = {seed: score for seed, score in whole.by_seed.items() if seed in seeds} if whole else {}
     columns = ["Noise", "RMS", "Expert", "Avg", f"Avg - {base or found.reference}", "Over seeds"]
-    text = "Perturb alone, without Scale and Mask. A highest point was found on these very scores: it flatters itself."
+    text = "Perturb alone, without Scale and Mask. The best sigma was selected on the same scores, so it is optimistic."
     if whole and len(level) < len(whole.by_seed):
         text += f" In the figure {base} is the mean over the seeds that were trained with noise."
     drawn = noise_plot(curves, reference=(base, cell_of(level)) if base and level else None)

@@ -171,7 +171,7 @@ def test_what_is_no_encoder_decoder_is_refused(tokenizer):
     class Causal(nn.Module):
         config = LlamaConfig()
 
-    with pytest.raises(ValueError, match="Causal is no encoder-decoder"):
+    with pytest.raises(ValueError, match="Causal is not an encoder-decoder"):
         seq2seq(Causal(), tokenizer)
     module = make_module()
     module.config.decoder_start_token_id = None
