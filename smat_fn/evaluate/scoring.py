@@ -5,16 +5,14 @@ from importlib import metadata
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .. import __version__, checkpoint
 from ..types import Params
 from .records import Answer, Journal, Kept, Records, content_key
 from .results import EXPERT, Result
 
-if TYPE_CHECKING:
-    from ..suites.suite import Suite
-
+Suite: TypeAlias = Any  # smat_fn.suites.Suite: a package above this one
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -44,7 +42,7 @@ class Scorer:
 
     def __init__(
         self,
-        suite: "Suite",
+        suite: Suite,
         records: Records | None = None,
         *,
         about: Mapping[str, Any] = NOTHING,
@@ -147,7 +145,7 @@ def score_bar(total: int | None = None) -> Any:
 
 
 def score_models(
-    suite: "Suite",
+    suite: Suite,
     models: Mapping[str, Params],
     split: str,
     *,

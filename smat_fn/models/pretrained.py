@@ -1,17 +1,21 @@
 """Loading of pretrained models, with one message for each way it can fail."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import errors
+from ..grad import ModuleLoss
+from ..types import Aux, Where
+from ..where import block_linear
+from .modules import FullLoss
 
 # as ``from_pretrained`` takes it: a device by module, "auto", "balanced" or "sequential"; or the JSON file of a mapping
 DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
@@ -19,12 +23,28 @@ DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
 NO_EOS = "the tokenizer has no EOS token, nothing would end an answer: set tokenizer.eos_token, save it with the model"
 
 
+class LanguageModel(NamedTuple):
+    """A pretrained causal model or encoder-decoder, ready to train."""
+
+    module: nn.Module  # in eval mode: no dropout
+    tokenizer: Any
+    params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
+    loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, number of supervised tokens)
+    where: Where  # the masked set S
+
+
+def language_model(module: nn.Module, tokenizer: Any, loss: Callable[..., tuple[Tensor, Aux]]) -> LanguageModel:
+    """The bundle of a module, which is put into eval mode, and a loss of it."""
+    params = {name: p.detach() for name, p in module.eval().named_parameters() if p.requires_grad}
+    return LanguageModel(module, tokenizer, params, FullLoss(module, loss), block_linear(module))
+
+
 def read(
     auto: str,
     what: str,
     source: str | Path,
     *,
-    dtype: str | torch.dtype,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     device_map: DeviceMap | None = None,
     attention: str | None = None,
