@@ -34,7 +34,7 @@ Options = tuple[tuple[str, Any], ...]
 
 
 class Candidate(NamedTuple):
-    """A method with its strengths, and how it is trained."""
+    """A method with its hyperparameters, and how it is trained."""
 
     method: MethodConfig
     training: Training
@@ -60,7 +60,7 @@ class Protocol(NamedTuple):
     grids: Mapping[str, list[Candidate]]  # by label, as many candidates each
     tuning: tuple[int, ...]  # seeds
     evaluation: tuple[int, ...]
-    ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> strengths of `ABLATED` at its choice
+    ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> hyperparameters of `ABLATED` at its choice
     kept: tuple[int, ...] = ()  # evaluation seeds whose experts stay, for the number of experts and the landscape
     options: Options = ()  # of the suite, beside and over those of the preset
     tuned_on: Options = ()  # the same, for tuning alone
@@ -80,9 +80,9 @@ class Protocol(NamedTuple):
         return Trial(label, self.preset, *candidate, seed, tuple(own.items()))
 
 
-def replaced(method: MethodConfig, **strengths: Any) -> MethodConfig:
-    """The method with other strengths."""
-    return replace(method, **strengths)
+def replaced(method: MethodConfig, **hyperparameters: Any) -> MethodConfig:
+    """The method with other hyperparameters."""
+    return replace(method, **hyperparameters)
 
 
 def grid(
