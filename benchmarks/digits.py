@@ -54,10 +54,8 @@ def publish() -> None:
     """The stored results as the table of README.md and docs/results/digits.png."""
     from smat_fn.report.plots import main_plot
 
-    result, table = (
-        json.loads((ROOT / "benchmarks/results/digits.json").read_text()),
-        main_table(read_results(ROOT / "benchmarks/results/digits.jsonl")),
-    )
+    result = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
+    table = main_table(read_results(ROOT / "benchmarks/results/digits.jsonl"))
     text = report(result, markdown(table))
     fill(ROOT / "README.md", "digits", text)
     (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)
