@@ -1,6 +1,6 @@
 """FT against SMAT on digits by docs/protocols/digits.md: results as JSON, table and plot for README.md.
 
-``python -m benchmarks digits FOLDER`` keeps checkpoints there, so that a stopped run goes on; ``--report`` runs nothing
+``python -m benchmarks digits FOLDER`` keeps checkpoints there, so that a stopped run resumes; ``--report`` runs nothing
 and writes table and plot again from the stored results.
 """
 
@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.study.study import as_json, paired, run_study
+from smat_fn import machine
 from smat_fn.checkpoint import write_text
 from smat_fn.config import DIGITS
 from smat_fn.evaluate import read_results, write_results
 from smat_fn.report.tables import main_table, markdown
 
-from . import machine
 from .readme import between, fill
 
 ROOT = Path(__file__).parent.parent
@@ -54,10 +54,8 @@ def publish() -> None:
     """The stored results as the table of README.md and docs/results/digits.png."""
     from smat_fn.report.plots import main_plot
 
-    result, table = (
-        json.loads((ROOT / "benchmarks/results/digits.json").read_text()),
-        main_table(read_results(ROOT / "benchmarks/results/digits.jsonl")),
-    )
+    result = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
+    table = main_table(read_results(ROOT / "benchmarks/results/digits.jsonl"))
     text = report(result, markdown(table))
     fill(ROOT / "README.md", "digits", text)
     (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from smat_fn import machine
 from smat_fn.config import DIGITS
 
-from . import machine
 from .methods import Candidate, Protocol, grid, run
 
 COMMAND = "python -m benchmarks digits-methods"
@@ -49,7 +49,7 @@ PROTOCOL = Protocol(
 def main(arguments: list[str]) -> None:
     """Run the protocol, or one of its two stages."""
     parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run goes on from it")
+    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run resumes from it")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--only", choices=("tuning", "evaluation"))
     asked = parser.parse_args(arguments)

@@ -21,9 +21,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from smat_fn import machine
 from smat_fn.checkpoint import write_text
 
-from . import machine, timing
+from . import timing
 
 ROOT = Path(__file__).parent.parent
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}

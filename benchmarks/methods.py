@@ -1,11 +1,14 @@
 """Methods compared by a protocol: equal tuning on dev, then test scores on fresh seeds at the frozen choices.
 
-Trials are kept in a folder, so that a stopped run goes on; it says in advance how long it takes. The summary covers the
+Trials are kept in a folder, so that a stopped run resumes; it says in advance how long it takes. The summary covers the
 seeds that are complete and is written again after each.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,12 +27,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
 REFERENCE = "FT"  # what differences are taken from
 ABLATED = "SMAT"
+COMPARED = "FT", "SMAT", "ASAM", "MergOPT", "OrthoReg"  # in the analyses, all with Adam
+ANALYSES = "experts-curve", "replacement", "landscape"
 Facts = Mapping[str, Any]
 Options = tuple[tuple[str, Any], ...]
 
 
 class Candidate(NamedTuple):
-    """A method with its strengths, and how it is trained."""
+    """A method with its hyperparameters, and how it is trained."""
 
     method: MethodConfig
     training: Training
@@ -55,7 +60,7 @@ class Protocol(NamedTuple):
     grids: Mapping[str, list[Candidate]]  # by label, as many candidates each
     tuning: tuple[int, ...]  # seeds
     evaluation: tuple[int, ...]
-    ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> strengths of `ABLATED` at its choice
+    ablations: Mapping[str, Mapping[str, Any]] = {}  # label -> hyperparameters of `ABLATED` at its choice
     kept: tuple[int, ...] = ()  # evaluation seeds whose experts stay, for the number of experts and the landscape
     options: Options = ()  # of the suite, beside and over those of the preset
     tuned_on: Options = ()  # the same, for tuning alone
@@ -75,9 +80,9 @@ class Protocol(NamedTuple):
         return Trial(label, self.preset, *candidate, seed, tuple(own.items()))
 
 
-def replaced(method: MethodConfig, **strengths: Any) -> MethodConfig:
-    """The method with other strengths."""
-    return replace(method, **strengths)
+def replaced(method: MethodConfig, **hyperparameters: Any) -> MethodConfig:
+    """The method with other hyperparameters."""
+    return replace(method, **hyperparameters)
 
 
 def grid(
@@ -218,3 +223,31 @@ def run_line(outcome: Outcome) -> dict[str, Any]:
 def say(line: str) -> None:
     """Print at once, also into a file."""
     print(line, flush=True)
+
+
+def write_report(protocol: Protocol, work: Path, out: Path, analyses: Sequence[str] = ANALYSES) -> None:
+    """The analyses anew, kept beside the trials, and the report."""
+    candidates, folder = frozen(protocol), work / "analyses"
+    experts = {
+        label: [protocol.trial(label, candidates[label], seed).folder(work / "evaluation") for seed in protocol.kept]
+        for label in COMPARED
+    }
+    others = [path for label in COMPARED[1:] for path in experts[label]]
+    first = [experts[label][0] for label in COMPARED[1:]]
+    runs: dict[str, Sequence[str | Path]] = {
+        "experts-curve": [*experts["FT"], *others],
+        "replacement": ["--ft", *experts["FT"], "--other", *others],
+        "landscape": ["--ft", experts["FT"][0], "--methods", *first],
+    }
+    for name in analyses:
+        run_eval(name, *runs[name], "--out", folder / name)
+    run_eval("report", protocol.file(".jsonl"), folder, "--out", out, "--title", f"{protocol.preset}: all methods")
+
+
+def run_eval(*words: str | Path) -> None:
+    """A command of eval.py; its folder --out is made anew."""
+    out = Path(words[list(words).index("--out") + 1])
+    shutil.rmtree(out, ignore_errors=True)
+    command: Sequence[str] = [sys.executable, str(ROOT / "eval.py"), *map(str, words)]
+    say(f"eval.py {words[0]}")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import machine
-from .methods import Protocol, grid, run
-from .methods_report import write_report
+from smat_fn import machine
+
+from .methods import Protocol, grid, run, write_report
 
 COMMAND = "python -m benchmarks minilm-methods"
 RATES = (2e-4, 4e-4)
@@ -38,7 +38,7 @@ PROTOCOL = Protocol(
 def main(arguments: list[str]) -> None:
     """Run the protocol, or one of its two stages, or try the command."""
     parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run goes on from it")
+    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run resumes from it")
     parser.add_argument("--model", required=True, help="folder of all-MiniLM-L6-v2, or its name on the hub")
     parser.add_argument("--data", required=True, help="folder of TASK/{train,dev,test}.json, or see suite short_text")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")

@@ -82,17 +82,10 @@ def seeds(result: dict[str, Any]) -> str:
 
 def merge(result: dict[str, Any]) -> str:
     """Seconds, memory and their ratios to mergekit's, by merger."""
+    shown = "s", "mergekit s", "time ratio", "MB", "mergekit MB", "memory ratio", "times the floor"
+    whole = ("MB", "mergekit MB", "memory ratio")  # numbers without decimals
     lines = [
-        (
-            row["merger"],
-            f"{row['s']:.1f}",
-            f"{row['mergekit s']:.1f}",
-            f"{row['time ratio']:.1f}",
-            f"{row['MB']:.0f}",
-            f"{row['mergekit MB']:.0f}",
-            f"{row['memory ratio']:.0f}",
-            f"{row['times the floor']:.1f}",
-        )
+        (row["merger"], *(f"{row[name]:.{0 if name in whole else 1}f}" for name in shown))
         for row in result["rows"]
         if "mergekit s" in row
     ]

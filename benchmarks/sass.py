@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from smat_fn import machine
 from smat_fn.checkpoint import write_text
-
-from . import machine
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m benchmarks sass"
@@ -125,7 +124,7 @@ def measure(kernel: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> d
 
 
 def problems(row: dict[str, Any], ptx: str) -> list[str]:
-    """What would change bits or cost bandwidth, in words."""
+    """Problems of a compiled variant: instructions that change results or cost bandwidth."""
     found = []
     fused = sorted(set(re.findall(r"\bfma\.[\w.]+|\b(?:mul|add|sub)\.(?:rn\.)?ftz\.[\w.]+", ptx)))
     if fused:
@@ -169,7 +168,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """A variant in words."""
+    """A variant's name."""
     words = [row["dtype"] if row.get("base", row["dtype"]) == row["dtype"] else f"{row['dtype']} on {row['base']}"]
     words += ["table noise"] if row.get("noise") == "2" else []
     words += [flag for flag in ("masked", "norm", "clip", "store", "aligned") if row.get(flag) == "True"]

@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     tiny: Mapping[str, Any]  # what the dry run has instead
     batch: tuple[int, ...]  # sequences x tokens, or images
     dtype: torch.dtype
-    strengths: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
     clip: float | None
 
 

@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results/steps.json"
 
 
 def simulated(setup: Setup, offload: Any) -> Method:
-    """SMAT with the paper's strengths; its base is where the offload wants it."""
+    """SMAT with the paper's hyperparameters; its base is where the offload wants it."""
     kept_there = offload in (None, "recompute")
     base = {path: leaf.clone() if kept_there else leaf.cpu() for path, leaf in setup.state.params.items()}
     return smat.build(
@@ -51,7 +51,7 @@ def simulated(setup: Setup, offload: Any) -> Method:
         offload=offload,
         engine="autograd",
         donate=True,
-        **setup.shape.strengths,
+        **setup.shape.hyperparameters,
     )
 
 

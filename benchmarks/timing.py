@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import machine
+from smat_fn import machine
 
 Times = dict[str, list[float]]
 

@@ -19,7 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import machine, timing
+from smat_fn import machine
+
+from . import timing
 from .steps import interval
 from .train_worker import GROUPS, LENGTH, PERIOD, ROWS, SIZES, VARIANTS
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with ``model.safetensors`` and ``manifest.json`` that appears whole or not at all."""
+"""Checkpoints: a folder with ``model.safetensors`` and ``manifest.json``, written atomically."""
 
 import hashlib
 import json
@@ -31,11 +31,23 @@ def save_expert(
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint folder atomically: to a temporary sibling, then renamed.
+    """Write a checkpoint folder atomically: to a temporary sibling, which is then renamed.
 
-    Args: params: any tree, stored by leaf path; manifest: JSON values (see `describe`), read back as they are;
-        files: more texts by file name.
-    Raises: ValueError if the folder exists and ``overwrite`` is off, or the manifest is not JSON.
+    Args:
+        path: the folder; parents are created.
+        params: any tree of tensors on any device, stored by parameter name.
+        manifest: JSON values, usually from `describe`; `load_expert` returns them unchanged.
+        overwrite: replace an existing folder (default: refuse).
+        files: more text files of the folder, by file name.
+
+    Raises:
+        ValueError: the folder exists and ``overwrite`` is off, or the manifest is not JSON.
+
+    Example:
+        >>> params = {"w": torch.zeros(2, 3)}
+        >>> save_expert("expert", params, describe(params, task="qa"))
+        >>> load_expert("expert", params)[1]["task"]
+        'qa'
     """
     try:
         text = json.dumps(dict(manifest), indent=2, allow_nan=False) + "\n"
@@ -56,11 +68,18 @@ def save_expert(
 
 
 def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]:
-    """Read a checkpoint against the tree it must resemble.
+    """Read a checkpoint and check it against a tree.
 
-    Args: like: tree whose structure, leaf paths, shapes and dtypes the checkpoint must have; its values are not read.
-    Returns: (params in like's structure on the CPU, manifest).
-    Raises: ValueError that lists every missing, unknown, misshapen or mistyped leaf by path; for no such folder.
+    Args:
+        path: folder that `save_expert` wrote.
+        like: tree whose structure, parameter names, shapes and dtypes the checkpoint must have; values are not read.
+
+    Returns:
+        (params, manifest): params in the structure of ``like``, on the CPU.
+
+    Raises:
+        ValueError: lists every parameter that is missing, unknown, or of another shape or dtype; or the folder is not
+            a checkpoint.
     """
     leaves, manifest = load_leaves(path)
     expected = tree.flatten(like)
@@ -108,14 +127,21 @@ def load_manifest(path: str | Path) -> dict[str, Any]:
         return json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f"{path} is no checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
+            f"{path} is not a checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 
 def fingerprint(params: Params) -> str:
-    """SHA-256 over the leaves in path order: path, dtype, shape and bytes; equal trees have equal fingerprints."""
+    """SHA-256 of a tree's content: name, dtype, shape and bytes of every parameter, sorted by name.
+
+    Args:
+        params: any tree of tensors on any device; nesting does not matter, only parameter names.
+
+    Returns:
+        64 hexadecimal digits; bit-identical trees have equal fingerprints.
+    """
     digest = hashlib.sha256()
     for path, leaf in sorted(tree.flatten(params).items()):
         digest.update(f"{path}\0{_name(leaf.dtype)}\0{tuple(leaf.shape)}\0".encode())
@@ -124,7 +150,15 @@ def fingerprint(params: Params) -> str:
 
 
 def describe(params: Params, **facts: Any) -> dict[str, Any]:
-    """A manifest: the given facts, the fingerprint of params, and the versions that made them."""
+    """A manifest for `save_expert`: the given facts, a fingerprint, and versions of the software.
+
+    Args:
+        params: the tree to be saved.
+        facts: JSON values, such as ``task`` and ``seed``.
+
+    Returns:
+        ``{**facts, "fingerprint": ..., "versions": {"smat_fn", "python", "torch", "safetensors"}}``.
+    """
     versions = {name: metadata.version(name) for name in ("torch", "safetensors")}
     return {
         **facts,
@@ -161,7 +195,7 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
 
 def sweep(path: Path) -> None:
-    """Remove what interrupted writes of a folder left beside it; nobody may be writing it now."""
+    """Remove temporary folders of interrupted writes; nothing may be writing the folder now."""
     for kind in ("new", "old"):
         for left in path.parent.glob(f".{path.name}.{kind}-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -173,7 +207,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file: readers meet the old one or the new one, never a part."""
+    """Replace a file atomically: readers see the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.parent / f".{path.name}.new-{os.getpid()}"
     try:
@@ -186,7 +220,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raises: ValueError if ``path`` exists and ``overwrite`` is off."""
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists: choose another folder, or say --overwrite (overwrite=True)")
+        raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
 
 
 def _name(dtype: torch.dtype) -> str:

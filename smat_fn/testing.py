@@ -1,4 +1,4 @@
-"""What tests share: trees compared bit for bit, closely or in standard errors, donation, random trees, quadratics."""
+"""Helpers for tests of methods and mergers: comparison of trees, checks of donation, random trees, quadratics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +14,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_trees_equal(actual: Params, expected: Params) -> None:
-    """Same paths, shapes, dtypes and bits: -0 is not 0, NaN equals a NaN of the same bits.
+    """Bit-identical trees: equal parameter names in order, shapes, dtypes and bits.
 
-    Raises: AssertionError that lists every leaf that differs, by path.
+    -0 differs from 0; a NaN equals a bit-identical NaN.
+
+    Raises:
+        AssertionError: lists every parameter that differs.
     """
     problems = []
     for path, a, b in _pairs(actual, expected):
@@ -34,9 +37,10 @@ def assert_trees_equal(actual: Params, expected: Params) -> None:
 
 
 def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Same paths and shapes, and ``|actual - expected| <= atol + rtol |expected|``, compared in float64.
+    """Equal names and shapes, and ``|actual - expected| <= atol + rtol |expected|`` in float64.
 
-    Raises: AssertionError that lists every leaf too far away, by path.
+    Raises:
+        AssertionError: lists every parameter that is too far away.
     """
     problems = []
     for path, a, b in _pairs(actual, expected):
@@ -48,9 +52,15 @@ def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, a
 
 
 def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: float = 5.0) -> None:
-    """The mean of independent samples along the first dimension lies within ``errors`` standard errors of expected.
+    """The mean of independent samples lies within ``errors`` standard errors of the expected mean.
 
-    Raises: AssertionError with the largest distance, in standard errors.
+    Args:
+        samples: (n, ...), independent along the first dimension.
+        expected: the mean, a number or (...).
+        errors: tolerance in standard errors.
+
+    Raises:
+        AssertionError: with the largest distance in standard errors.
     """
     samples = samples.double()
     error = samples.std(0) / len(samples) ** 0.5
@@ -62,10 +72,17 @@ def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: f
 def verify_donation(
     build: Callable[[bool], Method], params: Params, batches: Sequence[Any], *, key: Tensor, untouched: Any = ()
 ) -> None:
-    """A method that donates trains to the bits of the pure one, in the buffers of its own state and in no others.
+    """A method with ``donate=True`` is bit-identical to the pure one, and writes only into buffers of its own state.
 
-    Args: build: the method with ``donate`` as given; untouched: more tensors that it is given, as base.
-    Raises: AssertionError that names what differs.
+    Args:
+        build: ``build(donate) -> Method``.
+        params: starting parameters.
+        batches: one per step.
+        key: run key, int64 (2,).
+        untouched: more tensors that must stay unchanged, such as the base.
+
+    Raises:
+        AssertionError: names what differs.
     """
     given = {"params": params, "batches": list(batches), "untouched": untouched}
     before = _tensors(given, clone=True)
@@ -87,7 +104,12 @@ def verify_donation(
 def random_tree(
     seed: int, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> dict[str, Tensor]:
-    """A flat tree of uniform numbers in [-scale, scale), a function of (seed, path)."""
+    """A flat tree of uniform numbers in [-scale, scale), a function of (seed, name).
+
+    Example:
+        >>> random_tree(0, {"w": (2, 3)})["w"].shape
+        torch.Size([2, 3])
+    """
     key = random.key(seed)
     return {
         path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-scale, maxval=scale).to(
@@ -98,10 +120,14 @@ def random_tree(
 
 
 def quadratic(hessian: Tensor, linear: Tensor) -> Callable[..., tuple[Tensor, Aux]]:
-    """The loss function ``x^T H x / 2 + b^T x`` of all leaves joined to one vector x, in tree order.
+    """The loss ``x^T H x / 2 + b^T x`` of all parameters joined to one vector x, in tree order.
 
-    Args: hessian: H, (d, d), symmetric; linear: b, (d,).
-    Returns: ``loss_fn(params, *args) -> (loss, {})``.
+    Args:
+        hessian: H, symmetric (d, d).
+        linear: b, (d,).
+
+    Returns:
+        ``loss_fn(params, *args) -> (loss, {})``.
     """
 
     def loss_fn(params: Params, *args: object) -> tuple[Tensor, Aux]:

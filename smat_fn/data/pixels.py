@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from ..checkpoint import fingerprint
@@ -56,9 +57,9 @@ def prepare_some(images: np.ndarray | Images, processor: Any, places: Sequence[i
 
 def value_table(processor: Any) -> Tensor:
     """What the processor maps 8-bit values to: float32 (3, 256)."""
-    levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
+    levels = repeat(np.arange(256, dtype=np.uint8), "(h w) -> h w c", h=16, c=3)
     sizes = dict.fromkeys(("do_resize", "do_center_crop"), False)
-    return processor([levels], **_LAYOUT, **sizes)["pixel_values"][0].reshape(3, 256).float()
+    return rearrange(processor([levels], **_LAYOUT, **sizes)["pixel_values"], "1 c h w -> c (h w)").float()
 
 
 def look_up(table: Tensor, pixels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import random
@@ -106,8 +107,8 @@ def sample(logits: Tensor, keys: Tensor, position: int, temperature: float) -> T
     """
     keys = random.fold_in(keys, position)
     counters = torch.arange(-(-logits.shape[1] // 4), device=logits.device)
-    words = torch.stack(random.philox(keys[:, :1], keys[:, 1:] + counters), -1).flatten(1)[:, : logits.shape[1]]
-    uniform = (words.double() + 0.5) * 2.0**-32
+    words = rearrange(list(random.philox(keys[:, :1], keys[:, 1:] + counters)), "word b block -> b (block word)")
+    uniform = (words[:, : logits.shape[1]].double() + 0.5) * 2.0**-32
     return (logits.double() / temperature - (-uniform.log()).log()).argmax(1)
 
 

@@ -1,4 +1,4 @@
-"""What answers prompts, seen from outside: a function of prompts and settings, and who makes it of weights.
+"""Interface of text-generation engines: ``Engine(model, tokenizer, params) -> Generate(prompts, settings, seed)``.
 
 `decoding.generator` is the engine that is built in; docs/serving.md shows another one.
 """
@@ -69,7 +69,7 @@ def in_batches(
 ) -> list[str]:
     """All answers, the longest prompts first, ``batch_size`` a call; a batch whose rows are all known is not decoded.
 
-    Batches do not depend on what is known: continuing gives the bits of a run that was not interrupted.
+    Batches do not depend on what is known: a resumed run is bit-identical to an uninterrupted one.
 
     Args: lengths: of the prompts, in any unit; known: answers by row; on_batch: gets the new answers of each batch.
     Raises: ValueError for a batch size below 1, and for an engine that gives other than one text a prompt.
@@ -105,13 +105,11 @@ def find_engine(name: str) -> Engine:
     try:
         return getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"engine {name!r} cannot be had ({error}): give module:function of a module that can be imported"
-        ) from error
+        raise ValueError(f"engine {name!r} cannot be imported ({error}): give module:function") from error
 
 
 def engine_name(engine: Engine) -> str:
-    """What tells engines apart: a function's place, of other objects their ``repr``."""
+    """Identifies an engine in the score cache: a function's import path, other objects' ``repr``."""
     place = getattr(engine, "__qualname__", None)
     return repr(engine) if place is None else f"{engine.__module__}:{place}"
 

@@ -1,4 +1,4 @@
-"""Scores and answers that were found before, by the content they depend on, as JSON lines."""
+"""Score cache: scores and decoded answers by a hash of their inputs, as JSON lines."""
 
 import hashlib
 import json

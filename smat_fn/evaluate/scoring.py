@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from .. import __version__, checkpoint
 from ..types import Params, Suite
 from .records import Answer, Journal, Kept, Records, content_key
-from .results import Result
+from .results import EXPERT, Result
 
-EXPERT = "expert:"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Cost(NamedTuple):
-    """What a `Scorer` has done."""
+    """Counts and times of a `Scorer`."""
 
     scores: int = 0  # of one task and decode each
     kept: int = 0  # of them, found in the records
@@ -26,14 +25,18 @@ class Cost(NamedTuple):
 
 
 class Scorer:
-    """Scores of a suite's models, kept by content: what a score depends on is in its key, so that nothing is mixed.
+    """Scores models of a suite, each score computed once and cached by its inputs.
 
-    The key holds the recipe and content of the suite, the versions of smat_fn and torch, ``about``, the model's facts,
-    task, split and repeat; not the number of threads and of rows that are decoded together, which change scores by
+    The cache key holds the suite's recipe and content, the versions of smat_fn and torch, ``about``, the model's facts,
+    task, split and repeat. The number of threads and the decoding batch size are left out: they change scores by
     rounding alone.
 
-    Args: records: of scores, None: in memory; about: JSON values of the base, and of whatever else all models share;
-        answers: keep decoded rows too; bar: of tqdm, counts scores.
+    Args:
+        suite: provides tasks and ``score`` or ``score_once``.
+        records: score cache; None: in memory.
+        about: JSON values that all models share, such as facts of the base.
+        answers: cache decoded rows too, so that an interrupted decode resumes.
+        bar: tqdm bar that counts scores; None: no bar.
     """
 
     def __init__(
@@ -66,10 +69,21 @@ class Scorer:
         model: Mapping[str, Any],
         name: str,
     ) -> float:
-        """The score of one decode; ``build`` makes the parameters, and is not called for a score that is kept.
+        """The score of one decode, from the cache if it is there.
 
-        Args: model: JSON values that the parameters are a function of; name: of the model, for readers.
-        Raises: ValueError for a score that is not from 0 to 100.
+        Args:
+            build: makes the parameters; only called if the score must be computed.
+            task: task name.
+            split: "dev" or "test".
+            repeat: number of the decode, from 0.
+            model: JSON values that determine the parameters, such as their fingerprint.
+            name: name of the model in messages and in the cache.
+
+        Returns:
+            The score, 0 to 100.
+
+        Raises:
+            ValueError: the score is outside [0, 100].
         """
         facts = {"model": dict(model), "task": task, "split": split, "repeat": repeat}
         content = self.suite.content(task, split) if self.suite.content is not None else None
@@ -139,11 +153,22 @@ def score_models(
     coefs: Mapping[str, float] | None = None,
     scorer: Scorer | None = None,
 ) -> list[Result]:
-    """One row per model and task: an expert on its own task, any other model on every task of the suite.
+    """Score experts on their own task, and every other model on all tasks of the suite.
 
-    Args: models: parameters by name, an expert's is "expert:<task>"; split: "dev" or "test"; method, seed: of the
-        training; coefs: gamma by model name, for merged models that have one; scorer: of this suite's scores.
-    Raises: ValueError for an expert of no task of the suite, and for a score that is not from 0 to 100.
+    Args:
+        suite: the tasks and their metrics.
+        models: parameters by model name; an expert's name is "expert:<task>".
+        split: "dev" or "test".
+        method: training method, for the rows.
+        seed: training seed, for the rows.
+        coefs: coefficient by name of a merged model, for the rows.
+        scorer: `Scorer` of this suite; None: a new one without a cache.
+
+    Returns:
+        One `Result` per model and task.
+
+    Raises:
+        ValueError: an expert's task is not in the suite, or a score is outside [0, 100].
     """
     strangers = [m for m in models if m.startswith(EXPERT) and m.removeprefix(EXPERT) not in suite.tasks]
     if strangers:

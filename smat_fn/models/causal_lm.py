@@ -1,33 +1,18 @@
-"""Causal language models of ``transformers`` as a loss of flat parameters.
-
-Another family is another file that gives a bundle with these fields: `seq2seq`, `classifier`.
-"""
+"""Causal language models of ``transformers`` as a loss of flat parameters."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import tree
-from ..grad import ModuleLoss
-from ..types import Batch, Where
-from ..where import block_linear
-from .modules import FullLoss, sent
-from .pretrained import DeviceMap, checkpoint_blocks, read
+from ..types import Batch
+from .modules import sent
+from .pretrained import DeviceMap, LanguageModel, checkpoint_blocks, language_model, read
 
 IGNORED = -100  # label of a position that is not predicted
-
-
-class CausalLM(NamedTuple):
-    """A pretrained model, ready to train: theta_0, its loss, and the masked set."""
-
-    module: nn.Module  # in eval mode: no dropout
-    tokenizer: Any
-    params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
-    loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, supervised tokens)
-    where: Where  # the masked set S
 
 
 def load(
@@ -38,24 +23,31 @@ def load(
     device_map: DeviceMap | None = None,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
-) -> CausalLM:
-    """A model and its tokenizer, from a folder or by the name of a hub repository.
+) -> LanguageModel:
+    """Load a causal language model and its tokenizer.
 
-    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of all
-        parameters, "bfloat16" or torch.bfloat16; device_map: splits the model over devices, with the package
-        accelerate, in place of ``device``; attention: ``attn_implementation``, None: "sdpa" where the model has
-        it; gradient_checkpointing: keep one activation per block and compute the others again in the backward pass:
-        bit-equal, slower, and only with the "autograd" engine.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
-        map leaves weights on no device.
+    Args:
+        source: folder or hub repository, as for ``from_pretrained``; its cache and HF_HUB_OFFLINE are respected.
+        dtype: dtype of all parameters, such as "bfloat16" or torch.bfloat16 (default float32).
+        device: device of the model (default "cpu").
+        device_map: split the model over devices instead, as for ``from_pretrained``; needs the package accelerate.
+        attention: ``attn_implementation``; None: "sdpa" if the model supports it.
+        gradient_checkpointing: keep one activation per block and recompute the others in the backward pass:
+            bit-identical, slower, needs ``engine="autograd"``.
+
+    Returns:
+        A `LanguageModel`.
+
+    Raises:
+        ValueError: model or tokenizer cannot be loaded, weights are missing, the two do not fit, or a device map
+            leaves weights on no device.
     """
     own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
     module, tokenizer = read("AutoModelForCausalLM", "a causal language model", source, **own)
-    module.eval()
+    bundle = language_model(module, tokenizer, next_token_loss)
     if gradient_checkpointing:
         checkpoint_blocks(module)
-    params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    return CausalLM(module, tokenizer, params, FullLoss(module, next_token_loss), block_linear(module))
+    return bundle
 
 
 def next_token_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -4,18 +4,19 @@
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor, nn
 
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
-from .pretrained import checkpoint_blocks
+from .pretrained import check_complete, checkpoint_blocks, floating, loading
 
 _TOGETHER = 256  # texts encoded in one pass
 _PARTS = {
@@ -48,19 +49,24 @@ def load(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
 ) -> Clip:
-    """A CLIP model with its tokenizer and image processor, from a folder or by the name of a hub repository.
+    """Load a CLIP model with its tokenizer and image processor.
 
-    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; dtype: of the vision
-        tower; heads and the projection are float32 (of a float64 tower the projection is float64);
-        gradient_checkpointing: as `causal_lm.load`.
-    Raises: ValueError where a part cannot be had or weights are missing; for a model that is no CLIP.
+    Args:
+        source: folder or hub repository, as for `causal_lm.load`.
+        dtype: dtype of the vision tower (default float32); heads are float32, the projection is at least float32.
+        device: device of the model (default "cpu").
+        gradient_checkpointing: as `causal_lm.load`, of the vision tower.
+
+    Returns:
+        A `Clip`.
+
+    Raises:
+        ValueError: a part cannot be loaded, weights are missing, or the model is not a CLIP.
     """
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    try:
+    kind = floating(dtype)
+    with loading(source, "a CLIP model with tokenizer and image processor"):
         model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         lacking = [name for part, name in _PARTS.items() if not hasattr(model, part)]
         if lacking:
@@ -68,18 +74,8 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source)
         # the other backend resizes with other rounding, and needs torchvision
         processor = AutoImageProcessor.from_pretrained(source, backend="pil")
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as a CLIP model with tokenizer and image processor: give a folder of "
-            f"one, or a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
-            "give a checkpoint of the whole model"
-        )
-    model = model.to(device).eval()
-    model.requires_grad_(False)
+    check_complete(source, model, info["missing_keys"])
+    model = model.to(device).eval().requires_grad_(False)
     vision = model.vision_model.to(kind)
     projection = model.visual_projection.to(torch.promote_types(kind, torch.float32))
     vision.requires_grad_(True)
@@ -92,15 +88,6 @@ def load(
     }
     positions = model.config.text_config.max_position_embeddings
 
-    def tokens(texts: list[str]) -> dict[str, Tensor]:
-        ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
-        if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
-            raise ValueError(
-                f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
-                "shorten the template or the name of the class"
-            )
-        return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
-
     def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor]) -> FullLoss:
         return FullLoss(vision, classify(projection, head, values))
 
@@ -110,11 +97,21 @@ def load(
         block_linear(vision),
         processor,
         model.config.vision_config.image_size,
-        tokens,
+        partial(_tokens, tokenizer, positions),
         lambda ids, classes: zero_shot_head(model, ids, classes),
         frozen,
         loss_fn,
     )
+
+
+def _tokens(tokenizer: Any, positions: int, texts: list[str]) -> dict[str, Tensor]:
+    ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
+    if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
+        raise ValueError(
+            f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
+            "shorten the template or the name of the class"
+        )
+    return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
 
 
 def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Tensor:
@@ -128,7 +125,7 @@ def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Te
         for start in range(0, len(tokens["input_ids"]), _TOGETHER):
             some = {name: ids[start : start + _TOGETHER].to(model.device) for name, ids in tokens.items()}
             parts.append(F.normalize(model.get_text_features(**some).pooler_output, dim=-1))
-        means = torch.cat(parts).unflatten(0, (classes, -1)).mean(1)
+        means = reduce(torch.cat(parts), "(c prompts) d -> c d", "mean", c=classes)
         return (F.normalize(means, dim=-1) * model.logit_scale.exp()).cpu()
 
 

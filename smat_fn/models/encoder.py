@@ -5,6 +5,7 @@ Frozen layers see a text once: what they give is the input of the trained ones.
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
 from .packing import pooled, texts
+from .pretrained import check_complete, floating, loading
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
 _CLOSE = 1e-3  # relative to the largest: rounding is 1e-6, a layer that lacks its positions is 1e-1
@@ -45,34 +47,32 @@ def load(
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Encoder:
-    """An encoder and its tokenizer, from a folder or by the name of a hub repository. A pooler is left out.
+    """Load a text encoder and its tokenizer; a pooler is left out.
 
     A feature is the mean over a text's last hidden states, scaled to length 1 with ``normalize``.
 
-    Args: source: as for ``from_pretrained``, whose cache and offline flags (HF_HUB_OFFLINE) hold; train_layers: of the
-        top, the others and the embeddings are frozen; None: everything is trained; dtype: of the trained part, all
-        else is float32.
-    Raises: ValueError where a part cannot be had or weights are missing, for a number of layers that the model does not
-        have, and for a model whose top layers do not run on states alone.
+    Args:
+        source: folder or hub repository, as for `causal_lm.load`.
+        train_layers: number of top layers to train, the rest is frozen; None: train everything.
+        normalize: scale features to length 1 (default).
+        dtype: dtype of the trained part (default float32); the frozen part is float32.
+        device: device of the model (default "cpu").
+
+    Returns:
+        An `Encoder`.
+
+    Raises:
+        ValueError: a part cannot be loaded, weights are missing, the model has fewer layers, or its top layers do not
+            run on hidden states alone.
     """
     from transformers import AutoModel, AutoTokenizer
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    try:
+    kind = floating(dtype)
+    with loading(source, "an encoder with a tokenizer"):
         model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as an encoder with a tokenizer: give a folder of one, or a hub "
-            f"repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} the first: "
-            "give a checkpoint of the whole model"
-        )
+    missing = (name for name in info["missing_keys"] if not name.startswith("pooler."))
+    check_complete(source, model, missing)
     if hasattr(model, "pooler"):
         model.pooler = None
     model = model.to(device).eval().requires_grad_(False)
@@ -85,21 +85,11 @@ def load(
     first = None if train_layers is None else len(layers) - train_layers
     top = (copy.deepcopy(model).requires_grad_(True) if first is None else _top(model, first)).to(kind)
     pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
-
-    def ids(texts: Sequence[str], longest: int) -> list[Tensor]:
-        found = tokenizer(list(texts), truncation=True, max_length=longest, padding=False, verbose=False)["input_ids"]
-        if (top_id := max(map(max, found))) >= vocabulary:
-            raise ValueError(
-                f"the tokenizer of {str(source)!r} gives token {top_id}, the model has embeddings of {vocabulary}: "
-                "take the model's own tokenizer"
-            )
-        return [torch.tensor(own) for own in found]
-
     encoder = Encoder(
         top,
         {name: p.detach() for name, p in top.named_parameters() if p.requires_grad},
         block_linear(top),
-        ids,
+        partial(_ids, tokenizer, vocabulary),
         lambda texts: _features(model, texts, pad, normalize),
         None if first is None else lambda texts, progress=None: _states(model, layers[first], texts, pad, progress),
         {name: p.detach() for name, p in model.named_parameters()},
@@ -109,6 +99,15 @@ def load(
     if first is not None:
         _check_alone(encoder, source, vocabulary=vocabulary, normalize=normalize)
     return encoder
+
+
+def _ids(tokenizer: Any, vocabulary: int, texts: Sequence[str], longest: int) -> list[Tensor]:
+    found = tokenizer(list(texts), truncation=True, max_length=longest, padding=False, verbose=False)["input_ids"]
+    if (top := max(map(max, found))) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer gives token {top}, the model has embeddings of {vocabulary}: use the model's own tokenizer"
+        )
+    return [torch.tensor(own) for own in found]
 
 
 def classify(weight: Tensor, bias: Tensor, *, normalize: bool, pad: int) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Image models of ``transformers`` that are no CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
+"""Image models of ``transformers`` other than CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
 
 The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are told
 apart by a frozen head of its own on the features that the checkpoint's own head gets.
@@ -6,7 +6,6 @@ apart by a frozen head of its own on the features that the checkpoint's own head
 
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
-from .pretrained import checkpoint_blocks
+from .pretrained import check_complete, checkpoint_blocks, floating, loading
 
 _HEAD = "classifier"
 
@@ -39,31 +38,27 @@ def load(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
 ) -> ImageClassifier:
-    """A model of ``AutoModelForImageClassification`` with its image processor; its own head need not be there.
+    """Load a model of ``AutoModelForImageClassification`` with its image processor; its own head may be missing.
 
-    Args: as `clip.load`.
-    Raises: ValueError where a part cannot be had or weights are missing; for a model whose head is no ``classifier``.
+    Args:
+        source: as `clip.load`, like all arguments.
+
+    Returns:
+        An `ImageClassifier`.
+
+    Raises:
+        ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``.
     """
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    try:
+    kind = floating(dtype)
+    with loading(source, "a CLIP or an image classifier with its image processor"):
         module, info = AutoModelForImageClassification.from_pretrained(source, dtype=kind, output_loading_info=True)
         if not isinstance(getattr(module, _HEAD, None), nn.Module):
             raise ValueError(f"the head of {type(module).__name__} is no {_HEAD}")
         processor = AutoImageProcessor.from_pretrained(source, backend="pil")
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as a CLIP or an image classifier with its image processor: give a "
-            f"folder of one, or a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(f"{_HEAD}.")):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} weights of {type(module).__name__}, {missing[0]} the first: "
-            "give a checkpoint of the whole model"
-        )
+    missing = (name for name in info["missing_keys"] if not name.startswith(f"{_HEAD}."))
+    check_complete(source, module, missing)
     setattr(module, _HEAD, nn.Identity())
     module = module.to(device).eval()
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -81,7 +76,7 @@ def load(
 
 
 def is_clip(source: str | Path) -> bool:
-    """Whether the config of a model is of images and texts; True where there is none to be had."""
+    """Whether a model's config has image and text parts; True if it cannot be loaded."""
     from transformers import AutoConfig
 
     try:

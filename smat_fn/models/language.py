@@ -1,12 +1,10 @@
 """A language model of either kind by its folder or its name: what its config says decides."""
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from . import causal_lm, seq2seq
-from .pretrained import is_encoder_decoder
-
-LanguageModel: TypeAlias = causal_lm.CausalLM | seq2seq.Seq2Seq
+from .pretrained import LanguageModel, is_encoder_decoder
 
 
 def load(source: str | Path, **options: Any) -> LanguageModel:

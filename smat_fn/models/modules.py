@@ -1,4 +1,4 @@
-"""Modules whose weights are all arguments, and batches on their way to them."""
+"""`FullLoss`: a `ModuleLoss` that requires every parameter; plus batch-to-device transfer."""
 
 from collections.abc import Callable, Mapping
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import tree
@@ -45,15 +46,15 @@ def pooled(module: nn.Module, batch: Texts, *, normalize: bool, pad: int) -> Ten
         rows = pack(lengths.tolist(), ROOM)
         given = _filled([torch.cat([parts[i] for i in row]) for row in rows], 0)
         owners = _filled([torch.tensor(row).repeat_interleave(lengths[row]) for row in rows], -1)
-        alone = owners[:, None, :, None] == owners[:, None, None]  # (R, 1, T, T)
+        alone = rearrange(owners, "row t -> row 1 t 1") == rearrange(owners, "row t -> row 1 1 t")
         options = {"inputs_embeds": sent(given, like.device).to(like), "attention_mask": sent(alone, like.device)}
     else:
         owners = _filled([torch.full_like(own, i) for i, own in enumerate(parts)], -1)
         options = {"input_ids": _filled(parts, pad), "attention_mask": (owners >= 0).long()}
         options = {name: sent(value, like.device) for name, value in options.items()}
-    hidden = module(**options).last_hidden_state.flatten(0, 1)
+    hidden = rearrange(module(**options).last_hidden_state, "row t d -> (row t) d")
     hidden = hidden.to(tree.compute_dtype(hidden))
-    share = (owners.flatten() == torch.arange(len(lengths))[:, None]) / lengths[:, None]
+    share = (rearrange(owners, "row t -> (row t)") == torch.arange(len(lengths))[:, None]) / lengths[:, None]
     mean = sent(share, hidden.device).to(hidden) @ hidden
     return F.normalize(mean, dim=-1) if normalize else mean
 

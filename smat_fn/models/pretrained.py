@@ -1,16 +1,21 @@
-"""Language models with their tokenizers, from a folder or the hub, and one sentence for whatever is wrong with them."""
+"""Loading of pretrained models, with one message for each way it can fail."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import errors
+from ..grad import ModuleLoss
+from ..types import Aux, Where
+from ..where import block_linear
+from .modules import FullLoss
 
 # as ``from_pretrained`` takes it: a device by module, "auto", "balanced" or "sequential"; or the JSON file of a mapping
 DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
@@ -18,48 +23,82 @@ DeviceMap: TypeAlias = str | Path | Mapping[str, str | int]
 NO_EOS = "the tokenizer has no EOS token, nothing would end an answer: set tokenizer.eos_token, save it with the model"
 
 
+class LanguageModel(NamedTuple):
+    """A pretrained causal model or encoder-decoder, ready to train."""
+
+    module: nn.Module  # in eval mode: no dropout
+    tokenizer: Any
+    params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
+    loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, number of supervised tokens)
+    where: Where  # the masked set S
+
+
+def language_model(module: nn.Module, tokenizer: Any, loss: Callable[..., tuple[Tensor, Aux]]) -> LanguageModel:
+    """The bundle of a module, which is put into eval mode, and a loss of it."""
+    params = {name: p.detach() for name, p in module.eval().named_parameters() if p.requires_grad}
+    return LanguageModel(module, tokenizer, params, FullLoss(module, loss), block_linear(module))
+
+
 def read(
     auto: str,
     what: str,
     source: str | Path,
     *,
-    dtype: str | torch.dtype,
+    dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     device_map: DeviceMap | None = None,
     attention: str | None = None,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer by ``from_pretrained``, on a device or split over several.
 
-    Args: auto: class of ``transformers`` that loads it; what: kind of model, for messages; others: as `causal_lm.load`.
-    Raises: ValueError where the model or tokenizer cannot be had, weights are missing, the two do not fit, or a device
-        map leaves weights on no device.
+    Args:
+        auto: class of ``transformers`` that loads the model.
+        what: kind of model, for messages.
+        source: and all others as `causal_lm.load`, with its errors.
     """
     import transformers
 
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype, choose 'bfloat16' or 'float32'")
-    options: dict[str, Any] = {"dtype": kind, "attn_implementation": attention, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": floating(dtype), "attn_implementation": attention, "output_loading_info": True}
     if device_map is not None:
         options["device_map"] = _device_map(device_map)
-    try:
+    with loading(source, f"{what} with its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         module, info = getattr(transformers, auto).from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{str(source)!r} cannot be loaded as {what} with its tokenizer: give a folder of one, or "
-            f"a hub repository that is in the cache or can be reached ({shorten(str(error), 300)})"
-        ) from error
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{str(source)!r} lacks weights of {type(module).__name__}: {', '.join(sorted(info['missing_keys']))}: "
-            f"give a checkpoint of {what}"
-        )
+    check_complete(source, module, info["missing_keys"])
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
     if device_map is None:
         return module.to(device), tokenizer
     _check_placed(module)
     return module, tokenizer
+
+
+def floating(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype, given itself or by name. Raises: ValueError unless it is a floating-point dtype."""
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is not a floating-point dtype: choose 'bfloat16' or 'float32'")
+    return kind
+
+
+@contextmanager
+def loading(source: str | Path, what: str) -> Iterator[None]:
+    """Turns errors of ``from_pretrained`` inside the block into a ValueError that says what to give instead."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(
+            f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "
+            f"cache or can be reached ({shorten(str(error), 300)})"
+        ) from error
+
+
+def check_complete(source: str | Path, module: nn.Module, missing: Iterable[str]) -> None:
+    """Raises: ValueError if a checkpoint lacks weights that the module needs."""
+    if names := sorted(missing):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(names)} weights of {type(module).__name__} (first: {names[0]}): "
+            "give a checkpoint of the whole model"
+        )
 
 
 def _check_placed(module: nn.Module) -> None:
@@ -89,7 +128,7 @@ def _device_map(given: DeviceMap) -> Any:
 
 
 def is_encoder_decoder(source: str | Path) -> bool:
-    """What the config of a model says; False where there is none to be had."""
+    """Whether a model's config says so; False if it cannot be loaded."""
     from transformers import AutoConfig
 
     try:

@@ -1,85 +1,52 @@
-"""Encoder-decoders of ``transformers`` (T5, BART) as a loss and answers of flat parameters."""
+"""Encoder-decoders of ``transformers`` (T5, BART) as a loss of flat parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import errors, tree
-from ..evaluate.decoding import generator
-from ..evaluate.engine import Decoding
-from ..grad import ModuleLoss
-from ..types import Batch, Params, Where
-from ..where import block_linear
+from ..types import Batch
 from .causal_lm import IGNORED
-from .modules import FullLoss, sent
-from .pretrained import DeviceMap, check_tokenizer, checkpoint_blocks, read
+from .modules import sent
+from .pretrained import LanguageModel, check_tokenizer, checkpoint_blocks, language_model, read
 
 
-class Seq2Seq(NamedTuple):
-    """An encoder-decoder, ready to train."""
+def seq2seq(module: nn.Module, tokenizer: Any) -> LanguageModel:
+    """Wrap a model of ``AutoModelForSeq2SeqLM`` and its tokenizer; the module is put into eval mode: no dropout.
 
-    module: nn.Module  # in eval mode: no dropout
-    tokenizer: Any
-    params: dict[str, Tensor]  # theta_0, tied weights once; the module's own storage: not to be written to
-    loss_fn: ModuleLoss  # loss_fn(params, batch) -> (loss, target tokens)
-    predict_fn: Callable[..., list[str]]  # (params, sources, settings, seed, *, repeat=0, rows=None) -> texts
-    where: Where  # the masked set S
+    Args:
+        module: the model, moved to its device and dtype before.
+        tokenizer: its tokenizer, with an EOS token.
 
-
-def seq2seq(module: nn.Module, tokenizer: Any, *, batch_size: int = 16) -> Seq2Seq:
-    """A model of ``AutoModelForSeq2SeqLM`` and its tokenizer; the module is put into eval mode: no dropout.
-
-    Args: batch_size: sources that ``predict_fn`` answers together, as `generator` does.
-    Raises: ValueError for a module that is no encoder-decoder, and for a tokenizer that does not fit.
+    Raises:
+        ValueError: the module is not an encoder-decoder, or the tokenizer does not fit.
     """
     config: Any = module.config
     problems = []
     if not getattr(config, "is_encoder_decoder", False):
         problems.append(
-            f"{type(module).__name__} is no encoder-decoder: causal models are for smat_fn.models.causal_lm"
+            f"{type(module).__name__} is not an encoder-decoder: use smat_fn.models.causal_lm for causal models"
         )
     elif config.decoder_start_token_id is None:
         problems.append("the config has no decoder_start_token_id: set it to the token that answers begin with")
     errors.raise_problems(problems)
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    params = {name: p.detach() for name, p in module.eval().named_parameters() if p.requires_grad}
-    loss_fn = FullLoss(module, answer_loss)
-
-    def predict(
-        params: Params,
-        sources: Sequence[str],
-        settings: Decoding,
-        seed: int = 0,
-        *,
-        repeat: int = 0,
-        rows: Sequence[int] | None = None,
-    ) -> list[str]:
-        loss_fn.check(params)
-        generate = generator(loss_fn, tokenizer, params, batch_size=batch_size)
-        return generate(sources, settings, seed, repeat=repeat, rows=rows)
-
-    return Seq2Seq(module, tokenizer, params, loss_fn, predict, block_linear(module))
+    return language_model(module, tokenizer, answer_loss)
 
 
-def load(
-    source: str | Path,
-    *,
-    dtype: str | torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    device_map: DeviceMap | None = None,
-    attention: str | None = None,
-    gradient_checkpointing: bool = False,
-) -> Seq2Seq:
-    """`seq2seq` of a folder or a hub repository; arguments and errors are those of `causal_lm.load`.
+def load(source: str | Path, *, gradient_checkpointing: bool = False, **options: Any) -> LanguageModel:
+    """Load an encoder-decoder and its tokenizer; arguments and errors are those of `causal_lm.load`.
 
-    T5 with gradient_checkpointing is equal up to rounding alone: its position bias then takes another attention kernel.
+    T5 with gradient_checkpointing is not bit-identical: its position bias then uses another attention kernel.
+
+    Returns:
+        A `LanguageModel`.
     """
-    own: Any = {"dtype": dtype, "device": device, "device_map": device_map, "attention": attention}
-    module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, **own)
+    module, tokenizer = read("AutoModelForSeq2SeqLM", "an encoder-decoder", source, **options)
     bundle = seq2seq(module, tokenizer)
     if gradient_checkpointing:
         checkpoint_blocks(module)

@@ -1,6 +1,5 @@
-"""Adam and AdamW: pure faces on ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
+"""Adam and AdamW: functional wrappers of ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +8,9 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
-from .. import errors, tree
+from .. import tree
 from ..types import Optimizer, Params, Schedule
-from .schedules import constant
+from .schedules import schedule_of
 
 
 class AdamState(NamedTuple):
@@ -30,13 +29,31 @@ def adam(
     foreach: bool | None = None,
     fused: bool | None = None,
 ) -> Optimizer:
-    r"""Adam, bit-equal to ``torch.optim.Adam`` with the same arguments.
+    r"""Adam, bit-identical to ``torch.optim.Adam`` with the same arguments.
 
     ``theta - lr * mu_hat / (sqrt(nu_hat) + eps)``.
 
-    Args: lr: number or schedule of the step counted from 0; foreach, fused: which of torch's implementations, as there.
-    Raises: ValueError for values out of range.
-    Source: Kingma and Ba, 2015.
+    Args:
+        lr: learning rate >= 0, or a schedule ``step -> lr`` with steps counted from 0.
+        betas: decay rates of the first and second moments, each in [0, 1).
+        eps: added to the denominator, >= 0.
+        foreach: use torch's multi-tensor implementation; None: torch decides.
+        fused: use torch's fused kernel; None: torch decides.
+
+    Returns:
+        An `Optimizer` whose state is an `AdamState`; moments have the shapes and dtypes of params.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Source:
+        Kingma and Ba, 2015.
+
+    Example:
+        >>> optimizer, params = adam(1e-3), {"w": torch.ones(2)}
+        >>> params, state = optimizer.update({"w": torch.ones(2)}, optimizer.init(params), params)
+        >>> params["w"], state.step
+        (tensor([0.9990, 0.9990]), 1)
     """
     return _build(torch_adam, lr, betas, eps, 0.0, foreach, fused)
 
@@ -50,13 +67,22 @@ def adamw(
     foreach: bool | None = None,
     fused: bool | None = None,
 ) -> Optimizer:
-    r"""AdamW, bit-equal to ``torch.optim.AdamW`` with the same arguments.
+    r"""AdamW, bit-identical to ``torch.optim.AdamW`` with the same arguments.
 
     ``theta (1 - lr * weight_decay) - lr * mu_hat / (sqrt(nu_hat) + eps)``.
 
-    Args: as `adam`; weight_decay: decoupled, in units of 1 / lr.
-    Raises: ValueError for values out of range.
-    Source: Loshchilov and Hutter, 2019.
+    Args:
+        lr: as `adam`, like all arguments that are not listed.
+        weight_decay: decoupled weight decay >= 0; a step shrinks weights by the factor 1 - lr * weight_decay.
+
+    Returns:
+        An `Optimizer`, as `adam`.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Source:
+        Loshchilov and Hutter, 2019.
     """
     return _build(torch_adamw, lr, betas, eps, weight_decay, foreach, fused)
 
@@ -71,14 +97,7 @@ def _build(
     fused: bool | None,
 ) -> Optimizer:
     problems = [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
-    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if not (math.isfinite(value) and value >= 0):
-            problems.append(f"{name} is {value}, must be finite and not negative")
-    try:
-        _ = lr if callable(lr) else constant(lr)
-    except ValueError as error:
-        problems.append(str(error))
-    errors.raise_problems(problems)
+    schedule = schedule_of(lr, problems, eps=eps, weight_decay=weight_decay)
 
     def init(params: Params) -> AdamState:
         tree.check_floating(tree.flatten(params), "params")
@@ -109,7 +128,7 @@ def _build(
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
-            lr=lr(state.step) if callable(lr) else lr,
+            lr=schedule(state.step) if callable(lr) else lr,
             weight_decay=weight_decay,
             eps=eps,
             maximize=False,

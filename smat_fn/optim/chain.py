@@ -20,14 +20,25 @@ class ChainState(NamedTuple):
 
 
 def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tuple[Params, Tensor]:
-    """Gradients scaled to a global norm of at most ``max_norm``, and the norm before clipping.
+    """Scale gradients to a global norm of at most ``max_norm``; also measures the norm. The host does not wait for it.
 
-    ``g * min(1, max_norm / (norm + 1e-6))`` with `smat_fn.tree.global_norm`, the factor of
-    ``torch.nn.utils.clip_grad_norm_``; ``max_norm=None`` only measures. The host never waits for the norm.
+    ``g * min(1, max_norm / (norm + 1e-6))`` with `smat_fn.tree.global_norm`: the factor of
+    ``torch.nn.utils.clip_grad_norm_``.
 
-    Args: donate: may write into grads, same bits.
-    Returns: (grads, 0-d float32 norm).
-    Raises: ValueError unless max_norm is None, or positive and finite.
+    Args:
+        grads: any tree of tensors.
+        max_norm: positive and finite; None only measures.
+        donate: allow writing into grads; results are bit-identical.
+
+    Returns:
+        (grads, norm): the scaled tree, and the norm before clipping as a 0-d float32 tensor.
+
+    Raises:
+        ValueError: max_norm is neither None nor positive and finite.
+
+    Example:
+        >>> clip({"w": torch.tensor([3.0, 4.0])}, 1.0)
+        ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
     """
     check_max_norm(max_norm)
     leaves, norm = ops.reweight_and_clip(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
@@ -35,7 +46,17 @@ def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tupl
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """`clip` as a transform for `chain`. Raises: ValueError unless max_norm is positive and finite."""
+    """`clip` as a gradient transform for `chain`.
+
+    Args:
+        max_norm: bound of the global norm, positive and finite.
+
+    Returns:
+        ``transform(grads) -> grads``.
+
+    Raises:
+        ValueError: max_norm is not positive and finite.
+    """
     check_max_norm(max_norm)
     return lambda grads: clip(grads, max_norm)[0]
 
@@ -43,7 +64,14 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 def chain(*parts: Transform | Optimizer) -> Optimizer:
     """Gradient transforms, then an optimizer, as one optimizer: ``chain(clip_by_global_norm(1.0), adamw(...))``.
 
-    Raises: ValueError unless the last part, and no other, is an optimizer.
+    Args:
+        parts: functions ``grads -> grads`` in the order they are applied, and last an `Optimizer`.
+
+    Returns:
+        An `Optimizer` whose state is a `ChainState`.
+
+    Raises:
+        ValueError: the last part is not an optimizer, or another part is one.
     """
     *transforms, optimizer = parts if parts else (None,)
     if not isinstance(optimizer, Optimizer) or any(isinstance(t, Optimizer) for t in transforms):

@@ -1,13 +1,54 @@
-"""Task by task, coefficients, tuning, settings, and where the numbers are from."""
+"""The facts below the findings: costs, scores by task, coefficients, tuning, settings and provenance."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..evaluate.scoring import EXPERT
-from .found import Found
-from .section import DASH, Section, Table, spread
-from .settings import words
+from ..evaluate.results import EXPERT
+from .found import Cost, Found, times
+from .section import DASH, Section, Table, size, spread, words
 from .tables import cell_of
+
+
+def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]) -> Section | None:
+    """Seconds a step and in all, and memory, beside the reference's; None where nothing was recorded."""
+    known = {label: cost for label, cost in costs.items() if cost.seconds or cost.peak}
+    if not known:
+        return None
+    rows: list[list[object]] = []
+    records: list[dict[str, object]] = []
+    for label, cost in known.items():
+        base = costs.get(references.get(label) or "")
+        ratio = times(cost, base)
+        more = 100 * (cost.peak / base.peak - 1) if cost.peak and base and base.peak else None
+        rows.append(
+            [
+                label,
+                cost.per_step and cost.per_step.text(4),
+                cost.seconds and cost.seconds.text(1),
+                ratio and ("1" if cost is base else ratio.text(3)),
+                cost.peak and size(cost.peak),
+                None if more is None or cost is base else f"{round(more, 1) + 0.0:+.1f} %",
+            ]
+        )
+        records.append(
+            {
+                "method": label,
+                "seconds_per_step": cost.per_step and cost.per_step.mean,
+                "seconds": cost.seconds and cost.seconds.mean,
+                "seconds_sd": cost.seconds and cost.seconds.sd,
+                "times_reference": ratio and ratio.mean,
+                "peak_memory_bytes": cost.peak,
+            }
+        )
+    against = next((name for name in references.values() if name), "reference")
+    of = ", ".join(dict.fromkeys(cost.peak_of for cost in known.values() if cost.peak_of))
+    columns = ["Method", "Seconds a step", "Seconds in all", f"x {against}", "Peak memory", f"against {against}"]
+    text = (
+        "Seconds of the training loops, batches and logging included, summed over the experts of a set; loading, "
+        "saving, merging and evaluation are left out. Mean over seeds. Memory: the largest peak of training an expert."
+    )
+    text += f" It is of: {of}." if of else ""
+    return Section("Training cost", text, Table(columns, rows, records))
 
 
 def per_task(found: Found) -> Section:
@@ -101,7 +142,7 @@ def settings(found: Found) -> Section | None:
         budgets = [n for run in found.runs if run.label == label and (n := run.training.get("steps"))]
         steps = " to ".join(map(str, sorted({min(budgets), max(budgets)}))) if budgets else None
         rows.append([label, setting.method, words(setting.hyperparameters) or DASH, words(setting.training), steps])
-    return Section("Settings", "", Table(["Label", "Method", "Strengths", "Training", "Steps"], rows))
+    return Section("Settings", "", Table(["Label", "Method", "Hyperparameters", "Training", "Steps"], rows))
 
 
 def provenance(found: Found, facts: Mapping[str, Any]) -> Section:

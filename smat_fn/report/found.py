@@ -1,16 +1,139 @@
-"""What a report is made from: scores, runs, and which labels are compared with which."""
+"""Facts behind a report: scores, settings and costs by label, and which labels are compared with which."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import raise_problems
-from ..evaluate.results import Result
-from ..evaluate.runs import Run, once
+from ..evaluate.results import SET, Result, Run, once
 from ..evaluate.statistics import Estimate, differences
-from .costs import Cost, costs_of
-from .settings import MUON, Setting, settings_of, with_muon
-from .tables import MainTable, main_table
+from .tables import Cell, MainTable, cell_of, main_table
+
+PARTS = ("Scale", "Mask", "Perturb")
+MUON = " (Muon)"
+BUDGET = ("steps", "epochs")  # differ from task to task
+
+
+class Setting(NamedTuple):
+    """How the experts of one label were trained, in all seeds and tasks."""
+
+    label: str
+    method: str
+    hyperparameters: Mapping[str, Any]
+    training: Mapping[str, Any]  # without steps and epochs
+
+    @property
+    def parts(self) -> tuple[str, ...] | None:
+        """Those of Scale, Mask and Perturb that are on; None for other methods than SMAT."""
+        if self.method != "smat":
+            return None
+        values = self.hyperparameters
+        on = values.get("alpha_min", 0) < 1, values.get("drop_prob", 1) > 0, values.get("sigma", 1) > 0
+        return tuple(part for part, present in zip(PARTS, on, strict=True) if present)
+
+    @property
+    def kind(self) -> str:
+        """ "noise": Perturb alone; "ablation": another choice of SMAT's parts; "main": all else."""
+        if self.parts is None or len(self.parts) in (0, 3):
+            return "main"
+        return "noise" if self.parts == ("Perturb",) else "ablation"
+
+    @property
+    def muon(self) -> bool:
+        """Whether Muon trained the matrices."""
+        return self.training.get("optimizer") == "muon"
+
+    def ablates(self, full: "Setting") -> bool:
+        """Whether all but the parts that are off is as in another setting that has them all."""
+        names = {"Scale": ("alpha_min",), "Mask": ("drop_prob",), "Perturb": ("sigma", "noise")}
+        off = {name for part in PARTS if part not in (self.parts or ()) for name in names[part]}
+        mine, other = ({k: v for k, v in s.hyperparameters.items() if k not in off} for s in (self, full))
+        return full.parts == PARTS and self.training == full.training and mine == other
+
+
+def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:
+    """The setting of every label that has experts among the runs.
+
+    Raises: ValueError that lists the labels whose experts were not all trained in one way, and what differs.
+    """
+    found: dict[str, Setting] = {}
+    problems: dict[str, None] = {}
+    for run in runs:
+        if not run.trains:
+            continue
+        training = {k: v for k, v in run.training.items() if k not in BUDGET and v is not None}
+        mine = Setting(run.label, run.method, dict(run.hyperparameters), training)
+        first = found.setdefault(run.label, mine)
+        if first != mine:
+            differ = sorted(name for name, value in _flat(mine).items() if _flat(first).get(name) != value)
+            problems[f"experts of {run.label!r} differ in {', '.join(differ) or 'settings that only some have'}"] = None
+    raise_problems([f"{problem}: train each setting with its own --label" for problem in problems])
+    return found
+
+
+def with_muon(rows: Sequence[Result], runs: Sequence[Run]) -> tuple[list[Result], list[Run]]:
+    """Rows and runs, the labels of those trained with Muon ending in " (Muon)": they meet AdamW's in one report."""
+    experts = [run for run in runs if run.trains]
+    others = {run.label for run in experts if run.training.get("optimizer") != "muon"}
+    muon = {run.label for run in experts} - others
+    new = {label: label if "muon" in label.lower() else label + MUON for label in muon}
+    return (
+        [replace(row, method=new.get(row.method, row.method)) for row in rows],
+        [replace(run, label=new.get(run.label, run.label)) for run in runs],
+    )
+
+
+def _flat(setting: Setting) -> dict[str, Any]:
+    return {"method": setting.method, **setting.hyperparameters, **setting.training}
+
+
+class Cost(NamedTuple):
+    """The cost of one label's expert sets; what was not recorded for all experts is None."""
+
+    tasks: frozenset[str]
+    seconds: Cell | None  # of the training loops, summed over the experts
+    per_step: Cell | None
+    peak: int | None  # bytes, the largest over experts and seeds
+    peak_of: str  # what these bytes are
+
+
+def costs_of(runs: Iterable[Run]) -> dict[str, Cost]:
+    """Costs by label."""
+    sets: dict[str, dict[int, list[Run]]] = {}
+    for run in runs:
+        if run.trains:
+            sets.setdefault(run.label, {}).setdefault(run.seed, []).append(run)
+    return {label: _cost(dict(sorted(by_seed.items()))) for label, by_seed in sets.items()}
+
+
+def _cost(by_seed: dict[int, list[Run]]) -> Cost:
+    experts = [run for runs in by_seed.values() for run in runs]
+    # steps of a row of a whole set are those of one expert
+    steps = {
+        seed: sum(0 if run.model == SET else run.training.get("steps") or 0 for run in runs)
+        for seed, runs in by_seed.items()
+    }
+    seconds = per_step = None
+    if all(run.seconds is not None for run in experts):
+        seconds = cell_of({seed: sum(run.seconds or 0.0 for run in runs) for seed, runs in by_seed.items()})
+        if all(steps.values()):
+            per_step = cell_of({seed: total / steps[seed] for seed, total in seconds.by_seed.items()})
+    peaks = [run.peak_memory_bytes for run in experts]
+    peak = None if None in peaks else max(p for p in peaks if p is not None)
+    peak_of = ", ".join(sorted({run.peak_memory_of for run in experts} - {""}))
+    return Cost(frozenset(run.model for run in experts), seconds, per_step, peak, peak_of)
+
+
+def times(cost: Cost | None, reference: Cost | None) -> Cell | None:
+    """Seconds over the reference's, per seed that both have; None for other tasks or where they were not recorded."""
+    if cost is None or reference is None or cost.tasks != reference.tasks:
+        return None
+    if cost.seconds is None or reference.seconds is None:
+        return None
+    mine, other = cost.seconds.by_seed, reference.seconds.by_seed
+    ratios = {seed: mine[seed] / other[seed] for seed in mine if other.get(seed)}
+    return cell_of(ratios) if ratios else None
 
 
 class Found(NamedTuple):
@@ -78,7 +201,7 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     """
     scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
-    # one model may have been told of under two labels, before its Muon was
+    # one model may have rows under two labels, from before with_muon
     facts = [run for run in once(facts) if (run.label, run.seed) in scored]
     problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]

@@ -10,7 +10,7 @@ import numpy as np
 from ..evaluate.statistics import Estimate
 from .tables import Cell, MainTable
 
-# Okabe and Ito's palette: told apart with any colour vision
+# Okabe and Ito's palette: distinct with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
 SPARE = ("#56B4E9", "#D55E00", "#F0E442", "#FFFFFF", "#000000")
 
@@ -36,10 +36,12 @@ def drawable(table: MainTable) -> bool:
 
 
 def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "") -> None:
-    """Bars of experts, mergers and the mean of the paper's five, methods beside each other: a PNG of 1800 x 900 pixels.
+    """Bars of experts, mergers and the mean of the paper's five, grouped by column: a PNG of 1800 x 900 pixels.
 
     Every bar carries its number, the mean over seeds; whiskers are one standard deviation. The axis is 0 to 100.
-    Raises: ValueError for an empty table and for more than five methods that have no colour of their own in `COLOURS`.
+
+    Raises:
+        ValueError: the table is empty, or more than five methods have no colour of their own in `COLOURS`.
     """
     palette = colours(table.cells)
     if not drawable(table):
@@ -56,15 +58,8 @@ def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "")
         x = np.array([columns.index(column) for column in line]) + (index - (count - 1) / 2) * width
         means = [cell.mean for cell in line.values()]
         errors = [cell.sd or 0.0 for cell in line.values()]
-        axes.bar(
-            x,
-            means,
-            0.92 * width,
-            label=method,
-            color=palette[method],
-            edgecolor="black",
-            linewidth=0.5,
-        )
+        look = {"color": palette[method], "edgecolor": "black", "linewidth": 0.5}
+        axes.bar(x, means, 0.92 * width, label=method, **look)
         if any(errors):
             axes.errorbar(x, means, errors, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
         for place, mean, error in zip(x, means, errors, strict=True):

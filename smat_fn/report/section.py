@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .tables import Cell
 
@@ -70,6 +70,16 @@ def spread(line: Mapping[str, Cell]) -> dict[str, object]:
     for column, cell in line.items():
         out |= {column: cell.mean, f"{column}_sd": cell.sd}
     return out
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """``name value, name value``."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, {}))
+
+
+def size(count: int) -> str:
+    """Bytes in MiB, from 1 GiB on in GiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _text(value: object) -> str:

@@ -1,20 +1,26 @@
-"""What was found, and the main table; None where there is nothing to show."""
+"""The findings: sentences, the main table, paired differences, ablations and noise; None where nothing is to show."""
 
 from collections.abc import Mapping
 from io import BytesIO
+from itertools import product
 
-from .costs import size, times
-from .found import Found
-from .section import DASH, Section, Table, spread
-from .tables import Cell, MainTable, cell_of
-from .words import NOTE, experts, finding
+from ..evaluate.statistics import Estimate
+from .found import PARTS, Found, times
+from .section import DASH, Section, Table, size, spread
+from .tables import COLUMNS, Cell, MainTable, cell_of
+
+FEW = 4  # pairs that are shown in every column
+NOTE = (
+    "A difference is taken seed by seed; its interval is Student's t over seeds and covers what seeds change, not the "
+    "choice of tasks or data. Several comparisons are not corrected for their number."
+)
 
 
 def summary(found: Found, notes: str = "") -> Section:
     """A sentence per label on what was found."""
     alone = found.labels("noise")
-    told = [_told(found, label) for label in found.table.cells if label not in alone] + _alone(found, alone)
-    bullets = "\n".join(f"- {line}" for line in told)
+    lines = [_finding_of(found, label) for label in found.table.cells if label not in alone] + _alone(found, alone)
+    bullets = "\n".join(f"- {line}" for line in lines)
     seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
     what = (
         f"{found.table.split.capitalize()} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
@@ -22,7 +28,7 @@ def summary(found: Found, notes: str = "") -> Section:
     return Section("Summary", f"{bullets}\n\n{what} {NOTE}" + (f"\n\n{notes.strip()}" if notes.strip() else ""))
 
 
-def _told(found: Found, label: str) -> str:
+def _finding_of(found: Found, label: str) -> str:
     line, others = found.table.cells[label], found.comparisons(label)
     column = "Avg" if "Avg" in line else "Expert"
     place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
@@ -115,3 +121,152 @@ def _bars(table: MainTable, title: str) -> bytes | None:
     file = BytesIO()
     main_plot(table, file, title=title)
     return file.getvalue()
+
+
+def paired_differences(found: Found) -> Section | None:
+    """Differences seed by seed; of many pairs the experts and the mean alone are shown, the CSV has every column.
+
+    Perturb alone is shown where there is nothing else: it has a section of its own.
+    """
+    from .plots import paired_plot
+
+    pairs = [(label, other) for label in found.table.cells for other in found.comparisons(label)]
+    shown = [pair for pair in pairs if found.kind(pair[0]) != "noise"] or pairs
+    few = len(shown) <= FEW
+    rows: list[list[object]] = []
+    records: list[dict[str, object]] = []
+    drawn: dict[str, dict[str, Estimate]] = {}
+    for (label, other), column in product(pairs, found.table.columns):
+        got = found.difference(label, column, other)
+        if got is None:
+            continue
+        pair, (above, equal, below), (low, high) = f"{label} - {other}", got.signs, got.interval or (None, None)
+        records.append(
+            {
+                "method": label, "reference": other, "column": column, "mean": got.mean, "sd": got.sd, "low": low,
+                "high": high, "n": len(got.values), "above": above, "equal": equal, "below": below,
+                "differences": " ".join(map(repr, got.values)),
+            }
+        )  # fmt: skip
+        if (label, other) in shown and (few or column in ("Expert", "Avg")):
+            block, line = (pair, column) if few else (column, pair)
+            drawn.setdefault(block, {})[line] = got
+            rows.append([pair, column, *_texts(got)])
+    if not rows:
+        return None
+    columns = ["Difference", "Scores", "Mean", "sd", "95 % interval", "Contains 0", "n", "Signs", "By seed"]
+    text = f"Dots are seeds, bars 95 % intervals of the mean. {NOTE}"
+    left_out = [*([] if few else ["every merger"]), *([] if shown == pairs else ["Perturb alone"])]
+    text += f" `paired-differences.csv` has {' and '.join(left_out)} too." if left_out else ""
+    return Section("Paired differences", text, Table(columns, rows, records), paired_plot(drawn))
+
+
+def _texts(got: Estimate) -> list[object]:
+    above, equal, below = got.signs
+    return [
+        f"{got.mean:+.2f}",
+        None if got.sd is None else f"{got.sd:.2f}",
+        None if got.interval is None else f"{got.interval[0]:+.2f} to {got.interval[1]:+.2f}",
+        None if got.interval is None else "no" if got.settled else "yes",
+        len(got.values),
+        f"{above} + / {below} -" + (f" / {equal} =" if equal else ""),
+        ", ".join(f"{value:+.2f}" for value in got.values),
+    ]
+
+
+def ablation(found: Found) -> Section | None:
+    """SMAT without some of its parts, beside full SMAT."""
+    labels = found.labels("ablation")
+    if not labels:
+        return None
+    fulls = list(dict.fromkeys(full for label in labels if (full := found.full(label))))
+    rows, records, lines = [], [], []
+    for label in [*fulls, *labels]:
+        line, setting = found.table.cells[label], found.settings[label]
+        off = [part for part in PARTS if part not in (setting.parts or ())]
+        variant = f"without {' and '.join(off)}" if off else "full SMAT"
+        other = found.compared_with(label) if off else None
+        change = found.difference(label, "Avg", other)
+        if off and "Avg" in line:
+            lines.append(f"- {finding(variant, other or found.reference, change)}")
+        interval = f"{change.interval[0]:+.2f} to {change.interval[1]:+.2f}" if change and change.interval else None
+        texts = [line[column].text() if column in line else None for column in COLUMNS]
+        rows.append([variant, label, *texts, f"{change.mean:+.2f}" if change else None, interval])
+        records.append({"variant": variant, "method": label, **spread(line), "avg_change": change and change.mean})
+    columns = ["Variant", "Label", *COLUMNS, "Change", "95 % interval"]
+    against = ", ".join(dict.fromkeys(other for label in labels if (other := found.compared_with(label))))
+    text = f"Change: five-merger mean against {against or 'nothing that is here'}.\n\n" + "\n".join(lines)
+    return Section("Ablation", text, Table(columns, rows, records))
+
+
+def noise(found: Found) -> Section | None:
+    """Perturb alone: the mean of five mergers by family and RMS of the noise."""
+    from .plots import noise_plot
+
+    labels = [label for label in found.labels("noise") if "Avg" in found.table.cells[label]]
+    if not labels:
+        return None
+    rows, records = [], []
+    curves: dict[str, dict[float, Cell]] = {}
+    order = sorted(labels, key=lambda x: (_noise(found, x), float(found.settings[x].hyperparameters["sigma"])))
+    for label in order:
+        sigma, line = float(found.settings[label].hyperparameters["sigma"]), found.table.cells[label]
+        family, other = _noise(found, label), found.compared_with(label)
+        curves.setdefault(family, {})[sigma] = line["Avg"]
+        got = found.difference(label, "Avg", other)
+        open_ = evidence(got) if got and got.interval else None
+        expert = line["Expert"].text() if "Expert" in line else None
+        rows.append([family, f"{sigma:g}", expert, line["Avg"].text(), f"{got.mean:+.2f}" if got else None, open_])
+        records.append(
+            {"noise": family, "sigma": sigma, "method": label, **spread(line), "avg_change": got and got.mean}
+        )
+    base = found.base(muon=found.muon(order[0]))
+    seeds = {seed for points in curves.values() for cell in points.values() for seed in cell.by_seed}
+    whole = found.table.cells[base].get("Avg") if base else None
+    level = {seed: score for seed, score in whole.by_seed.items() if seed in seeds} if whole else {}
+    columns = ["Noise", "RMS", "Expert", "Avg", f"Avg - {base or found.reference}", "Over seeds"]
+    text = "Perturb alone, without Scale and Mask. The best sigma was selected on the same scores, so it is optimistic."
+    if whole and len(level) < len(whole.by_seed):
+        text += f" In the figure {base} is the mean over the seeds that were trained with noise."
+    drawn = noise_plot(curves, reference=(base, cell_of(level)) if base and level else None)
+    return Section("Noise", text, Table(columns, rows, records), drawn)
+
+
+def _noise(found: Found, label: str) -> str:
+    return str(found.settings[label].hyperparameters.get("noise", "uniform"))
+
+
+def finding(label: str, reference: str, found: Estimate | None, *, of: str = "the mean of five mergers") -> str:
+    """One sentence on the paired difference ``label - reference``."""
+    if found is None:
+        return f"**{label}** cannot be compared with {reference} on {of}: no seed has both."
+    if set(found.values) == {0.0}:
+        return f"**{label}** equals {reference} on {of}, seed by seed (of {len(found.values)})."
+    points = f"{found.mean:+.2f} points on {of}"
+    if found.interval is None:
+        return f"**{label}** against {reference}: {points} in one seed. One seed leaves open what chance does."
+    if not found.settled:
+        return f"**{label}**: no difference from {reference} is established: {points}, {evidence(found)}."
+    place = "above" if found.mean > 0 else "below"
+    return f"**{label}** is {place} {reference}: {points}, {evidence(found)}."
+
+
+def evidence(found: Estimate) -> str:
+    """The interval, whether it contains zero, and how many seeds point where."""
+    assert found.interval is not None
+    low, high = found.interval
+    above, equal, below = found.signs
+    counts = [f"{n} {name}" for n, name in ((above, "above"), (equal, "equal"), (below, "below")) if n]
+    contains = "leaves out zero" if found.settled else "contains zero"
+    return f"95 % interval {low:+.2f} to {high:+.2f} {contains} ({len(found.values)} seeds: {', '.join(counts)})"
+
+
+def experts(found: Estimate | None) -> str:
+    """The difference of the experts before merging, as an addition to a finding."""
+    if found is None:
+        return ""
+    if found.interval is None:
+        return f"Its experts before merging: {found.mean:+.2f}."
+    low, high = found.interval
+    zero = "leaves out zero" if found.settled else "contains zero"
+    return f"Its experts before merging: {found.mean:+.2f}, interval {low:+.2f} to {high:+.2f} {zero}."

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..config import MORE_MERGERS
-from ..evaluate.results import Result
-from ..evaluate.scoring import EXPERT
+from ..evaluate.results import EXPERT, Result
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

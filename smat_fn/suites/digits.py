@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import random, tree
@@ -81,7 +82,7 @@ def splits(seed: int) -> dict[str, Examples]:
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 8, 8) / 16
+    images = rearrange(torch.tensor(pixels, dtype=torch.float32), "n (h w) -> n h w", h=8) / 16
     labels = torch.tensor(digits, dtype=torch.int64)
     order = permutation(random.fold_in(random.key(seed), "split"), len(labels))
     parts = order.split(list(SIZES.values()))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import pack
 from torch import Tensor
 
 from .. import errors, random
@@ -122,4 +123,4 @@ def _of_images(model: ImageClassifier, few: Tensor, labels: Tensor) -> dict[str,
     table = pixels.value_table(model.processor)
     features = torch.cat([model.features(pixels.look_up(table, part)).cpu() for part in few.split(_TOGETHER)])
     head = fit_head(features, labels, c=_C)
-    return {"head": torch.cat((head["weight"], head["bias"][:, None]), 1)}
+    return {"head": pack((head["weight"], head["bias"]), "c *")[0]}

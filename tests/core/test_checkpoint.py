@@ -148,7 +148,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
 
 def test_an_existing_folder_is_refused_before_any_work(tmp_path):
     checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
-    with pytest.raises(ValueError, match=r"/e exists: choose another folder, or say --overwrite"):
+    with pytest.raises(ValueError, match=r"/e exists: choose another folder or pass --overwrite"):
         checkpoint.save_expert(tmp_path / "e", {"a": "not even a tensor"}, {"n": 2})
     assert checkpoint.load_manifest(tmp_path / "e") == {"n": 1}
     (tmp_path / "file").touch()
@@ -210,7 +210,7 @@ def test_broken_folders_are_refused(tmp_path):
     checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
     like = {"a": values(2)}
     for path in (tmp_path / "none", tmp_path, tmp_path / "e" / checkpoint.WEIGHTS):
-        with pytest.raises(ValueError, match=r"is no checkpoint \(no manifest\.json in it\)"):
+        with pytest.raises(ValueError, match=r"is not a checkpoint \(no manifest\.json in it\)"):
             checkpoint.load_expert(path, like)
     (tmp_path / "e" / checkpoint.MANIFEST).write_text('{"n": ')
     with pytest.raises(ValueError, match=r"manifest\.json is not JSON"):

@@ -63,6 +63,10 @@ def test_no_module_loads_triton_or_transformers():
     assert not modules & HEAVY
 
 
+def test_the_functional_core_does_not_load_einops():
+    assert "einops" not in loaded("import smat_fn.simulation, smat_fn.grad, smat_fn.mat, smat_fn.optim, smat_fn.merge")
+
+
 @pytest.mark.parametrize("room", PUBLIC)
 def test_every_public_name_is_there_and_explained(room):
     module = importlib.import_module(room)

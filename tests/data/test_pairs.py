@@ -94,7 +94,7 @@ def test_parts_weigh_their_target_tokens_and_give_the_loss_of_the_whole(suite):
 
 def test_the_suite_is_that_of_the_model_and_scores_its_answers(suite, model, rows):
     lm = language.load(model)
-    assert isinstance(lm, seq2seq.Seq2Seq)
+    assert lm.module.config.is_encoder_decoder
     assert {name for name, leaf in suite.base.items() if suite.where(name, leaf)} == {
         name for name, leaf in lm.params.items() if lm.where(name, leaf)
     }

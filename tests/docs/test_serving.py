@@ -77,5 +77,5 @@ def test_samples_depend_on_repeat_and_row_and_not_on_the_batch(load, module):
 
 def test_scores_of_another_engine_are_told_apart(load, module):
     assert load().content("MeetingBank", "dev") != load(engine=module).content("MeetingBank", "dev")
-    with pytest.raises(ValueError, match="engine 'my_engine:nothing' cannot be had"):
+    with pytest.raises(ValueError, match="engine 'my_engine:nothing' cannot be imported"):
         load(engine="my_engine:nothing")

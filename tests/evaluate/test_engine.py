@@ -79,5 +79,5 @@ def test_an_engine_is_found_by_name_or_told():
     talker = Talker()
     assert engine_name(talker) == repr(talker)
     for name in ("smat_fn.evaluate.decoding:nothing", "no_such_module:make", "smat_fn.evaluate.decoding", ""):
-        with pytest.raises(ValueError, match=rf"engine '{name}' cannot be had.*give module:function"):
+        with pytest.raises(ValueError, match=rf"engine '{name}' cannot be imported.*give module:function"):
             find_engine(name)

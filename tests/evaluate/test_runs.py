@@ -2,8 +2,7 @@
 
 import pytest
 
-from smat_fn.evaluate.results import read_rows, write_results
-from smat_fn.evaluate.runs import SET, Run, run_of
+from smat_fn.evaluate.results import SET, Run, read_rows, run_of, write_results
 
 EXPERT = {
     "label": "SMAT", "method": "smat", "hyperparameters": {"sigma": 0.01}, "seed": 3, "suite": {"name": "digits"},

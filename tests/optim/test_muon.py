@@ -79,6 +79,6 @@ def test_a_schedule_is_read_at_the_step():
 
 def test_bad_values_are_listed_at_once():
     with pytest.raises(
-        ValueError, match=r"momentum 1.0 .*ns_steps is 0.*weight_decay is -1.*rest is a int.*learning rate"
+        ValueError, match=r"momentum 1.0 .*ns_steps is 0.*rest is a int.*weight_decay is -1.*learning rate"
     ):
         optim.muon(-1.0, rest=3, momentum=1.0, ns_steps=0, weight_decay=-1)

@@ -3,7 +3,7 @@
 import pytest
 
 from smat_fn.evaluate import Result
-from smat_fn.evaluate.runs import Run
+from smat_fn.evaluate.results import Run
 from smat_fn.report import build_report, plots
 
 MERGERS = ("wa", "ta", "ties", "dare", "della")

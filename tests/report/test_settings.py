@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smat_fn.report.settings import settings_of, with_muon
+from smat_fn.report.found import settings_of, with_muon
 
 
 def one(make, values, method="smat", **options):

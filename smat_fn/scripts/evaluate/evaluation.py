@@ -11,7 +11,7 @@ import torch
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
-from ...evaluate.runs import RUNS, run_of
+from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...report.tables import MainTable, markdown
 from ...suites import Suite, load_suite

@@ -9,8 +9,7 @@ from ... import checkpoint, errors
 from ...analyses import results as analyses
 from ...analyses.plots import draw
 from ...evaluate import Result, read_results
-from ...evaluate.results import read_rows
-from ...evaluate.runs import RUNS, SET, Run, once, run_of
+from ...evaluate.results import RUNS, SET, Run, once, read_rows, run_of
 from ...report import Section, Table, with_muon
 
 RESULTS = "results.jsonl"

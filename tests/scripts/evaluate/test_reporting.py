@@ -7,7 +7,7 @@ import pytest
 
 from smat_fn.checkpoint import MANIFEST, describe, write_text
 from smat_fn.evaluate import Result, write_results
-from smat_fn.evaluate.runs import SET, Run
+from smat_fn.evaluate.results import SET, Run
 from smat_fn.report import write_full_report
 from smat_fn.report.tables import main_table
 from smat_fn.scripts.evaluate import evaluation

@@ -208,7 +208,7 @@ def test_a_merge_of_other_inputs_or_settings_is_refused(change, told, copied, tm
     changed = change(folder, base, experts[0])
     order = streaming.order(**options | (changed if isinstance(changed, dict) else {}))
     before = when(folder)
-    with pytest.raises(ValueError, match="ta exists: choose another folder, or say --overwrite") as caught:
+    with pytest.raises(ValueError, match="ta exists: choose another folder or pass --overwrite") as caught:
         list(streaming.stream_run([TA], order))
     assert f"{folder} holds another merge: " in str(caught.value)
     assert told in str(caught.value)
@@ -262,7 +262,7 @@ def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
     assert streaming.verify(tmp_path / "m")[1] == [
         f"{tmp_path / 'm' / 'model.safetensors'} has not the weights that were written"
     ]
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         streaming.verify(tmp_path)
 
 
