@@ -26,11 +26,13 @@ class SuiteOptions:
         integers. Strings and booleans are checked by their annotations, the rest in `problems`.
     """
 
-    LOCAL: ClassVar[tuple[str, ...]]
-    LOWEST: ClassVar[Mapping[str, int]]
+    LOCAL: ClassVar[tuple[str, ...]] = ()
+    LOWEST: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
-    def __init_subclass__(cls, *, local: tuple[str, ...], lowest: Mapping[str, int]) -> None:
-        cls.LOCAL, cls.LOWEST = local, lowest
+    def __init_subclass__(
+        cls, *, local: tuple[str, ...] = (), lowest: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        cls.LOCAL, cls.LOWEST = local or cls.LOCAL, lowest or cls.LOWEST
 
     def __post_init__(self) -> None:
         problems = count_problems(self, self.LOWEST)

@@ -31,7 +31,7 @@ DIGITS_METHODS = digits_methods.PROTOCOL
 
 
 @dataclass(frozen=True)
-class Few(digits.DigitsRecipe):
+class Few(digits.DigitsOptions):
     pretrain_steps: int = 10
     images_per_task: int = 120
 
@@ -48,7 +48,7 @@ def _small():
     true = digits.splits
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.PRESETS, "small", preset)
-        patch.setattr(digits, "DigitsRecipe", Few)
+        patch.setattr(digits, "DigitsOptions", Few)
         patch.setattr(digits, "TASKS", {task: digits.TASKS[task] for task in ("rot90", "stripes")})
         patch.setattr(digits, "splits", lambda seed: {name: few(part, name) for name, part in true(seed).items()})
         yield
