@@ -12,9 +12,6 @@ from typing import Any, TypeVar, get_args
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from ..config import PRESETS
-from ..suites import describe_options
-
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 OPEN = "preset"  # how --help says that an option is None
 Options = TypeVar("Options")
@@ -55,7 +52,12 @@ def suite_options(options: type, words: Sequence[str]) -> str:
     name: Any = defaults.get("preset")
     for word, after in pairwise([*" ".join(words).replace("=", " ").split(), ""]):
         name = after if word == "--preset" else name
-    if "suite_options" not in defaults or name not in PRESETS:
+    if "suite_options" not in defaults or name is None:
+        return ""
+    from ..config import PRESETS  # loads torch
+    from ..suites import describe_options
+
+    if name not in PRESETS:
         return ""
     preset = PRESETS[name]
     lines = [f"suite options (--preset {name}, suite {preset.suite}), as --suite-options NAME VALUE ..."]

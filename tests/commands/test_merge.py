@@ -195,7 +195,9 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
     assert call(*words)[1] is None
     told = "holds another merge: its hyperparameters is {'coef': 0.5}, here it would be {'coef': 0.6}; "
     code = call(*words[:-1], "0.6")[1]
-    assert code.startswith(f"merge.py: {tmp_path / 'ta'} {told}{tmp_path / 'ta'} exists: choose another folder, or say")
+    assert code.startswith(
+        f"merge.py: {tmp_path / 'ta'} {told}{tmp_path / 'ta'} exists: choose another folder or pass --overwrite"
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Models:
         if config.name in merge.BASELESS:
             self._buffer = merge.merge_by(config, self._inputs.base, self._inputs.experts)
         else:
-            coef, options = config.coef, _with(config, coef=None)  # type: ignore[union-attr]
+            coef, options = getattr(config, "coef", None), _with(config, coef=None)
             assert coef is not None
             if self._made is None or self._made[0] != options:
                 self._made = None  # two vectors need not be in memory
