@@ -75,6 +75,7 @@ def literal_step(
     return State(params, opt_state, state.step + 1), Info(loss, aux, norm, scale, simulated)
 
 
+# over 60 lines: its docstring explains every hyperparameter of the paper
 def build(
     loss_fn: LossFn,
     optimizer: Optimizer,

@@ -22,6 +22,7 @@ class MuonState(NamedTuple):
     rest: Any
 
 
+# over 60 lines: torch's function takes twelve arguments, one a line, and the docstring explains every option
 def muon(
     lr: float | Schedule,
     *,

@@ -1,0 +1,69 @@
+"""The package layout: no circle between packages, submodules as attributes, functions that fit on a screen."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "smat_fn"
+SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / f"{s}.py" for s in ("train", "merge", "eval"))]  # fmt: skip  # noqa: E501
+
+
+def top(module):
+    """The package below smat_fn, or the package of a script, that a module belongs to."""
+    parts = module.split(".")[1:] or ["smat_fn"]
+    return ".".join(parts[:2]) if parts[0] == "scripts" else parts[0]
+
+
+def imported(file):
+    """Modules of smat_fn that a file imports, inside functions and for types alone too."""
+    own = ["smat_fn", *file.relative_to(PACKAGE).with_suffix("").parts]
+    home = own[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("smat_fn"))
+        elif isinstance(node, ast.ImportFrom):
+            base = home[: len(home) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module.split(".")[0] == "smat_fn":
+                for alias in node.names:
+                    deeper = PACKAGE.joinpath(*module.split(".")[1:], alias.name)
+                    there = deeper.is_dir() or deeper.with_suffix(".py").exists()
+                    yield f"{module}.{alias.name}" if there else module
+
+
+def test_packages_import_each_other_in_no_circle():
+    arrows = defaultdict(set)
+    for file in PACKAGE.rglob("*.py"):
+        if file == PACKAGE / "__init__.py":  # names what is below it
+            continue
+        own = top(".".join(["smat_fn", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"))
+        arrows[own] |= {top(module) for module in imported(file) if module != "smat_fn"} - {own}
+    try:
+        order = list(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        pytest.fail(f"packages in a circle: {' -> '.join(error.args[1])}")
+    assert order.index("types") < order.index("tree") < order.index("mat") < order.index("scripts.train")
+    assert order.index("merge") < order.index("folders") < order.index("scripts.merge")
+
+
+def test_packages_are_attributes_after_import():
+    names = ["lora", "parallel", "analyses", "ops", "integrations", "folders", "suites", "report", "errors"]
+    code = f"import smat_fn; [getattr(smat_fn, name) for name in {names}]; print('ok')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "ok\n"
+
+
+def test_functions_above_sixty_lines_say_why():
+    silent = []
+    for file in SOURCES:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                own = lines[node.lineno - 2 : node.end_lineno]
+                silent += [] if any("# over 60 lines:" in line for line in own) else [f"{file}:{node.lineno}"]
+    assert not silent, f"split these functions, or say why in a comment '# over 60 lines: ...': {silent}"
