@@ -1,6 +1,5 @@
 """Gradients at simulated states, in one place: wherever theta_0 and theta~ live, and whoever runs the backward pass."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast, get_args
@@ -184,12 +183,17 @@ class _Fresh:
         """Nothing to prepare."""
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        leaves, base, states = tree.flatten(params), tree.flatten(self._base), dict[str, Tensor]()
         with torch.no_grad():
-            states = tree.tree_map(functools.partial(_empty, dtype=self._dtype), params)
-            if self._dtype is None:
-                simulated = simulate(params, self._base, drawn, where=self._where, out=states)
+            if self._dtype is not None:
+                states = {path: _empty(leaf, dtype=self._dtype) for path, leaf in leaves.items()}
+                _simulate_rounded(leaves, base, drawn, self._where, states)
             else:
-                simulated = _simulate_rounded(params, tree.flatten(self._base), drawn, self._where, states)
+                for part in parts_of(leaves, drawn, self._where, {}):  # `simulate` without its checks and wrappers
+                    theta, theta_0 = ([tensors[path] for path in part.paths] for tensors in (leaves, base))
+                    made = ops.library.simulate(theta, theta_0, *part.numbers, part.masked, part.starts)
+                    states.update(zip(part.paths, made, strict=True))
+        simulated = tree.unflatten(params, {path: states[path] for path in leaves})
         return accumulate(_as_wide_as(params, self._at), simulated, batch)
 
 
