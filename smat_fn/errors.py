@@ -40,7 +40,7 @@ def complain(where: str | Path, problems: Sequence[str]) -> None:
 
 
 def count_problems(recipe: Any, lowest: Mapping[str, int]) -> list[str]:
-    """Fields that are no integers of at least a number, in words; None may stand where it is the default."""
+    """Errors for fields that are not integers >= the given minimum. None is allowed where it is the default."""
     optional = {field.name for field in fields(recipe) if field.default is None}
     given = [(name, getattr(recipe, name), low) for name, low in lowest.items()]
     return [
@@ -52,7 +52,7 @@ def count_problems(recipe: Any, lowest: Mapping[str, int]) -> list[str]:
 
 
 def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
-    """That a value is no integer of at least ``low``, in words, or nothing."""
+    """The error for a value that is not an integer >= ``low``, or nothing."""
     fine = type(value) is int and value >= low
     return [] if fine else [f"{name} is {value!r}, must be an integer of at least {low}"]
 

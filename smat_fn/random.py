@@ -1,4 +1,4 @@
-r"""Counter-based random numbers: a key is a value, the same key gives the same bits on every device.
+r"""Counter-based random numbers: a key is a value, the same key gives bit-identical numbers on every device.
 
 Philox4x32-10 (Salmon et al., SC'11) in integer arithmetic. A key is an int64 tensor ``(..., 2)`` = (seed, offset);
 block i of a key is ``philox(seed, offset + i)``: four 32-bit words. Names and meaning follow ``jax.random``: a key is

@@ -43,7 +43,7 @@ class Micro(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """A pure optimizer; ``update(..., donate=True)`` may write into its arguments and gives the same bits."""
+    """A pure optimizer; ``update(..., donate=True)`` may write into its arguments and is bit-identical."""
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Params, Any]]

@@ -24,13 +24,13 @@ def with_semantics(config: C, semantics: Semantics) -> C:
 
     Where `DIFFERENCES` names nothing, the definitions agree. Strengths (``coef``, ``keep``, ``drop_prob``) are no part
     of a definition: mergekit's ``lambda`` is ``coef``, with all weights 1, its ``density`` is ``keep``.
-    Raises: ValueError for an option that says otherwise, for a merger that cannot be had, and for unknown semantics.
+    Raises: ValueError for an option that says otherwise, for a merger that is unavailable, and for unknown semantics.
     """
     if semantics not in DIFFERENCES:
         raise ValueError(f"semantics {semantics!r} is unknown, choose one of {', '.join(DIFFERENCES)}")
     wanted = DIFFERENCES[semantics].get(config.name, {})
     if isinstance(wanted, str):
-        raise ValueError(f"{config.name} with the semantics of {semantics} cannot be had: {wanted}")
+        raise ValueError(f"{config.name} with the semantics of {semantics} is unavailable: {wanted}")
     given = {name: value for name in wanted if (value := getattr(config, name)) is not None}
     problems = [
         f"{name} of {config.name} is {value!r}, but {wanted[name]!r} with the semantics of {semantics}: leave one out"

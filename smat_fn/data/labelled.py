@@ -40,7 +40,7 @@ def load_task(source: str) -> Task:
     Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl or .parquet;
         or a dataset of the hub, ``name`` or ``name:config``.
     Raises: ValueError that lists all problems by row, counted from 0, and classes without training rows; for a source
-        that cannot be had.
+        that cannot be loaded.
     """
     folder = Path(source).expanduser()
     raw, names = _folder(folder) if folder.is_dir() else _hub(source)

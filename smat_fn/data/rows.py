@@ -126,7 +126,7 @@ def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) ->
     except Exception as error:  # of many packages: hub, http client, file system
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"there is no folder {source!r} here, and {part}the hub's dataset of that name cannot be had "
+            f"there is no folder {source!r} here, and {part}the hub's dataset of that name cannot be loaded "
             f"({type(error).__name__}: {reason}): go online, or make a folder with {instead}, and give that folder as "
             "the source"
         ) from error

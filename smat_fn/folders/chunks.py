@@ -205,7 +205,7 @@ def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
     """Read everything and list what cannot be merged. Raises: ValueError, unless only a sum was too large."""
     errors.raise_problems(list(_value_problems(job)))
     if not all(bool(part.isfinite().all()) for part in parts):
-        raise ValueError(f"leaf {path!r}: the difference of an expert and base overflows: they are no relatives")
+        raise ValueError(f"leaf {path!r}: expert - base overflows float32; was the expert fine-tuned from this base?")
 
 
 def _value_problems(job: Job) -> Iterator[str]:

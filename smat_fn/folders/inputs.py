@@ -90,7 +90,7 @@ def repository_of(path: Path) -> str | None:
 
 
 def prefix_of(base: Folder, part: Folder) -> str:
-    """What goes before a part's leaf names in base: "" for a language model, "vision_model." for a tower of CLIP.
+    """The prefix of a part's leaf names in base: "" for a language model, "vision_model." for a tower of CLIP.
 
     Raises: ValueError unless exactly one place in base has leaves of these names and shapes.
     """

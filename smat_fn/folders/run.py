@@ -70,7 +70,7 @@ def merge_folders(
     """What the pure merger of ``config`` gives in memory, of folders on disk, bit for bit.
 
     The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
-    all; an interrupted merge, called again, goes on after its last whole shard. Anonymous memory, besides that of
+    all; an interrupted merge resumes after its last whole shard when rerun. Anonymous memory, besides that of
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
     Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 

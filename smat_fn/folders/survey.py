@@ -172,7 +172,7 @@ def _magnitudes(job: Job, name: str, group: Sequence[str], wide: torch.dtype) ->
 def _finite(job: Job, group: Sequence[str], order: Order | None) -> Order:
     if order is None:
         refuse_values(job, group[0], [])
-        raise ValueError("the difference of an expert and base overflows: they are no relatives")
+        raise ValueError("expert - base overflows float32; was the expert fine-tuned from this base?")
     return order
 
 

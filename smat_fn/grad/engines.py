@@ -16,7 +16,7 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     """``((loss, aux), grads)`` of ``loss_fn(params, *args) -> (loss, aux)`` in its first argument.
 
     ``engine="func"`` is ``torch.func.grad_and_value``: composable with every torch.func transform. ``"autograd"`` is
-    ``torch.autograd.grad`` on fresh leaves: bit-equal to ``loss.backward()``, about half the memory, works with
+    ``torch.autograd.grad`` on fresh leaves: bit-identical to ``loss.backward()``, about half the memory, works with
     gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`. They agree within rounding.
 
     Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that

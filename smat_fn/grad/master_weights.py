@@ -12,7 +12,7 @@ from .modules import ModuleLoss
 
 
 class MasterWeights:
-    """A LossFn of masters: ``loss_fn`` at params rounded to ``dtype``; made by `with_master_weights`."""
+    """A LossFn of master weights: ``loss_fn`` at params rounded to ``dtype``; made by `with_master_weights`."""
 
     def __init__(self, loss_fn: LossFn, dtype: torch.dtype) -> None:
         self.loss_fn, self.dtype = loss_fn, dtype
@@ -39,10 +39,10 @@ class ModuleMasterWeights(MasterWeights, ModuleLoss):
 
 
 def with_master_weights(loss_fn: LossFn, dtype: torch.dtype = torch.bfloat16) -> MasterWeights:
-    r"""A loss of float32 masters, computed in a narrower dtype: for any method and engine.
+    r"""A loss of float32 master weights, computed in a narrower dtype: for any method and engine.
 
     ``L(round(theta))``, one rounding to ``dtype``; its gradient is ``grad L`` at the rounded parameters, taken in
-    ``dtype`` and widened, so that methods, clipping and optimizer work in the dtype of theta. SMAT rounds theta~, not
+    ``dtype`` and upcast, so that methods, clipping and optimizer work in the dtype of theta. SMAT rounds theta~, not
     theta: ``L(round(theta_0 + alpha m (.) (theta - theta_0) + epsilon))``, written straight into the rounded copy.
 
     Args: loss_fn: (params, ...) -> (loss, aux), or a `ModuleLoss`, whose inputs must fit weights of ``dtype``.

@@ -132,7 +132,7 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out
     """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
 
     Args: vector: a merged task vector τ, one flat entry for every floating-point leaf of base; coef: γ, finite; out: a
-        tree like base, written to instead of a new one: one pass over the weights, the same bits.
+        tree like base, written to instead of a new one: one pass over the weights, bit-identical.
     Returns: a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
     Raises: ValueError for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
     """

@@ -16,12 +16,12 @@ Leaves: TypeAlias = dict[str, Tensor]
 
 
 def coef_problems(coef: float) -> list[str]:
-    """What speaks against a coefficient, in words."""
+    """Validation errors for ``coef``."""
     return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
 
 
 def key_problems(key: Tensor) -> list[str]:
-    """What speaks against a key, in words."""
+    """Validation errors for ``key``."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
         return []
     got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
@@ -29,7 +29,7 @@ def key_problems(key: Tensor) -> list[str]:
 
 
 def drop_problems(drop_prob: float) -> list[str]:
-    """What speaks against a drop probability, in words."""
+    """Validation errors for ``drop_prob``."""
     return [] if 0 <= drop_prob < 1 else [f"drop_prob is {drop_prob}, must be in [0, 1): it is the removed fraction"]
 
 
@@ -106,7 +106,7 @@ def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:
 
 
 def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> list[str]:
-    """Leaves of experts that differ from ``start`` in name, shape or kind, in words."""
+    """Leaves of experts that differ from ``start`` in name, shape or kind, as error messages."""
     others = {f"expert {name!r}": leaves for name, leaves in flat.items()}
     problems = problems_of(lambda: tree.check_same(start, start_name, **others))
     for name, leaves in others.items():
@@ -115,7 +115,7 @@ def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> 
 
 
 def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
-    """Leaves that are floating-point in one tree and not in the other, in words."""
+    """Leaves that are floating-point in one tree and not in the other, as error messages."""
     return [
         f"leaf {path!r} is {short(leaves[path])} in {name} but {short(leaf)} in {start_name}: cast one of them"
         for path, leaf in start.items()

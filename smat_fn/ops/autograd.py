@@ -1,4 +1,4 @@
-"""Differentiable faces of the operations, for every transform of torch.func: reverse, forward, nested, batched.
+"""Differentiable wrappers of the operations, for every transform of torch.func: reverse, forward, nested, batched.
 
 An `autograd.Function` with ``setup_context``, ``vmap`` and ``jvp`` around each operation, whose derivatives are made of
 the same two functions; so second order closes over them, and mask and noise are never stored.

@@ -167,7 +167,7 @@ def _reweight(
     way.reweight(grads, out, numbers, masked, starts)
 
 
-_PIECE = 1 << 20  # coordinates that are widened at a time
+_PIECE = 1 << 20  # coordinates that are upcast at a time
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def reweight_and_clip(
     `smat_fn.tree.global_norm`. On the kernels one pass reweights and sums squares; with a clip that pass only sums, and
     a second one draws the mask again, reweights and clips.
 
-    Args: max_norm: None only measures; donate: may write into grads, same bits.
+    Args: max_norm: None only measures; donate: may write into grads, bit-identical.
     Returns: (leaves by path, 0-d float32 norm); nothing waits for the device.
     """
     raw = {path: g if g.is_contiguous() else g.contiguous() for path, g in grads.items()}

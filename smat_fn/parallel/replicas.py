@@ -40,7 +40,7 @@ def replicated(loss_fn: LossFn) -> LossFn:
     """The loss averaged over the processes of the default group, its gradient too: takes a `Share` as its batch.
 
     For any method with the "autograd" engine. Gradients are summed in float32 (float64 for float64 leaves), a bucket at
-    a time when the backward pass has ended, and rounded once; all processes get the same bits. The aux stays local.
+    a time when the backward pass has ended, and rounded once; all processes get bit-identical ones. aux is local.
     """
     if isinstance(loss_fn, ModuleLoss):
         return reparametrised(_AveragedModule(loss_fn), _averaging)

@@ -44,7 +44,7 @@ def probe(
 
     Args: loss_fn: (params, batch) -> (loss, aux); batches: at least one; keys: int64 (N, 2), N at least 1; where,
         alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw` and `smat_fn.simulate`.
-    Raises: ValueError for no batches, for keys of another shape, and for strengths out of range.
+    Raises: ValueError for no batches, for keys of another shape, and for hyperparameters out of range.
     Source: the simulated term of paper Eq. smat-objective, on data that is not trained on.
     """
     if not batches:

@@ -204,7 +204,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
     ("words", "told"),
     [
         (("all",), "ta needs a coefficient: give --coef, or --search for one on dev; ties needs"),
-        (("dare", "--coef", "1", "--semantics", "mergekit"), "dare with the semantics of mergekit cannot be had"),
+        (("dare", "--coef", "1", "--semantics", "mergekit"), "dare with the semantics of mergekit is unavailable"),
         (("ties", "--coef", "1", "--scope", "global", "--semantics", "mergekit"), "scope of ties is 'global', but"),
         (("wise_ft", "--coef", "1"), "experts holds 2 trees: wise_ft takes exactly 1"),
         (("weighted_average", "--weights", "1"), "weights holds 1 numbers for 2 experts"),

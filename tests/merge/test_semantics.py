@@ -71,7 +71,7 @@ def test_every_merger_has_mergekits_definition_or_a_reason():
     # wise_ft: above; model_stock: test_golden.py, whose experts it makes
     assert names == refused | set(RUNS) | {"wise_ft", "model_stock"}
     assert {name for table in DIFFERENCES.values() for name in table} <= names
-    with pytest.raises(ValueError, match="dare with the semantics of mergekit cannot be had: mergekit rescales"):
+    with pytest.raises(ValueError, match="dare with the semantics of mergekit is unavailable: mergekit rescales"):
         with_semantics(Dare(coef=1.0, drop_prob=0.5), "mergekit")
 
 

@@ -18,6 +18,7 @@ class Verify:
 
 
 def verify(args: Verify) -> None:
+    """Print what has changed since the merge, or how many files are as they were."""
     from .finished import verify
 
     count, problems = verify(args.path)
@@ -49,6 +50,7 @@ class Export:
 
 
 def export(args: Export) -> None:
+    """Write the whole model and print its size."""
     import torch
 
     from .exporting import export
@@ -89,6 +91,7 @@ class ExtractLora:
 
 
 def extract_lora(args: ExtractLora) -> None:
+    """Write the adapter and print its errors."""
     import torch
 
     from ...folders import extract_lora
