@@ -23,8 +23,11 @@ _ROUNDS = 10
 def key(seed: int) -> Tensor:
     """The key of a seed.
 
-    Args: seed: any integer, taken modulo 2**64.
-    Returns: int64 tensor (2,) = (seed, 0).
+    Args:
+        seed: any integer, taken modulo 2**64.
+
+    Returns:
+        int64 tensor (2,) = (seed, 0).
     """
     return torch.tensor([_int64(seed), 0], dtype=torch.int64)
 
@@ -56,8 +59,11 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 def split(key: Tensor, num: int = 2) -> Tensor:
     """New keys, independent of each other.
 
-    Args: key: int64 (..., 2).
-    Returns: int64 (num, ..., 2); row i is block i of the key, ``fold_in(key, i)``.
+    Args:
+        key: int64 (..., 2).
+
+    Returns:
+        int64 (num, ..., 2); row i is block i of the key, ``fold_in(key, i)``.
     """
     _check_key(key)
     if num < 1:
@@ -69,9 +75,13 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     """The child key of a number or a name.
 
-    Args: key: int64 (..., 2); data: an integer (modulo 2**64), an int64 tensor that broadcasts with ``key[..., 0]``,
-        or a string, which stands for its 64-bit BLAKE2b hash.
-    Returns: int64 (..., 2).
+    Args:
+        key: int64 (..., 2).
+        data: an integer (modulo 2**64), an int64 tensor that broadcasts with ``key[..., 0]``, or a string, which stands
+            for its 64-bit BLAKE2b hash.
+
+    Returns:
+        int64 (..., 2).
     """
     _check_key(key)
     if isinstance(data, str):
@@ -82,8 +92,13 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
 def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     """The 16-bit fields of one stream: coordinate n has field n % 8 of block n // 8, little-endian halves of its words.
 
-    Args: key: int64 (2,); size: number of coordinates; start: first coordinate, any non-negative integer.
-    Returns: int64 (size,) in [0, 65536).
+    Args:
+        key: int64 (2,).
+        size: number of coordinates.
+        start: first coordinate, any non-negative integer.
+
+    Returns:
+        int64 (size,) in [0, 65536).
     """
     _check_one(key)
     return streams(key[None], (size,), starts=(start,))[0]
@@ -146,7 +161,9 @@ def uniform(
 ) -> Tensor:
     """Uniform numbers in [minval, maxval): ``minval + (maxval - minval) * u``, u = the low 24 bits of a word / 2**24.
 
-    Args: key: int64 (2,); shape: of the result, word n of the key's blocks at flat index n.
+    Args:
+        key: int64 (2,).
+        shape: of the result, word n of the key's blocks at flat index n.
     """
     _check_one(key)
     if not maxval >= minval:

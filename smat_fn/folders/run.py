@@ -58,6 +58,7 @@ class Plan(NamedTuple):
 Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
 
 
+# over 60 lines: its docstring explains every argument
 def merge_folders(
     config: Merger,
     base: Path,
@@ -74,19 +75,27 @@ def merge_folders(
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
     Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 
-    Args: base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a
-        LoRA adapter (`open_adapter`); the name of an expert decides random masks. describe: given the files of the
-        finished checkpoint and the report, the texts of more files by name, which appear with it. Options: coef: γ, or
-        {glob: γ} as in `coefs_of`, else ``config.coef``. key: int64 (2,), for random masks. out_dtype: of the
-        floating-point leaves, "same" as base's. shard_size: bytes of tensor data in one file. chunk: coordinates in
-        memory at a time, all experts together; it changes no bit. workers: threads that share the chunk; give torch one
-        thread (``torch.set_num_threads``) for each. overwrite: replace ``out``. device: where chunks are
-        merged; a GPU may round divisions by one number otherwise, in the last bit. vocabulary: what to do with
-        embeddings and heads of another number of rows than base's: "error", "base-rows" or "pad-with-base", as in
-        `fit_rows`. partial: an expert may hold a part of base's leaves and has the others of base; they count like any
-        others where a merger compares magnitudes.
-    Raises: ValueError that lists every problem of options and headers before any work; later for values that are not
-        finite, with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
+    Args:
+        base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a LoRA
+            adapter (`open_adapter`); the name of an expert decides random masks.
+        describe: given the files of the finished checkpoint and the report, the texts of more files by name, which
+            appear with it.
+        coef: γ, or {glob: γ} as in `coefs_of`, else ``config.coef``.
+        key: int64 (2,), for random masks.
+        out_dtype: of the floating-point leaves, "same" as base's.
+        shard_size: bytes of tensor data in one file.
+        chunk: coordinates in memory at a time, all experts together; it changes no bit.
+        workers: threads that share the chunk; give torch one thread (``torch.set_num_threads``) for each.
+        overwrite: replace ``out``.
+        device: where chunks are merged; a GPU may round divisions by one number otherwise, in the last bit.
+        vocabulary: what to do with embeddings and heads of another number of rows than base's: "error", "base-rows"
+            or "pad-with-base", as in `fit_rows`.
+        partial: an expert may hold a part of base's leaves and has the others of base; they count like any others
+            where a merger compares magnitudes.
+
+    Raises:
+        ValueError: lists every problem of options and headers before any work; later for values that are not finite,
+            with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
     """
     begin = time.perf_counter()
     job, shards = prepare(config, base, experts, out, **options)

@@ -45,9 +45,14 @@ def with_master_weights(loss_fn: LossFn, dtype: torch.dtype = torch.bfloat16) ->
     ``dtype`` and upcast, so that methods, clipping and optimizer work in the dtype of theta. SMAT rounds theta~, not
     theta: ``L(round(theta_0 + alpha m (.) (theta - theta_0) + epsilon))``, written straight into the rounded copy.
 
-    Args: loss_fn: (params, ...) -> (loss, aux), or a `ModuleLoss`, whose inputs must fit weights of ``dtype``.
-    Returns: a LossFn; give float32 params to ``Method.init``. The base may have either dtype.
-    Raises: ValueError for a dtype that is not floating-point.
+    Args:
+        loss_fn: (params, ...) -> (loss, aux), or a `ModuleLoss`, whose inputs must fit weights of ``dtype``.
+
+    Returns:
+        a LossFn; give float32 params to ``Method.init``. The base may have either dtype.
+
+    Raises:
+        ValueError: for a dtype that is not floating-point.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"with_master_weights: dtype {dtype} is no floating-point dtype, choose torch.bfloat16")

@@ -43,8 +43,11 @@ class Lora:
 def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
     """(paths, those stored transposed) of the 2-D weights of linear layers inside blocks, in the module's order.
 
-    Args: targets: names of layers ("q_proj") or globs over layer paths ("model.layers.1.*"), none: all.
-    Raises: ValueError that lists targets without a matrix.
+    Args:
+        targets: names of layers ("q_proj") or globs over layer paths ("model.layers.1.*"), none: all.
+
+    Raises:
+        ValueError: lists targets without a matrix.
     """
     inside, wanted = block_linear(module), tuple(targets)
     weights = {p: leaf for p, leaf in module.named_parameters() if leaf.ndim == 2 and inside(p, leaf)}

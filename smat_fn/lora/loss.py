@@ -24,7 +24,11 @@ def with_lora(
     simulate there. Gradients reach A and B by the chain rule through `simulate`: with ``G = alpha m (.) grad L``,
     ``s B^T G`` and ``s G A^T``. For any method and engine.
 
-    Args: loss_fn: of the full tree; base: theta_0, all leaves; where: the masked set, by path of the weights.
+    Args:
+        loss_fn: of the full tree.
+        base: theta_0, all leaves.
+        where: the masked set, by path of the weights.
+
     Source: Eqs. smat-state, smat-gradient at ``theta = W_0 + s B A``.
     """
 

@@ -30,12 +30,20 @@ def build(
     themselves instead, which is cheaper, give ``with_lora(loss_fn, base, lora)`` and the adapters to
     `smat_fn.mat.smat.build`. All other methods take `with_lora` in the same way.
 
-    Args: loss_fn: of the full tree; base: theta_0, all leaves; where: the masked set; around: made of every loss of
-        the adapters (`smat_fn.parallel.replicated`); options: max_grad_norm, alpha_min, drop_prob, sigma, period,
-        noise, engine, donate, as in `smat_fn.mat.smat.build`.
-    Returns: Method over adapters: ``init(lora.init(...))``. Memory: the adapted matrices once more while a step runs,
-        and no optimizer state for them.
-    Raises: ValueError that lists every bad argument, and in ``init`` for adapters of other names or shapes.
+    Args:
+        loss_fn: of the full tree.
+        base: theta_0, all leaves.
+        where: the masked set.
+        around: made of every loss of the adapters (`smat_fn.parallel.replicated`).
+        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, engine, donate, as in
+            `smat_fn.mat.smat.build`.
+
+    Returns:
+        Method over adapters: ``init(lora.init(...))``. Memory: the adapted matrices once more while a step runs, and no
+        optimizer state for them.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for adapters of other names or shapes.
     """
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
     at_simulated = simulated_gradient(

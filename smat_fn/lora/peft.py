@@ -29,9 +29,13 @@ def save_peft(
 ) -> None:
     """Write adapters as a folder that ``peft.PeftModel.from_pretrained`` loads; whole or not at all.
 
-    Args: base: name or folder of the model they belong to; manifest: JSON values for ``manifest.json`` beside them;
+    Args:
+        base: name or folder of the model they belong to.
+        manifest: JSON values for ``manifest.json`` beside them.
         task_type: as PEFT names it ("CAUSAL_LM").
-    Raises: ValueError if the folder exists and ``overwrite`` is off.
+
+    Raises:
+        ValueError: if the folder exists and ``overwrite`` is off.
     """
     config = {
         "peft_type": "LORA", "base_model_name_or_path": base, "task_type": task_type, "inference_mode": True,

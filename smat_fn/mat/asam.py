@@ -41,10 +41,16 @@ def build(
     ``grad L(theta + e)`` at theta, on the same batch (all micro-batches of a step climb together).
     The norm runs over all coordinates.
 
-    Args: rho: radius, >= 0; adaptive: False is plain SAM, |theta| replaced by 1; the others as in
-        `smat_fn.mat.finetune.build`.
-    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
-    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Args:
+        rho: radius, >= 0.
+        adaptive: False is plain SAM, |theta| replaced by 1; the others as in `smat_fn.mat.finetune.build`.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for params that do not match base.
+
     Source: Kwon et al., 2021; Foret et al., 2021; Lee et al., 2025 (SAFT); paper section 5.1.
     """
     problems = step.check(optimizer, max_grad_norm, engine)

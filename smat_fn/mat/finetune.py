@@ -32,11 +32,20 @@ def build(
 ) -> Method:
     r"""Minimise the task loss at the expert's own parameters: the gradient of L at theta.
 
-    Args: loss_fn: (params, batch) -> (loss, aux); base: theta_0, only its structure is used; where: unused here, the
-        masked set of methods that have one; max_grad_norm: clip by global norm; engine: of `value_and_grad`;
+    Args:
+        loss_fn: (params, batch) -> (loss, aux).
+        base: theta_0, only its structure is used.
+        where: unused here, the masked set of methods that have one.
+        max_grad_norm: clip by global norm.
+        engine: of `value_and_grad`.
         donate: reuse the state's buffers (the state passed in is then spent), bit-identical.
-    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; key is unused.
-    Raises: ValueError for bad arguments, and in ``init`` for params that do not match base.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; key is unused.
+
+    Raises:
+        ValueError: for bad arguments, and in ``init`` for params that do not match base.
+
     Source: paper Eq. task-loss.
     """
     problems = step.check(optimizer, max_grad_norm, engine)

@@ -46,10 +46,16 @@ def build(
     the update uses ``grad L(theta + c z)`` at theta. c and z of step s come from ``fold_in(key, s)``, one for all
     micro-batches. This is the paper's description; the released code perturbs after the backward pass.
 
-    Args: b: scale of the Laplace noise, >= 0 (its RMS is sqrt(2) b); k_max: number of experts to be merged, >= 1;
-        the others as in `smat_fn.mat.finetune.build`.
-    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
-    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Args:
+        b: scale of the Laplace noise, >= 0 (its RMS is sqrt(2) b).
+        k_max: number of experts to be merged, >= 1; the others as in `smat_fn.mat.finetune.build`.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for params that do not match base.
+
     Source: Yang et al., 2026; paper section 5.1.
     """
     problems = step.check(optimizer, max_grad_norm, engine)

@@ -42,10 +42,16 @@ def build(
     released code), by the smaller Gram matrix (dW dW^T when rows < columns); the norm is not squared. The penalty
     enters a step once, whatever the micro-batches.
 
-    Args: lambda_reg: weight, >= 0; block_only: only leaves that ``where`` picks; the others as in
-        `smat_fn.mat.finetune.build`.
-    Returns: Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
-    Raises: ValueError that lists every bad argument, and in ``init`` for params that do not match base.
+    Args:
+        lambda_reg: weight, >= 0.
+        block_only: only leaves that ``where`` picks; the others as in `smat_fn.mat.finetune.build`.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for params that do not match base.
+
     Source: Liu et al., 2026; paper section 5.1.
     """
     problems = step.check(optimizer, max_grad_norm, engine)

@@ -112,9 +112,14 @@ class Merger:
 def task_vector(params: Params, base: Params) -> Params:
     """Δ = θ − θ₀.
 
-    Args: params, base: trees of the same leaf paths and shapes.
-    Returns: a tree of base's structure, float32 (float64 where a leaf is float64); other leaves are zeros.
-    Raises: ValueError that lists every missing, unknown or misshapen leaf.
+    Args:
+        params, base: trees of the same leaf paths and shapes.
+
+    Returns:
+        a tree of base's structure, float32 (float64 where a leaf is float64); other leaves are zeros.
+
+    Raises:
+        ValueError: lists every missing, unknown or misshapen leaf.
     """
     start, leaves = tree.flatten(base), tree.flatten(params)
     problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
@@ -131,10 +136,16 @@ def task_vector(params: Params, base: Params) -> Params:
 def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out: Params | None = None) -> Params:
     """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
 
-    Args: vector: a merged task vector τ, one flat entry for every floating-point leaf of base; coef: γ, finite; out: a
-        tree like base, written to instead of a new one: one pass over the weights, bit-identical.
-    Returns: a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
-    Raises: ValueError for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
+    Args:
+        vector: a merged task vector τ, one flat entry for every floating-point leaf of base.
+        coef: γ, finite.
+        out: a tree like base, written to instead of a new one: one pass over the weights, bit-identical.
+
+    Returns:
+        a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
+
+    Raises:
+        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}

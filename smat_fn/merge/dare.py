@@ -22,10 +22,18 @@ def dare(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob:
     ``p̂ = T / 65536``, T = ``random.threshold(drop_prob)``; coordinate k of a leaf is dropped iff field k of its mask
     stream under ``fold_in(key, name of the expert)`` is below T: other experts, their order and devices play no part.
 
-    Args: key: int64 (2,); experts: {name: tree} or a list of trees (names are positions); coef: γ, finite;
+    Args:
+        key: int64 (2,).
+        experts: {name: tree} or a list of trees (names are positions).
+        coef: γ, finite.
         drop_prob: in [0, 1).
-    Returns: a new tree of base's structure; non-floating leaves are base's.
-    Raises: ValueError that lists every problem of values, structure and shapes.
+
+    Returns:
+        a new tree of base's structure; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
     Source: Yu et al., "Language models are super Mario", 2024.
     """
     check(base, experts, [*key_problems(key), *coef_problems(coef), *drop_problems(drop_prob)])

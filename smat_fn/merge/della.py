@@ -38,10 +38,19 @@ def della(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob
     equal ones by position, is kept with probability ``q = (1 − drop_prob) − window/2 + r/(n − 1)·window``
     (1 − drop_prob if n = 1), realised as ``q̂ = 1 − T/65536``, T = ``random.threshold(1 − q)``, on the fields of `dare`.
 
-    Args: key: int64 (2,); experts: {name: tree} or a list of trees (names are positions); coef: γ, finite;
-        drop_prob: in [0, 1); window: full width of the range of q, both ends of which lie in (0, 1].
-    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
-    Raises: ValueError that lists every problem of values, structure and shapes.
+    Args:
+        key: int64 (2,).
+        experts: {name: tree} or a list of trees (names are positions).
+        coef: γ, finite.
+        drop_prob: in [0, 1).
+        window: full width of the range of q, both ends of which lie in (0, 1].
+
+    Returns:
+        a new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
     Source: Deep et al., "DELLA-Merging", 2024; its code's epsilon is window/2.
     """
     check(base, experts, [*key_problems(key), *coef_problems(coef), *_problems(drop_prob, window)])

@@ -52,8 +52,12 @@ def select_coef(
 ) -> Selection[float]:
     """γ of the largest ``score(θ₀ + γ τ)``, the smaller of equal ones: one pass over the weights per candidate.
 
-    Args: vector: τ, a merged task vector (`ties_vector` and its like); score: of a merged tree, the larger the better,
-        the mean dev score over tasks; coefs: candidates, finite.
-    Raises: ValueError as `choose` and `apply_vector` do.
+    Args:
+        vector: τ, a merged task vector (`ties_vector` and its like).
+        score: of a merged tree, the larger the better, the mean dev score over tasks.
+        coefs: candidates, finite.
+
+    Raises:
+        ValueError: as `choose` and `apply_vector` do.
     """
     return choose(sorted(coefs), lambda coef: score(apply_vector(base, vector, coef=coef)))

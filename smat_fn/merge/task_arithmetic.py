@@ -11,9 +11,16 @@ from .inputs import Experts, Leaves, check, coef_problems
 def task_arithmetic(base: Params, experts: Experts, *, coef: float) -> Params:
     """θ₀ + γ Σ_i (θ_i − θ₀), in float32 (float64 where a leaf is float64), rounded once to base's dtypes.
 
-    Args: experts: {name: tree} or a list of trees; coef: γ, finite.
-    Returns: a new tree of base's structure; non-floating leaves are base's.
-    Raises: ValueError that lists every problem of values, structure and shapes.
+    Args:
+        experts: {name: tree} or a list of trees.
+        coef: γ, finite.
+
+    Returns:
+        a new tree of base's structure; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
     Source: Ilharco et al., "Editing models with task arithmetic", 2023.
     """
     check(base, experts, coef_problems(coef))

@@ -42,13 +42,19 @@ def ties(
 
     A zero sum takes the majority sign, sgn Σ_k sgn(Σ_i δ̂_ik) over all coordinates k; if that is 0 too, nothing agrees.
 
-    Args: keep: the fraction of coordinates that stays, in (0, 1]. An expert of d coordinates keeps those with
-        |δ| ≥ the (d − ⌊d·keep⌋)-th smallest magnitude (at least the 1st), ties included: see `ties_density`.
-        aggregate: "sum" of the agreeing entries, or their "mean". scope: "global", one threshold per expert over all
-        floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least one) coordinates of each leaf of n, equal magnitudes
-        by position, and a zero sum takes +.
-    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
-    Raises: ValueError that lists every problem of values, structure and shapes.
+    Args:
+        keep: the fraction of coordinates that stays, in (0, 1]. An expert of d coordinates keeps those with |δ| ≥ the
+            (d − ⌊d·keep⌋)-th smallest magnitude (at least the 1st), ties included: see `ties_density`.
+        aggregate: "sum" of the agreeing entries, or their "mean".
+        scope: "global", one threshold per expert over all floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least
+            one) coordinates of each leaf of n, equal magnitudes by position, and a zero sum takes +.
+
+    Returns:
+        a new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
     Source: Yadav et al., "TIES-Merging", 2023; scope "tensor" is that of mergekit and peft.
     """
     check(base, experts, [*coef_problems(coef), *_problems(keep, aggregate, scope)])

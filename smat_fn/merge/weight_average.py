@@ -10,9 +10,15 @@ from .inputs import Experts, check_alone
 def weight_average(experts: Experts) -> Params:
     """(θ₁ + … + θ_N) / N, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
 
-    Args: experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
-    Returns: a new tree of the first expert's structure.
-    Raises: ValueError that lists every leaf that does not agree.
+    Args:
+        experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
+
+    Returns:
+        a new tree of the first expert's structure.
+
+    Raises:
+        ValueError: lists every leaf that does not agree.
+
     Source: Wortsman et al., "Model soups", 2022.
     """
     return merge_weights(experts, check_alone(experts), lambda values: add(values).div_(len(experts)))

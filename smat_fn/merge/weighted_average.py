@@ -17,10 +17,17 @@ def weighted_average(
 ) -> Params:
     """Σ_i w_i θ_i / Σ_i w_i, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
 
-    Args: experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values;
-        weights: {name: w} or a list of them in the experts' order, finite; normalize: False leaves out the division.
-    Returns: a new tree of the first expert's structure.
-    Raises: ValueError that lists every weight and every leaf that does not fit, and for weights whose sum is 0.
+    Args:
+        experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
+        weights: {name: w} or a list of them in the experts' order, finite.
+        normalize: False leaves out the division.
+
+    Returns:
+        a new tree of the first expert's structure.
+
+    Raises:
+        ValueError: lists every weight and every leaf that does not fit, and for weights whose sum is 0.
+
     Source: Wortsman et al., "Model soups", 2022; `weight_average` is the case of equal weights.
     """
     problems, given = _given(experts, weights, normalize)

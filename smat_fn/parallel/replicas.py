@@ -55,7 +55,8 @@ def independent_smat(
     The same expectation as one shared draw, over which the variance that comes from the draw is divided by R. Each
     process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
 
-    Args: as `smat_fn.mat.smat.build`, without lam and offload. Batches are `Share`s.
+    Args:
+        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are `Share`s.
     """
     rank = dist.get_rank()
 

@@ -53,7 +53,9 @@ def simulated_shards(
     after it. No process needs another one's numbers: together the shards are the state that one process would simulate
     (Eq. smat-state), bit for bit.
 
-    Args: base: of `base_shards`; where: the masked set, by path.
+    Args:
+        base: of `base_shards`.
+        where: the masked set, by path.
     """
     _reshard(module)
     shards = {path: _local(p) for path, p in _leaves(module).items()}  # FSDP2 owns the storage: written in place

@@ -26,9 +26,15 @@ def simulated_loss(loss_fn: LossFn, *, where: Where | None = None) -> SimulatedL
 def mixed_loss(loss_fn: LossFn, lam: float, *, where: Where | None = None) -> SimulatedLoss:
     """``(1 - lam) L(theta) + lam L(theta~)``, one sample of Eq. smat-objective.
 
-    Args: lam: lambda in [0, 1]; where: the masked set.
-    Returns: ``(params, base, batch, draw) -> (loss, (aux of the clean loss, aux of the simulated loss))``.
-    Raises: ValueError for lam outside [0, 1].
+    Args:
+        lam: lambda in [0, 1].
+        where: the masked set.
+
+    Returns:
+        ``(params, base, batch, draw) -> (loss, (aux of the clean loss, aux of the simulated loss))``.
+
+    Raises:
+        ValueError: for lam outside [0, 1].
     """
     check_lam(lam)
     simulated = simulated_loss(loss_fn, where=where)

@@ -42,9 +42,15 @@ def probe(
     ``1/N sum_n L(theta~_n)``, theta~_n simulated with the draw of key n; L the mean of the losses of all batches, with
     the weights of `Micro`. The same keys give the same draws for all parameters and methods.
 
-    Args: loss_fn: (params, batch) -> (loss, aux); batches: at least one; keys: int64 (N, 2), N at least 1; where,
-        alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw` and `smat_fn.simulate`.
-    Raises: ValueError for no batches, for keys of another shape, and for hyperparameters out of range.
+    Args:
+        loss_fn: (params, batch) -> (loss, aux).
+        batches: at least one.
+        keys: int64 (N, 2), N at least 1.
+        where, alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw` and `smat_fn.simulate`.
+
+    Raises:
+        ValueError: for no batches, for keys of another shape, and for hyperparameters out of range.
+
     Source: the simulated term of paper Eq. smat-objective, on data that is not trained on.
     """
     if not batches:

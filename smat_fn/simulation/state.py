@@ -33,12 +33,20 @@ def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise
     ``alpha ~ U[alpha_min, 1]``, ``m_k = 0`` with probability p and else ``1 / (1 - p)``, ``epsilon_k`` of mean 0 and
     RMS sigma, all independent. alpha comes from the child 0 of the key, mask and noise from its children by leaf path.
 
-    Args: key: int64 (2,), used for nothing else; alpha_min: in [0, 1]; drop_prob: p in [0, 1), the probability of
-        removing a coordinate of the masked set, realised on 16 bits; sigma: RMS of the noise, >= 0, in units of the
-        weights; noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch
-        Scale, Mask and Perturb off.
-    Returns: Draw on the key's device; can be vmapped over keys.
-    Raises: ValueError that lists every value out of range.
+    Args:
+        key: int64 (2,), used for nothing else.
+        alpha_min: in [0, 1].
+        drop_prob: p in [0, 1), the probability of removing a coordinate of the masked set, realised on 16 bits.
+        sigma: RMS of the noise, >= 0, in units of the weights.
+        noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch Scale, Mask
+            and Perturb off.
+
+    Returns:
+        Draw on the key's device; can be vmapped over keys.
+
+    Raises:
+        ValueError: lists every value out of range.
+
     Source: paper Eqs. smat-state and smat-mask.
     """
     problems = draw_problems(alpha_min, drop_prob, sigma, noise)
@@ -88,12 +96,20 @@ def simulate(
     leaves) as ``(theta_0 + c (theta - theta_0)) + epsilon`` with ``c = alpha / (1 - p)`` or 0, each operation rounded,
     then one rounding to the dtype of params. Differentiable in params, base, draw.scale and draw.sigma.
 
-    Args: params: theta, any tree of floating-point tensors; base: theta_0, same structure and shapes; draw: from
-        `smat_fn.draw`; where: the masked set S as a predicate on (path, leaf), None masks every leaf; out: tree whose
-        tensors receive the result (no gradient flows), may be params or base; starts: path -> index of the leaf's
-        first coordinate in the full leaf, for shards.
-    Returns: tree of params' structure, shapes and dtypes; ``out`` if given.
-    Raises: ValueError for trees that do not match (all problems listed, by path).
+    Args:
+        params: theta, any tree of floating-point tensors.
+        base: theta_0, same structure and shapes.
+        draw: from `smat_fn.draw`.
+        where: the masked set S as a predicate on (path, leaf), None masks every leaf.
+        out: tree whose tensors receive the result (no gradient flows), may be params or base.
+        starts: path -> index of the leaf's first coordinate in the full leaf, for shards.
+
+    Returns:
+        tree of params' structure, shapes and dtypes; ``out`` if given.
+
+    Raises:
+        ValueError: for trees that do not match (all problems listed, by path).
+
     Source: paper section 4.1.
     """
     leaves, origins = tree.flatten(params), tree.flatten(base)
@@ -128,9 +144,17 @@ def reweight(
 
     ``alpha * m (.) g``  (Eq. smat-gradient), in float32 (float64), rounded once; the mask is drawn again, not stored.
 
-    Args: grads: gradient at `simulate`'s result; draw, where, starts: those of that `simulate`; out: may be grads.
-    Returns: tree of grads' structure, shapes and dtypes; ``out`` if given.
-    Raises: ValueError for leaves that are no floating-point tensors.
+    Args:
+        grads: gradient at `simulate`'s result.
+        draw, where, starts: those of that `simulate`.
+        out: may be grads.
+
+    Returns:
+        tree of grads' structure, shapes and dtypes; ``out`` if given.
+
+    Raises:
+        ValueError: for leaves that are no floating-point tensors.
+
     Source: paper section 4.2.
     """
     leaves = tree.flatten(grads)
@@ -159,8 +183,13 @@ def reweight_and_clip(
     ``g' = g min(1, max_norm / (norm + 1e-6))`` for ``g = alpha m (.) grads``; the bits of `reweight` followed by
     `smat_fn.optim.clip`, in no more passes over memory than a clip alone.
 
-    Args: draw: None for a clean gradient; max_norm: None only measures; donate: write into grads.
-    Returns: (grads, 0-d float32 norm before clipping).
+    Args:
+        draw: None for a clean gradient.
+        max_norm: None only measures.
+        donate: write into grads.
+
+    Returns:
+        (grads, 0-d float32 norm before clipping).
     """
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
@@ -178,7 +207,9 @@ def reweight_and_clip(
 def participation(draw: Draw, like: Params, *, where: Where | None = None) -> Params:
     """``alpha * m`` of every coordinate (the factor of Eq. smat-gradient), float32 (float64 for float64 leaves).
 
-    Args: draw, where: as `simulate`; like: tree that gives structure, shapes and dtypes.
+    Args:
+        draw, where: as `simulate`.
+        like: tree that gives structure, shapes and dtypes.
     """
     return _shown(like, draw, where, lambda leaves, part: ops.plain.coefficients(leaves, part.numbers, part.masked))
 
@@ -186,8 +217,12 @@ def participation(draw: Draw, like: Params, *, where: Where | None = None) -> Pa
 def materialise(draw: Draw, like: Params, *, where: Where | None = None) -> tuple[Params, Params]:
     """Mask (0 or 1 / (1 - p)) and noise of every coordinate, for tests and readers.
 
-    Args: draw, where: as `simulate`; like: tree that gives structure, shapes and dtypes.
-    Returns: (mask, noise), float32 (float64 for float64 leaves); ``alpha * mask`` is `participation`.
+    Args:
+        draw, where: as `simulate`.
+        like: tree that gives structure, shapes and dtypes.
+
+    Returns:
+        (mask, noise), float32 (float64 for float64 leaves); ``alpha * mask`` is `participation`.
     """
     unit = draw._replace(scale=torch.ones_like(draw.scale))
     noise = _shown(like, unit, where, lambda leaves, part: ops.plain.noises(leaves, part.numbers))
