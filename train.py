@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import Adapters, Asam, Finetune, Mergopt, Orthoreg, Smat, Training, preset_of, resolve
+from smat_fn.config import METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
 from smat_fn.scripts import cli
 from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from smat_fn import parallel
 
 
+if TYPE_CHECKING:
+    Chosen: TypeAlias = MethodConfig
+else:  # a subcommand for every method
+    Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in METHODS)]  # noqa: UP007 - built from the registry
+
+
 @dataclass(frozen=True)
 class Train:
     """Train experts of a suite with one method."""
 
-    method: (
-        Annotated[Finetune, subcommand("ft", description=Finetune.__doc__)]
-        | Annotated[Smat, subcommand("smat", description=Smat.__doc__)]
-        | Annotated[Asam, subcommand("asam", description=Asam.__doc__)]
-        | Annotated[Mergopt, subcommand("mergopt", description=Mergopt.__doc__)]
-        | Annotated[Orthoreg, subcommand("orthoreg", description=Orthoreg.__doc__)]
-    )
+    method: Chosen
     out: Path
     """Folder for the experts."""
     preset: str = "digits"

@@ -8,6 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
+from ..mat import METHODS, MethodConfig
+from ..mat.asam import Asam
+from ..mat.finetune import Finetune
+from ..mat.mergopt import Mergopt
+from ..mat.orthoreg import Orthoreg
+from ..mat.smat import Smat
 from ..merge import MERGERS, MORE_MERGERS
 from ..merge import Merger as MergerConfig
 from ..merge.breadcrumbs import Breadcrumbs
@@ -23,7 +29,6 @@ from ..merge.tsv_merge import TsvMerge
 from ..merge.weight_average import WeightAverage
 from ..merge.weighted_average import WeightedAverage
 from ..merge.wise_ft import WiseFt
-from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
 from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 

@@ -4,6 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..mat import METHODS, MethodConfig
+from ..mat.asam import Asam
+from ..mat.finetune import Finetune
+from ..mat.mergopt import Mergopt
+from ..mat.orthoreg import Orthoreg
+from ..mat.smat import Smat
 from ..merge.common import Merger
 from ..merge.dare import Dare
 from ..merge.della import Della
@@ -11,7 +17,6 @@ from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
 from ..merge.weight_average import WeightAverage
 from ..types import Precision
-from .methods import METHODS, Asam, Finetune, Mergopt, MethodConfig, Orthoreg, Smat
 
 
 @dataclass(frozen=True)

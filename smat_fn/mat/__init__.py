@@ -1,5 +1,19 @@
-"""Training methods, one file each: ``State``, ``Info``, ``build(loss_fn, optimizer, base, ...) -> Method``."""
+"""Training methods, one file each: ``build(loss_fn, optimizer, base, ...) -> Method``, its State and Info, its options.
+
+The options of a method are a frozen dataclass whose fields are the hyperparameters of ``build``; a field that is None
+takes the preset's value. Its ``name`` is that of train.py's subcommand, ``module`` the file.
+"""
+
+from typing import TypeAlias
 
 from . import asam, finetune, mergopt, orthoreg, smat
+from .asam import Asam
+from .finetune import Finetune
+from .mergopt import Mergopt
+from .orthoreg import Orthoreg
+from .smat import Smat
+
+MethodConfig: TypeAlias = Finetune | Smat | Asam | Mergopt | Orthoreg
+METHODS: tuple[type[MethodConfig], ...] = MethodConfig.__args__
 
 __all__ = ["asam", "finetune", "mergopt", "orthoreg", "smat"]

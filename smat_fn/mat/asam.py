@@ -1,6 +1,7 @@
 """ASAM, as in SAFT, and SAM: the gradient at the worst nearby point, two passes a step."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
 
-__all__ = ["Info", "State", "build", "climb"]
+__all__ = ["Asam", "Info", "State", "build", "climb"]
 
 
 class Info(NamedTuple):
@@ -85,3 +86,16 @@ def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -
         return (wide + (wide.abs() * s if adaptive else s) * length.to(s.device, s.dtype)).to(theta.dtype)
 
     return tree.tree_map(moved, params, slope)
+
+
+@dataclass(frozen=True)
+class Asam:
+    """ASAM: the gradient at the worst nearby point, two passes a step."""
+
+    name: ClassVar[str] = "asam"
+    module: ClassVar[str] = "asam"
+
+    rho: float | None = None
+    """Radius of the climb."""
+    adaptive: bool | None = None
+    """Scale the climb by the weights' magnitudes; False is plain SAM."""

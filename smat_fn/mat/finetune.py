@@ -1,6 +1,7 @@
 """FT: plain fine-tuning, the baseline of the paper."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
 
-__all__ = ["Info", "State", "build"]
+__all__ = ["Finetune", "Info", "State", "build"]
 
 
 class Info(NamedTuple):
@@ -59,3 +60,11 @@ def build(
         return state, Info(loss, aux, norm)
 
     return Method(step.init(optimizer, base, donate=donate), update)
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """FT: plain fine-tuning."""
+
+    name: ClassVar[str] = "ft"
+    module: ClassVar[str] = "finetune"

@@ -1,7 +1,8 @@
 """MergOPT: the gradient at a randomly offset point in every step, one pass."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..where import never
 from . import step
 from .step import State
 
-__all__ = ["Info", "State", "build", "offset"]
+__all__ = ["Info", "Mergopt", "State", "build", "offset"]
 
 STRENGTHS = 6  # a is uniform on {0.1, ..., 0.6}
 
@@ -87,3 +88,16 @@ def offset(key: Tensor, *, b: float, k_max: int) -> Draw:
 
 def _steps(k_max: int, key: Tensor) -> Tensor:
     return torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
+
+
+@dataclass(frozen=True)
+class Mergopt:
+    """MergOPT: the gradient at a randomly offset point in every step."""
+
+    name: ClassVar[str] = "mergopt"
+    module: ClassVar[str] = "mergopt"
+
+    b: float | None = None
+    """Scale of the Laplace noise, in units of the weights."""
+    k_max: int | None = None
+    """Number of experts that will be merged."""

@@ -1,7 +1,8 @@
 """OrthoReg: a penalty that keeps the columns of every update matrix orthonormal."""
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
 
-__all__ = ["Info", "State", "build", "penalty", "penalty_and_grad"]
+__all__ = ["Info", "Orthoreg", "State", "build", "penalty", "penalty_and_grad"]
 
 
 class Info(NamedTuple):
@@ -114,3 +115,16 @@ def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Ten
 def _excess(delta: Tensor) -> Tensor:
     gram = delta @ delta.T if delta.shape[0] < delta.shape[1] else delta.T @ delta
     return gram - torch.eye(len(gram), dtype=delta.dtype, device=delta.device)
+
+
+@dataclass(frozen=True)
+class Orthoreg:
+    """OrthoReg: a penalty that keeps the columns of every update matrix orthonormal."""
+
+    name: ClassVar[str] = "orthoreg"
+    module: ClassVar[str] = "orthoreg"
+
+    lambda_reg: float | None = None
+    """Weight of the penalty."""
+    block_only: bool | None = None
+    """Only the linear weights of blocks, instead of every matrix."""

@@ -1,7 +1,8 @@
 """SMAT: the task loss at simulated merged states, every t-th step or mixed into every step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from . import step
 from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
-__all__ = ["Info", "State", "build", "build_from", "is_simulated", "literal_step"]
+__all__ = ["Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
 
 
 class Info(NamedTuple):
@@ -224,3 +225,26 @@ class _Mixed:
             return ((1 - lam) * a.to(dtype) + lam * b.to(dtype)).to(a.dtype)
 
         return (1 - lam) * loss + lam * merged_loss, (aux, merged_aux), tree.tree_map(mean, grads, merged)
+
+
+@dataclass(frozen=True)
+class Smat:
+    """SMAT: the loss at simulated merged states every t-th step (Scale, Mask, Perturb)."""
+
+    name: ClassVar[str] = "smat"
+    module: ClassVar[str] = "smat"
+
+    alpha_min: float | None = None
+    """Scale: alpha is uniform on [alpha_min, 1]; 1 switches Scale off."""
+    drop_prob: float | None = None
+    """Mask: probability of removing a coordinate of the masked set; 0 switches Mask off."""
+    sigma: float | None = None
+    """Perturb: RMS of the noise, in units of the weights; 0 switches Perturb off."""
+    period: int | None = None
+    """Every period-th step is simulated; 1: every step."""
+    noise: Noise | None = None
+    """Distribution of the noise."""
+    lam: float | None = None
+    """Mixed objective instead of the period: weight of the simulated loss in every step."""
+    offload: Offload | None = None
+    """Memory for time, equal results; host: pinned base, one buffer; device, stream: rebuilt block by block."""

@@ -102,7 +102,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        (CONFIG / "methods.py", {c.__name__ for c in METHODS}),
+        *((Path(inspect.getfile(c)), {c.__name__}) for c in METHODS),
         *((Path(inspect.getfile(c)), {c.__name__}) for c in (*MERGERS, *MORE_MERGERS)),
         (ROOT / "train.py", {"Train"}),
         (ROOT / "merge.py", {"All", "Merge"}),
@@ -115,7 +115,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
         (PACKAGE / "scripts/analyse/weights.py", {"Landscape", "Diagnose"}),
     ],
     ids=[
-        "methods",
+        *(c.name for c in METHODS),
         *(c.name for c in (*MERGERS, *MORE_MERGERS)),
         "train",
         "merge",
