@@ -1,4 +1,4 @@
-"""What mergers ask of whole leaves, or of all leaves, before chunks are merged: order statistics, inner products.
+"""Surveys of whole leaves, or of all leaves, before chunks are merged: order statistics, inner products.
 
 Order statistics are exact, of magnitudes that are never in memory together, from histograms of their bit patterns,
 which are ordered as the floats are. Each level counts 16 bits of the magnitudes that agree with the target in all
@@ -93,7 +93,7 @@ class Survey:
 
 
 class Trim(NamedTuple):
-    """What one expert keeps of one group of leaves: see `Cut`; ``kept`` counts the coordinates."""
+    """The coordinates that one expert keeps of one group of leaves: see `Cut`; ``kept`` counts the coordinates."""
 
     bits: int
     double: bool

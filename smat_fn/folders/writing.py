@@ -112,7 +112,7 @@ def shard_file(folder: Path, shard: Shard) -> Iterator[int]:
 
 @contextmanager
 def _flushing(descriptor: int) -> Iterator[None]:
-    """What is written goes to the disk while the next chunks are merged."""
+    """Flush written bytes to the disk in the background while the next chunks are merged."""
     ended = Event()
 
     def flush() -> None:

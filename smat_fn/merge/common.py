@@ -1,4 +1,4 @@
-"""What a merger is built from: `Merger`, its `Rule` for chunks, task vectors chunk by chunk, base + coef * vector."""
+"""Building blocks of mergers: `Merger`, its `Rule` for chunks, task vectors chunk by chunk, base + coef * vector."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 
 class Mapped(Protocol):
-    """What `Merger.rule` may ask of the leaves that are merged chunk by chunk. Nothing is read before it is asked."""
+    """The interface of chunk-wise leaves that `Merger.rule` may use. Nothing is read before it is asked for."""
 
     experts: Mapping[str, object]  # by name, in their order
     coefs: Mapping[str, float]  # gamma of every floating-point leaf

@@ -34,7 +34,7 @@ def drop_problems(drop_prob: float) -> list[str]:
 
 
 def count_problems(experts: Experts, merger: str, *, least: int, most: int | None = None) -> list[str]:
-    """What `check` cannot know: how many experts a merger is defined for."""
+    """Errors for a number of experts that a merger is not defined for."""
     if not isinstance(experts, (Mapping, list, tuple)) or not experts:
         return []
     if len(experts) < least or (most is not None and len(experts) > most):

@@ -210,7 +210,7 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
 
 
 def _several(runs: Iterable[Run]) -> list[str]:
-    """What suites differ in, but for seeds and places of computation."""
+    """Differences between suites, except for seeds and devices."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.suite.items():

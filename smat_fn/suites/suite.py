@@ -49,7 +49,7 @@ class SuiteOptions:
         return []
 
     def recipe(self, name: str, seed: int) -> dict[str, Any]:
-        """What a suite is rebuilt from, JSON values; columns only where some are renamed."""
+        """The JSON values that a suite is rebuilt from; columns only where some are renamed."""
         kept = {option: value for option, value in vars(self).items() if option not in self.LOCAL}
         facts: dict[str, Any] = {"name": name, "seed": seed, **kept}
         if "tasks" in facts:

@@ -10,7 +10,6 @@ from torch import nn
 
 import smat_fn
 from smat_fn import ModuleLoss, lora, optim, random
-from smat_fn.errors import raise_problems
 from smat_fn.grad import with_master_weights
 from smat_fn.lora import Lora
 from smat_fn.mat import smat
@@ -156,4 +155,3 @@ def test_one_update_runs_through_twelve_files_at_most():
         sys.setprofile(before)
     assert "mat/smat.py" in seen
     assert len(seen) <= 12, sorted(seen)
-    assert raise_problems([]) is None
