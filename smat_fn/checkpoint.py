@@ -21,6 +21,8 @@ from .types import Params
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 BASE = "base"  # the folder of the base beside its experts
+SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
+_OURS = {SOURCES, WEIGHTS, INDEX, MANIFEST, "README.md", "adapter_model.safetensors", "adapter_config.json"}
 
 
 def save_expert(
@@ -124,12 +126,12 @@ def load_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder. Raises: ValueError if there is none."""
     file = Path(path) / MANIFEST
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is not a checkpoint (no {MANIFEST} in it): give a folder that train.py or merge.py wrote"
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # bytes that are no text too
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 
@@ -171,9 +173,11 @@ def describe(params: Params, **facts: Any) -> dict[str, Any]:
 def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary sibling folder that takes the place of ``path`` when the block ends without an exception.
 
-    Raises: ValueError if ``path`` exists and ``overwrite`` is off.
+    Of a symbolic link what it points to is replaced, and the link stays.
+
+    Raises: ValueError as `refuse_existing`.
     """
-    target = Path(path)
+    target = follow(Path(path))
     refuse_existing(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("new", "old"))
@@ -218,9 +222,40 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raises: ValueError if ``path`` exists and ``overwrite`` is off."""
-    if path.exists() and not overwrite:
+    """Raises: ValueError if ``path`` exists and ``overwrite`` is off, or it holds what its manifest does not name."""
+    if not path.exists():
+        return
+    if not overwrite:
         raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
+    if strangers := _strangers(path):
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        raise ValueError(
+            f"{path} holds {', '.join(strangers[:3])}{more}, which no manifest of smat_fn in it names, and only what "
+            "one names is deleted: move it, or choose another folder"
+        )
+
+
+def follow(path: Path) -> Path:
+    """What a symbolic link points to, there or not; any other path as it is. Raises: ValueError for a circle of links."""
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, RuntimeError):
+        raise ValueError(f"{path} is a symbolic link that leads back to itself: remove it") from None
+
+
+def _strangers(path: Path) -> list[str]:
+    """Files in a folder that no manifest in it names; a file's own name."""
+    if not path.is_dir():
+        return ["no folder but a file"]
+    there = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+    try:
+        manifest: Any = load_manifest(path)
+    except (ValueError, OSError):
+        return there
+    named = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
+        return there
+    return [name for name in there if name not in _OURS and name not in (named or {})]
 
 
 def _name(dtype: torch.dtype) -> str:

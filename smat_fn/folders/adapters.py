@@ -110,7 +110,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         f"which is no plain LoRA of a leaf of base{_tied(name)}"
         for name, *more in unknown.values()
     ]
-    if any(_no_numbers(config)):
+    if any(_no_numbers(config)) or any(_no_patterns(config)):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     for (module, embedding), names in halves.items():
         try:
@@ -145,14 +145,30 @@ def _config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
         if name in _USED or value not in (None, False, {}, []):
             out = "merge it into its base with peft, and give the result"
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
+    yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
     yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
+    """What should be expressions with numbers and is not."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict):
+            yield f"{name} is {pattern!r}, must be an object of expressions and numbers"
+            continue
+        for key in pattern:
+            try:
+                re.compile(key)
+            except re.error as error:
+                yield f"{name} has {key!r}, which is no regular expression ({error})"
 
 
 def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
     """What should be a number and is none."""
     numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
-        numbers |= {f"{name}[{key!r}]": value for key, value in (config.get(name) or {}).items()}
+        pattern = config.get(name) or {}
+        numbers |= {f"{name}[{key!r}]": value for key, value in (pattern.items() if isinstance(pattern, dict) else ())}
     return (name for name, value in numbers.items() if not isinstance(value, (int, float)) or isinstance(value, bool))
 
 

@@ -3,9 +3,11 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from .. import errors, tree
 from ..merge.common import Merger, Piece, Rule, fields_of, groups, mask_keys
+from .files import Identity
 from .reading import Folder
 
 T = TypeVar("T")
@@ -55,6 +58,7 @@ class Job(NamedTuple):
     scratch: Scratch  # of this merge
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
     workers: int = 1  # threads
+    seen: Mapping[Path, Identity | None] = MappingProxyType({})  # the inputs' files as they were opened
 
 
 class Written(NamedTuple):

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import checkpoint, errors
+from .. import __version__, checkpoint, errors
 from ..errors import problems_of
 from .adapters import CONFIG, PREFIX, WEIGHTS
 from .inputs import open_inputs
 from .reading import Folder, config_of
+from .writing import exclusive
 
 ROWS = 4096  # of a matrix that are in float64 at a time
 _EMBEDDINGS = "embed_tokens", "wte", "wpe", "word_embeddings", "position_embeddings", "embed_positions", "embed_in"
@@ -72,10 +73,10 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         stored[path] = found["expert"].read(path, 0, start.leaves[path].numel()).view(start.leaves[path].shape)
         rests[path] = 0.0, rests[path][1]
     config = _config(base, rank, ranks, whole) | {"fan_in_fan_out": any(_last(module) in conv1d for module in ranks)}
-    with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
-        tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    out = checkpoint.follow(out)
+    with exclusive(out):
+        checkpoint.sweep(out)  # what a killed call has left
+        _write(out, stored, config, overwrite)
     rest, size = (sum(pair[i] for pair in rests.values()) for i in (0, 1))
     return Extracted(
         {path: math.sqrt(rest / size) for path, (rest, size) in rests.items()},
@@ -84,6 +85,15 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         tuple(path for path in others if path not in whole),
         sum(tensor.nbytes for tensor in stored.values()),
     )
+
+
+def _write(out: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any], overwrite: bool) -> None:
+    with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
+        tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        manifest = {"kind": "adapter", "rank": config["r"], "versions": {"smat_fn": __version__}}
+        for name, content in {CONFIG: config, checkpoint.MANIFEST: manifest}.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

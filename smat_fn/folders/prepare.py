@@ -1,5 +1,6 @@
 """Checks of a merge of folders before any work."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
@@ -14,8 +15,9 @@ from ..merge.common import Merger
 from ..merge.inputs import coef_problems, short
 from ..merge.registry import merge_by
 from .chunks import Job, Scratch, target
+from .files import identity
 from .inputs import open_inputs
-from .reading import Folder
+from .reading import Folder, load_config
 from .vocabulary import Vocabulary, tokenizer_notes
 from .writing import Shard, layout
 
@@ -80,6 +82,7 @@ def prepare(
     start, found = open_inputs(base, experts, vocabulary, problems, partial=partial)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     if start is not None:
+        problems += problems_of(lambda: load_config(start.root))
         if not config.based:
             problems += _buffer_problems(start, found)
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
@@ -93,7 +96,9 @@ def prepare(
     told = tuple(tokenizer_notes(start.root, {folder.label: folder.root for folder in found.values()}))
     each = max(1, chunk // workers)
     place = torch.device(device)
-    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers)
+    stores = {file: store for folder in (start, *found.values()) for file, store in folder.stores.items()}
+    seen = {file: identity(file) if store is None else store.identity for file, store in stores.items()}
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers, seen)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size)
 
@@ -130,7 +135,7 @@ def _device_problems(device: str) -> list[str]:
 
 
 def _overlap(out: Path, path: Path) -> bool:
-    a, b = out.resolve(), path.resolve()
+    a, b = (Path(os.path.realpath(p)) for p in (out, path))  # of a circle of links too
     return a == b or a in b.parents or b in a.parents
 
 

@@ -1,6 +1,7 @@
 """Checkpoint folders in Hugging Face's layout: headers first, then flat ranges of leaves from mapped files."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..checkpoint import INDEX, WEIGHTS
 from ..merge.inputs import short
+from .files import identity
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,6 +47,7 @@ class Store:
     """A mapped safetensors file. Tensors just read stay mapped: mapping one costs as much as a small chunk."""
 
     def __init__(self, file: Path) -> None:
+        self.identity = identity(file)
         store: Any = safe_open(file, framework="pt")
         self.get_tensor: Callable[[str], Tensor] = lru_cache(maxsize=4)(store.get_tensor)
         self.names: list[str] = store.offset_keys()
@@ -104,7 +107,8 @@ def open_folder(label: str, path: Path) -> Folder:
         try:
             store = Store(file)
         except (OSError, SafetensorError) as error:
-            problems.append(f"{label}: {file} cannot be read ({error}): copy or download it again")
+            out = "copy or download it again" if os.access(file, os.R_OK) else "this user may not read it, chmod it"
+            problems.append(f"{label}: {file} cannot be read ({error}): {out}")
             continue
         stores[file] = store
         problems += [
@@ -171,10 +175,21 @@ def _indexed(label: str, path: Path, problems: list[str]) -> dict[Path, set[str]
 def config_of(path: Path) -> dict[str, Any]:
     """The model's config.json, or {} where there is none that can be read."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return load_config(path) or {}
+    except ValueError:
         return {}
-    return config if isinstance(config, dict) else {}
+
+
+def load_config(path: Path) -> dict[str, Any] | None:
+    """The model's config.json, None where there is none. Raises: ValueError for one that is no JSON object."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): copy or download it again") from error
+    if not (config is None or isinstance(config, dict)):
+        raise ValueError(f"{file} holds a {type(config).__name__}, must be a JSON object: copy or download it again")
+    return config
 
 
 def foreign(path: Path, only: str = "*") -> str:

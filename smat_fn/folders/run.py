@@ -1,28 +1,32 @@
 """Merging of checkpoint folders: all checks first, then shard by shard, whole or not at all."""
 
+import errno
 import hashlib
 import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, Unpack
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
-from .. import __version__, errors
+from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.common import Merger, Rule
 from .chunks import Job, Written, in_order, target, write_order
 from .estimate import memory_bound, seconds_of
+from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
 from .survey import Survey
 from .writing import (
     Shard,
     exclusive,
     fill,
+    finished_shards,
     load_progress,
+    recover,
     save_progress,
     shard_file,
     take_place,
@@ -39,6 +43,7 @@ class Report(NamedTuple):
     seconds: float
     bytes: int  # of tensor data written
     inputs: dict[str, list[Path]]  # the files that were read, of "base" and "expert 'name'"
+    hashes: dict[Path, str]  # SHA-256 of the finished files, and with a description of those that were read
     notes: tuple[str, ...] = ()  # what a user should know of the inputs: tokenizers that differ
 
 
@@ -79,14 +84,15 @@ def merge_folders(
         base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a LoRA
             adapter (`open_adapter`); the name of an expert decides random masks.
         describe: given the files of the finished checkpoint and the report, the texts of more files by name, which
-            appear with it.
+            appear with it; default: a manifest that names the merger, its settings and the files.
         coef: γ, or {glob: γ} as in `coefs_of`, else ``config.coef``.
         key: int64 (2,), for random masks.
         out_dtype: of the floating-point leaves, "same" as base's.
         shard_size: bytes of tensor data in one file.
         chunk: coordinates in memory at a time, all experts together; it changes no bit.
         workers: threads that share the chunk; give torch one thread (``torch.set_num_threads``) for each.
-        overwrite: replace ``out``.
+        overwrite: replace ``out``, of which only files that its manifest names are ever deleted; a symbolic link
+            stays, and what it points to is replaced.
         device: where chunks are merged; a GPU may round divisions by one number otherwise, in the last bit.
         vocabulary: what to do with embeddings and heads of another number of rows than base's: "error", "base-rows"
             or "pad-with-base", as in `fit_rows`.
@@ -95,38 +101,81 @@ def merge_folders(
 
     Raises:
         ValueError: lists every problem of options and headers before any work; later for values that are not finite,
-            with all their leaves, and if another merge into ``out`` is running. Nothing is left in ``out`` then.
+            with all their leaves, for inputs that change while they are read, if another merge into ``out`` is running,
+            and when the disk is full, where the next call resumes. Nothing is left in ``out`` then.
     """
     begin = time.perf_counter()
+    out = checkpoint.follow(out)
     job, shards = prepare(config, base, experts, out, **options)
-    size = sum(sum(_nbytes(job, path) for path in shard.offsets) for shard in shards)
-    with exclusive(out):
-        folder = work_folder(out)
-        progress = load_progress(folder, _recipe(job, shards, options.get("vocabulary")))
+    folder, recipe = work_folder(out), _recipe(job, shards, options.get("vocabulary"))
+    with exclusive(out), Hashing(job.workers) as hashing, _kept_if_full(folder):
+        recover(out)
+        checkpoint.refuse_existing(out, overwrite=options.get("overwrite", False))  # what another merge has put there
         errors.raise_problems(_room_problems(folder, shards))
+        progress = load_progress(folder, recipe, shards, job.workers)
+        if describe is not None:
+            hashing.begin(job.seen)
         try:
             survey = Survey(job, progress, partial(save_progress, folder, progress))
             rule = job.config.rule(survey)
-            for shard in shards:
-                if shard.file not in progress["shards"]:
-                    with shard_file(folder, shard) as descriptor:
-                        sums = [0.0, 0.0]
-                        for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
-                            sums = [sums[0] + error, sums[1] + change]
-                    progress["shards"][shard.file] = sums
-                    save_progress(folder, progress)
+            with finished_shards(folder, progress, hashing) as finish:
+                for shard in shards:
+                    if shard.file not in progress["shards"]:
+                        with shard_file(folder, shard) as descriptor:
+                            sums = [0.0, 0.0]
+                            for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
+                                sums = [sums[0] + error, sums[1] + change]
+                        finish(shard.file, sums)
+            size = sum(sum(_nbytes(job, path) for path in shard.offsets) for shard in shards)
+            files = fill(folder, job.base.root, shards, job.dtype, size)
+            report = _report(job, survey, progress, files, hashing, described=describe is not None)
+            report = report._replace(bytes=size, seconds=time.perf_counter() - begin)
+            for name, text in (describe or partial(_manifest, job))(files, report).items():
+                write_text(folder / name, text)
+            errors.raise_problems(changed(job.seen))  # once all that is said of them has been read
         except ValueError:
             shutil.rmtree(folder, ignore_errors=True)  # it would fail again
             raise
-        error, change = (math.sqrt(sum(sums[i] for sums in progress["shards"].values())) for i in (0, 1))
-        ratio = error / change if change else math.inf if error else 0.0
-        files = fill(folder, job.base.root, shards, job.dtype, size)
-        inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
-        report = Report(survey.density, ratio, time.perf_counter() - begin, size, inputs, job.notes)
-        for name, text in ({} if describe is None else describe(files, report)).items():
-            write_text(folder / name, text)
         take_place(folder, out)
     return report
+
+
+def _report(
+    job: Job, survey: Survey, progress: Mapping[str, Any], files: Sequence[Path], hashing: Hashing, *, described: bool
+) -> Report:
+    """What was done, but for its size and time."""
+    error, change = (math.sqrt(sum(shard["sums"][i] for shard in progress["shards"].values())) for i in (0, 1))
+    ratio = error / change if change else math.inf if error else 0.0
+    inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
+    known = {file: progress["shards"][file.name]["sha256"] for file in files if file.name in progress["shards"]}
+    hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
+    return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, job.notes)
+
+
+def _manifest(job: Job, files: Sequence[Path], report: Report) -> dict[str, str]:
+    """The manifest of a merge that nobody describes: enough to check it and to replace it."""
+    facts = {
+        "kind": "merged",
+        "merger": job.config.name,
+        "hyperparameters": job.config.settings(),
+        "files": {str(file.relative_to(files[0].parent)): report.hashes[file] for file in files},
+        "versions": {"smat_fn": __version__},
+    }
+    return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n"}
+
+
+@contextmanager
+def _kept_if_full(folder: Path) -> Iterator[None]:
+    """Raises: ValueError in place of the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"the disk of {folder.parent} is full: what is finished stays in {folder.name}; make room and call again "
+            "to resume, or delete it"
+        ) from error
 
 
 def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **options: Unpack[Options]) -> Plan:
@@ -155,16 +204,17 @@ def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Cal
         return done.error, done.change
 
     for path, offset in shard.offsets.items():
+        errors.raise_problems(changed(job.seen))  # a mapped file that was cut kills the process when it is read
         yield from (partial(write, merge, offset) for merge in write_order(job, rule, path))
 
 
 def _recipe(job: Job, shards: Sequence[Shard], vocabulary: str | None) -> str:
-    """A digest of all that decides the output's bytes; input files count by path, size and time of change."""
-    files = []
-    for name, folder in {"": job.base, **job.experts}.items():
-        for file in folder.stores:
-            stat = file.stat()
-            files.append([name, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    """A digest of all that decides the output's bytes; input files count by path and identity."""
+    files = [
+        [name, str(file.resolve()), job.seen[file]]
+        for name, folder in {"": job.base, **job.experts}.items()
+        for file in folder.stores
+    ]
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
     parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
@@ -184,7 +234,7 @@ def _room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:
     if needed - present <= free:
         return []
     return [
-        f"{disk} has {free / 1e9:.1f} GB free, {(needed - present) / 1e9:.1f} GB are needed: make room, "
+        f"{disk} has {size_text(free)} free, {size_text(needed - present)} are needed: make room, "
         "or write elsewhere"
     ]
 

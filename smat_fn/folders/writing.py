@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..checkpoint import write_text
+from .files import Hashing, digests, identity
 from .reading import DTYPES, INDEX, WEIGHTS
 
 PROGRESS = "progress.json"
@@ -153,12 +154,19 @@ def work_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.merging"
 
 
-def load_progress(folder: Path, recipe: str) -> dict[str, Any]:
-    """The progress of an interrupted merge of this recipe; of any other, an emptied folder and no progress."""
+def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: int) -> dict[str, Any]:
+    """The progress of an interrupted merge of this recipe; of any other, an emptied folder and no progress.
+
+    A finished shard whose bytes are no longer those that were written is not counted, so it is made again.
+    """
     try:
         progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         if progress["recipe"] == recipe:
-            return progress
+            sizes = {shard.file: shard.size for shard in shards}
+            whole = [file for file in progress["shards"] if (now := identity(folder / file)) and now.size == sizes[file]]
+            found = digests([folder / file for file in whole], workers)
+            noted = {file: progress["shards"][file] for file in whole}
+            return progress | {"shards": {f: note for f, note in noted.items() if note["sha256"] == found[folder / f]}}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -171,6 +179,30 @@ def load_progress(folder: Path, recipe: str) -> dict[str, Any]:
 def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
     """Replace the note of what is finished."""
     write_text(folder / PROGRESS, json.dumps(progress))
+
+
+@contextmanager
+def finished_shards(
+    folder: Path, progress: dict[str, Any], hashing: Hashing
+) -> Iterator[Callable[[str, Sequence[float]], None]]:
+    """``finish(file, sums)`` notes a shard, with its hash, once the next one is done: it is hashed meanwhile."""
+    waiting: list[tuple[str, Sequence[float]]] = []
+
+    def note() -> None:
+        while waiting:
+            file, sums = waiting.pop()
+            progress["shards"][file] = {"sums": sums, "sha256": hashing.digests([folder / file])[folder / file]}
+            save_progress(folder, progress)
+
+    def finish(file: str, sums: Sequence[float]) -> None:
+        hashing.begin([folder / file])
+        note()
+        waiting.append((file, sums))
+
+    try:
+        yield finish
+    finally:
+        note()
 
 
 def fill(folder: Path, base: Path, shards: list[Shard], dtype: torch.dtype | None, size: int) -> list[Path]:
@@ -197,6 +229,15 @@ def copied(base: Path) -> list[Path]:
     return sorted({file for pattern in _COPIED for file in base.glob(pattern) if file.is_file()})
 
 
+def recover(out: Path) -> None:
+    """Put back what a merge that was killed while it replaced ``out`` had moved aside, or delete it if replaced."""
+    for replaced in sorted(out.parent.glob(f".{glob.escape(out.name)}.old-*")):
+        if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(out)
+
+
 def take_place(folder: Path, out: Path) -> None:
     """The finished folder takes the place of ``out``."""
     for file in (folder / PROGRESS, *folder.glob(".*"), *folder.glob("*.part")):  # the others: of killed merges
@@ -210,5 +251,4 @@ def take_place(folder: Path, out: Path) -> None:
         if old.exists():
             old.rename(out)
         raise
-    for replaced in out.parent.glob(f".{glob.escape(out.name)}.old-*"):  # of killed merges too
-        shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -31,7 +31,7 @@ def save_peft(
 
     Args:
         base: name or folder of the model they belong to.
-        manifest: JSON values for ``manifest.json`` beside them.
+        manifest: JSON values for ``manifest.json`` beside them (default: that they are adapters).
         task_type: as PEFT names it ("CAUSAL_LM").
 
     Raises:
@@ -46,7 +46,7 @@ def save_peft(
     stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
     with atomic_folder(path, overwrite=overwrite) as folder:
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        texts = {CONFIG: config} | ({} if manifest is None else {MANIFEST: dict(manifest)})
+        texts = {CONFIG: config, MANIFEST: {"kind": "adapter"} if manifest is None else dict(manifest)}
         for name, value in texts.items():
             (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -130,8 +130,7 @@ def test_overwriting_keeps_the_old_checkpoint_until_the_new_is_whole(tmp_path, m
 
 
 def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "old").touch()
+    checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, {"n": 1})
     real = Path.rename
 
     def rename(self, target):
@@ -143,7 +142,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no such luck"), checkpoint.atomic_folder(tmp_path / "e", overwrite=True):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["e"]
-    assert (tmp_path / "e" / "old").exists()
+    assert checkpoint.load_manifest(tmp_path / "e") == {"n": 1}
 
 
 def test_an_existing_folder_is_refused_before_any_work(tmp_path):

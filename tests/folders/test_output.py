@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,10 +175,20 @@ def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
     (tmp_path / ".out.old-1").mkdir()  # a replacement that was killed before it deleted what it had replaced
     with pytest.raises(ValueError, match="out exists: choose another folder"):
         merge_folders(TA, *inputs, out)
+    with pytest.raises(ValueError, match="out holds mine, which no manifest of smat_fn in it names"):
+        merge_folders(TA, *inputs, out, overwrite=True)
     assert (out / "mine").exists()
-    merge_folders(TA, *inputs, out, overwrite=True)
-    assert sorted(digests(out)) == ["model.safetensors"]
-    assert leftovers(tmp_path) == []
+    (out / "mine").unlink()
+    for _ in range(2):  # in place of an empty folder, then of its own output
+        merge_folders(TA, *inputs, out, overwrite=True)
+        assert sorted(digests(out)) == ["manifest.json", "model.safetensors"]
+        assert leftovers(tmp_path) == []
+    (out / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match=r"out holds notes\.txt, which"):
+        merge_folders(TA, *inputs, out, overwrite=True)
+    shutil.copytree(inputs[0], tmp_path / "theirs")  # somebody's model
+    with pytest.raises(ValueError, match=r"theirs holds model-00001-of-.*, which no manifest"):
+        merge_folders(TA, *inputs, tmp_path / "theirs", overwrite=True)
 
 
 @pytest.mark.parametrize("config", [TA, TIES, DARE], ids=lambda config: config.name)
@@ -225,7 +236,7 @@ def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, 
     merge_folders(TA, *inputs, tmp_path / "again")
     assert digests(tmp_path / "out") == digests(tmp_path / "again")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match=r"disk of .* is full: .* call again"):
         merge_folders(TA, *inputs, tmp_path / "full")
     assert not (tmp_path / "full").exists()
     assert threading.active_count() == threads
@@ -252,7 +263,8 @@ def test_files_of_base_come_along_and_the_index_names_every_leaf(family, folders
     merge_folders(TA, path, paths, tmp_path / "out", shard_size=150)
     merge_folders(TA, path, paths, tmp_path / "wide", out_dtype="float32")
     assert {name: (tmp_path / "out" / name).read_text() for name in texts} == texts
-    assert not {"manifest.json", "training_args.txt", "README.md"} & set(digests(tmp_path / "wide"))
+    assert not {"training_args.txt", "README.md"} & set(digests(tmp_path / "wide"))
+    assert json.loads((tmp_path / "wide/manifest.json").read_text())["kind"] == "merged"  # its own
     assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == base.keys()

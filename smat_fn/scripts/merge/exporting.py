@@ -10,7 +10,7 @@ from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, prefix_of
 from ...folders.adapters import is_adapter
 from .card import CARD, exported_card
-from .finished import hashes
+from .finished import hashes, sources_text
 from .inputs import manifest_of, model_names
 
 
@@ -35,13 +35,17 @@ def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Re
         facts = {
             **{name: value for name, value in manifest.items() if name not in ("fingerprint", "base_fingerprint")},
             "kind": "exported",
-            "source": str(model.absolute()),
+            "source": model.name,
             "source_fingerprint": manifest.get("fingerprint"),
             "base_model": model_names(base) + manifest.get("base_model", [])[1:],
             "rounding_ratio": report.rounding_ratio,
-            **hashes(files, report.inputs, options.get("workers", 1)),
+            **hashes(files, report.inputs, report.hashes),
         }
-        return {checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n", CARD: exported_card(model, facts)}
+        return {
+            checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n",
+            CARD: exported_card(model, facts),
+            checkpoint.SOURCES: sources_text(report.inputs),
+        }
 
     options["partial"] = True
     return merge_folders(WeightAverage(), base, {model.name: model}, out, describe=describe, **options)

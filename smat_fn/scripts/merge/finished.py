@@ -3,12 +3,12 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ... import __version__, checkpoint
+from ...folders.files import digests
 
 
 def is_merged(folder: Path) -> bool:
@@ -38,19 +38,25 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
 def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 
+    Where the inputs lie stands in a file of this machine, `SOURCES`; without it they are not looked for.
+
     Args: path: folder of the merged model, or its README.md.
     Returns: the number of files, and a line for every file that has changed or is missing.
-    Raises: ValueError for a folder without a manifest.
+    Raises: ValueError for a folder without a manifest, and for one that is malformed.
     """
     folder = path if path.is_dir() else path.parent
     manifest = checkpoint.load_manifest(folder)
+    if problems := list(_malformed(manifest)):
+        raise ValueError(f"{folder / checkpoint.MANIFEST} is no manifest of smat_fn: {'; '.join(problems)}")
     if "files" not in manifest:  # merged in memory
         same = checkpoint.fingerprint(checkpoint.load_leaves(folder)[0]) == manifest.get("fingerprint")
         return 1, [] if same else [f"{folder / checkpoint.WEIGHTS} has not the weights that were written"]
     named = {folder / file: print_ for file, print_ in manifest["files"].items()}
-    for source in manifest["inputs"].values():
-        named |= {Path(file): print_ for file, print_ in source.items()}
-    found = _digests([file for file in named if file.is_file()], workers)
+    places = sources(folder)
+    for label, read in manifest.get("inputs", {}).items():
+        known = places.get(label, {})
+        named |= {Path(known[name]): print_ for name, print_ in read.items() if name in known}
+    found = digests([file for file in named if file.is_file()], workers)
     return len(named), [
         f"{file} has changed: SHA-256 {found[file]}, it was {print_}" if file in found else f"{file} is missing"
         for file, print_ in named.items()
@@ -58,13 +64,44 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     ]
 
 
-def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], workers: int) -> dict[str, Any]:
+def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], found: Mapping[Path, str]) -> dict[str, Any]:
     """The facts of a manifest that `verify` checks: SHA-256 of the files of a model, and of those it was made from."""
-    read = _digests([*files, *(file for own in inputs.values() for file in own)], workers)
     return {
-        "files": {str(file.relative_to(files[0].parent)): read[file] for file in files},
-        "inputs": {name: {str(file.absolute()): read[file] for file in own} for name, own in inputs.items()},
+        "files": {str(file.relative_to(files[0].parent)): found[file] for file in files},
+        "inputs": {label: {name: found[file] for name, file in named(own).items()} for label, own in inputs.items()},
     }
+
+
+def named(files: Iterable[Path]) -> dict[str, Path]:
+    """The files of one input by name, with the names of so many of their folders as tell them from each other."""
+    files = sorted(files)
+    depth = next(d for d in range(1, 99) if len({file.parts[-d:] for file in files}) == len(files))
+    return {"/".join(file.parts[-depth:]): file for file in files}
+
+
+def sources_text(inputs: Mapping[str, Sequence[Path]]) -> str:
+    """`SOURCES`: where the inputs of a merge lie on this machine, which neither manifest nor card says."""
+    places = {label: {name: str(file.absolute()) for name, file in named(own).items()} for label, own in inputs.items()}
+    return json.dumps(places, indent=2) + "\n"
+
+
+def sources(folder: Path) -> dict[str, dict[str, str]]:
+    """Where the inputs of a merge lie, by label and name; nothing where that is not known."""
+    try:
+        found: Any = json.loads((folder / checkpoint.SOURCES).read_text(encoding="utf-8"))
+        return {str(label): {str(name): str(file) for name, file in own.items()} for label, own in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _malformed(manifest: Any) -> Iterator[str]:
+    if not isinstance(manifest, dict):
+        yield f"it holds a {type(manifest).__name__}, must be a JSON object"
+        return
+    inputs = manifest.get("inputs", {})
+    for name, value in {"files": manifest.get("files", {}), **(inputs if isinstance(inputs, dict) else {"inputs": 0})}.items():
+        if not isinstance(value, dict) or not all(isinstance(print_, str) for print_ in value.values()):
+            yield f"{name} is {value!r}, must be an object of files and their SHA-256"
 
 
 def seconds_to_hash(size: int) -> float:
@@ -74,13 +111,3 @@ def seconds_to_hash(size: int) -> float:
     return size / len(trial) * (time.perf_counter() - begin)
 
 
-def _digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
-    """SHA-256 of every file, each file once, in several threads: hashlib releases the GIL."""
-    each = list(dict.fromkeys(files))
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(zip(each, pool.map(_sha256, each), strict=True))
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,5 +1,6 @@
 """Merge on disk: folders of any size, without holding a model in memory."""
 
+import hashlib
 import json
 import math
 import re
@@ -15,15 +16,15 @@ from ... import checkpoint, errors
 from ...config import MergerConfig, Semantics, settings
 from ...errors import problems_of
 from ...folders import SHARD_SIZE, Options, Plan, Report, merge_folders, open_folder, plan, prepare
+from ...folders.files import UNITS, digests, size_text
 from ...folders.writing import copied, exclusive
 from .card import CARD, card, rounding
-from .finished import differences, hashes, is_merged, seconds_to_hash, verify
+from .finished import differences, hashes, is_merged, seconds_to_hash, sources_text, verify
 from .inputs import by_name, facts_of, manifest_of, mask_key
 
 __all__ = ["Order", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
 
 DONE = "done before, its files and its inputs are as its card says"
-_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 class Order(NamedTuple):
@@ -94,7 +95,7 @@ def bytes_of(size: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", size.strip().upper())
     if not found:
         raise ValueError(f"size {size!r} is none: write 5GB, 200MB or a number of bytes")
-    return int(float(found[1]) * _UNITS.get(found[2] or "", 1))
+    return int(float(found[1]) * UNITS.get(found[2] or "", 1))
 
 
 def summary(config: MergerConfig, folder: Path, report: Report | None) -> list[str]:
@@ -116,17 +117,12 @@ def plan_text(folder: Path, found: Plan | None) -> str:
         [
             f"{folder}: all checks passed, {found.leaves:,} leaves, {found.parameters:,} parameters",
             f"  memory: at most {found.memory / 2**20:,.0f} MiB beside mapped files",
-            f"  disk: {_size(found.disk)} in {files}",
+            f"  disk: {size_text(found.disk)} in {files}",
             f"  time: about {found.seconds:,.1f} s of computation, then {hashing:,.1f} s of hashing in one thread; "
-            f"{_size(found.read)} to read, a disk slower than that adds to it",
+            f"{size_text(found.read)} to read, a disk slower than that adds to it",
             *(f"  note: {note}" for note in found.notes),
         ]
     )
-
-
-def _size(count: int) -> str:
-    unit = next((unit for unit, size in _UNITS.items() if count >= size), None)
-    return f"{count} bytes" if unit is None else f"{count / _UNITS[unit]:.1f} {unit}"
 
 
 def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
@@ -157,11 +153,12 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
         job, _ = prepare(config, order.base, order.experts, folder, **_options(config, order) | {"overwrite": True})
     except ValueError as error:
         return [str(error)]
-    manifest = checkpoint.load_manifest(folder)
-    folders = job.base, *job.experts.values()
-    read = {opened.label: sorted(str(file.absolute()) for file in opened.stores) for opened in folders}
-    if read != {name: sorted(files) for name, files in manifest["inputs"].items()}:
-        return ["it was made of other files"]
+    manifest, workers = checkpoint.load_manifest(folder), order.options.get("workers", 1)
+    inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
+    read = hashes([], inputs, digests(job.seen, workers))["inputs"]
+    made_of = manifest.get("inputs", {})
+    if others := [label for label in [*read, *(made_of.keys() - read)] if made_of.get(label) != read.get(label)]:
+        return [f"it was made of another {label}" for label in others]
     names = [str(file.relative_to(job.base.root)) for file in copied(job.base.root)]
     changed = [
         f"its {name} is not base's"
@@ -169,7 +166,7 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
         if not (folder / name).is_file() or (folder / name).read_bytes() != (job.base.root / name).read_bytes()
         if (name, job.dtype is None) != ("config.json", False)
     ]
-    return changed or verify(folder, workers=order.options.get("workers", 1))[1]
+    return changed or verify(folder, workers=workers)[1]
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
@@ -197,12 +194,17 @@ def _options(config: MergerConfig, order: Order) -> Options:
 def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Report) -> dict[str, str]:
     """Manifest and card of a merged model."""
     base = report.inputs["base"][0].parent
+    facts = facts_of(order.base, list(order.experts.values()), order.manifests, order.seed)
+    hashed = hashes(files, report.inputs, report.hashes)
+    for name, known in facts["experts"].items():  # of others' experts that of their files
+        read = hashed["inputs"][f"expert {name!r}"]
+        facts["experts"][name] = known or hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
     with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
         fingerprint = pool.submit(lambda: checkpoint.fingerprint(_mapped(base)))
-        hashed = hashes(files, report.inputs, order.options.get("workers", 1))
+        merged = checkpoint.fingerprint(_mapped(files[0].parent))
     manifest = checkpoint.describe(
-        _mapped(files[0].parent),
-        **facts_of(order.base, list(order.experts.values()), order.manifests, order.seed),
+        {},
+        **facts,
         **_settings(config, order),
         base_fingerprint=fingerprint.result(),
         dev={},
@@ -211,8 +213,12 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         rounding_ratio=report.rounding_ratio if math.isfinite(report.rounding_ratio) else None,
         notes=list(report.notes),
         **hashed,
-    )
-    return {checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n", CARD: card(manifest)}
+    ) | {"fingerprint": merged}
+    return {
+        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
+        CARD: card(manifest),
+        checkpoint.SOURCES: sources_text(report.inputs),
+    }
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

@@ -104,8 +104,12 @@ def test_the_manifest_says_what_was_read_written_and_how(inputs, tmp_path):
     digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()  # noqa: E731
     weights = "model.safetensors"
     assert manifest["inputs"] == {
-        name: {str(path.absolute() / weights): digest(path / weights)} for name, path in files.items()
+        name: {weights: digest(path / weights)} for name, path in files.items()
     }
+    assert json.loads((folder / "sources.json").read_text()) == {
+        name: {weights: str(path.absolute() / weights)} for name, path in files.items()
+    }
+    assert not any(str(path) in text for path in (tmp_path, *files.values()) for text in (card, json.dumps(manifest["inputs"])))
     assert manifest["files"] == {weights: digest(folder / weights)}
     for part in (
         "# SMAT experts merged by TIES\n",
@@ -190,11 +194,11 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
         (lambda f, base, expert: {"coefs": {"*norm*": 0.1}}, "its hyperparameters is {'coef': 0.4}, here it would be"),
         (lambda f, base, expert: {"out_dtype": "float16"}, "its out_dtype is 'same', here it would be 'float16'"),
         (lambda f, base, expert: {"shard_size": 10**5}, "its shard_size is 5000000000, here it would be 100000"),
-        (lambda f, base, expert: {"experts": [expert]}, "it was made of other files"),
-        (lambda f, base, expert: (base / "config.json").write_text("[]"), "its config.json is not base's"),
+        (lambda f, base, expert: {"experts": [expert]}, "it was made of another expert 'negative'"),
+        (lambda f, base, expert: (base / "config.json").write_text('{"a": 1}'), "its config.json is not base's"),
         (lambda f, base, expert: (base / "vocab.txt").write_text("a"), "its vocab.txt is not base's"),
         (lambda f, base, expert: flip(f / "model.safetensors"), "model.safetensors has changed: SHA-256"),
-        (lambda f, base, expert: flip(expert / "model.safetensors"), "model.safetensors has changed: SHA-256"),
+        (lambda f, base, expert: flip(expert / "model.safetensors"), "it was made of another expert"),
         (lambda f, base, expert: (f / "config.json").unlink(), "its config.json is not base's"),
         (lambda f, base, expert: older(f / "manifest.json"), "smat_fn 0.0.1 made it"),
     ],

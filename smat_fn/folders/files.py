@@ -1,0 +1,90 @@
+"""Files by content and by identity: hashes, made beside other work, and whether a file is still the one it was."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import NamedTuple
+
+BLOCK = 1 << 16  # bytes that are read at a time
+UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+
+
+class Identity(NamedTuple):
+    """What changes when a file is written to, replaced, moved away or cut."""
+
+    size: int  # bytes
+    modified: int  # nanoseconds
+    changed: int  # nanoseconds; of the inode, which no tool sets back
+    inode: int
+
+
+def identity(file: Path) -> Identity | None:
+    """The identity of a file as it is now; None where there is none."""
+    with suppress(OSError):
+        stat = file.stat()
+        return Identity(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    return None
+
+
+def changed(seen: Mapping[Path, Identity | None]) -> list[str]:
+    """A problem for every file that is no longer the one that was seen."""
+    texts = []
+    for file, was in seen.items():
+        if (now := identity(file)) != was:
+            how = "is gone" if now is None else "was written to or replaced"
+            if was is not None and now is not None and now.size != was.size:
+                how = f"has {now.size} bytes, it had {was.size}"
+            texts.append(f"{file} {how} while it was read: nothing is written, leave inputs alone and call again")
+    return texts
+
+
+class Hashing:
+    """SHA-256 of files in threads beside other work; at the end of the block what is not asked for is given up."""
+
+    def __init__(self, workers: int) -> None:
+        self._pool, self._stopped = ThreadPoolExecutor(workers), Event()
+        self._found: dict[Path, Future[str]] = {}
+
+    def __enter__(self) -> "Hashing":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, files: Iterable[Path]) -> None:
+        """Start on files that have not been started."""
+        for file in files:
+            if file not in self._found:
+                self._found[file] = self._pool.submit(self._digest, file)
+
+    def digests(self, files: Iterable[Path]) -> dict[Path, str]:
+        """SHA-256 of files, waited for. Raises: OSError for one that cannot be read."""
+        files = list(files)
+        self.begin(files)
+        return {file: self._found[file].result() for file in files}
+
+    def _digest(self, file: Path) -> str:
+        digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
+        with file.open("rb", buffering=0) as opened:
+            while not self._stopped.is_set() and (count := opened.readinto(block)):
+                digest.update(block[:count])  # releases the GIL
+        return digest.hexdigest()
+
+
+def digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
+    """SHA-256 of every file, each file once, in several threads. Raises: OSError for one that cannot be read."""
+    with Hashing(workers) as hashing:
+        return hashing.digests(dict.fromkeys(files))
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in its unit: "5.0 GB", "812 bytes"."""
+    unit = next((unit for unit, size in UNITS.items() if count >= size), None)
+    return f"{count} bytes" if unit is None else f"{count / UNITS[unit]:.1f} {unit}"
