@@ -14,6 +14,8 @@ size, bit-identically; an interrupted merge resumes when rerun, and what is done
 Options with "default: preset" take the value of --preset.
 """
 
+import faulthandler
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -194,4 +196,6 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
 
 
 if __name__ == "__main__":
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
     cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob)

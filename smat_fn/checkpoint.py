@@ -236,7 +236,10 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def follow(path: Path) -> Path:
-    """What a symbolic link points to, there or not; any other path as it is. Raises: ValueError for a circle of links."""
+    """What a symbolic link points to, there or not; any other path as it is.
+
+    Raises: ValueError for a circle of links.
+    """
     try:
         return path.resolve() if path.is_symlink() else path
     except (OSError, RuntimeError):

@@ -58,6 +58,7 @@ class Job(NamedTuple):
     scratch: Scratch  # of this merge
     notes: tuple[str, ...] = ()  # what a user should know of the inputs
     workers: int = 1  # threads
+    unlike: frozenset[str] = frozenset()  # leaves, not floating-point, that differ among experts: base's are taken
     seen: Mapping[Path, Identity | None] = MappingProxyType({})  # the inputs' files as they were opened
 
 
@@ -126,8 +127,7 @@ def _in_turn(job: Job, path: str, start: int, origin: Tensor, *, based: bool) ->
 def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     """Tasks that give every coordinate of one output leaf, in order, on the CPU; independent of each other.
 
-    Tasks raise: ValueError that lists all values of all inputs that are not finite (or, for buffers of mergers
-        without a base, differ) on meeting one.
+    Tasks raise: ValueError that lists all values of all inputs that are not finite on meeting one.
     """
     if job.base.leaves[path].is_floating_point():
         return _merged(job, rule, path)
@@ -194,15 +194,24 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
 
 
 def _copied(job: Job, path: str) -> Iterator[Callable[[], Written]]:
-    first, *rest = (job.base,) if job.config.based else job.experts.values()
+    held = job.base if job.config.based or path in job.unlike else next(iter(job.experts.values()))
 
     def copy(start: int, stop: int) -> Written:
-        values = first.read(path, start, stop)
-        if not all(torch.equal(values, folder.read(path, start, stop)) for folder in rest):
-            refuse_values(job, path, [])
-        return Written(start, values)
+        return Written(start, held.read(path, start, stop))
 
     return (partial(copy, *span) for span in spans(job.base.leaves[path], job.chunk))
+
+
+def unlike(base: Folder, experts: Iterable[Folder], chunk: int) -> frozenset[str]:
+    """Leaves, not floating-point, that differ among experts, as BatchNorm's counts of batches do."""
+    first, *rest = experts
+    return frozenset(
+        path
+        for path, leaf in base.leaves.items()
+        if not leaf.is_floating_point()
+        for span in spans(leaf, chunk)
+        if not all(torch.equal(first.read(path, *span), folder.read(path, *span)) for folder in rest)
+    )
 
 
 def refuse_values(job: Job, path: str, parts: list[Tensor]) -> None:
@@ -219,17 +228,6 @@ def _value_problems(job: Job) -> Iterator[str]:
                 bad = sum(int((~folder.read(path, *span).isfinite()).sum()) for span in spans(leaf, job.chunk))
                 if bad:
                     yield f"leaf {path!r} of {folder.label} holds {bad} values that are NaN or infinite"
-    if not job.config.based:
-        first, *rest = job.experts.values()
-        for folder in rest:
-            for path, leaf in folder.leaves.items():
-                if not leaf.is_floating_point() and not all(
-                    torch.equal(first.read(path, *span), folder.read(path, *span)) for span in spans(leaf, job.chunk)
-                ):
-                    yield (
-                        f"leaf {path!r} differs between {first.label} and {folder.label}: only floating-point leaves "
-                        "are averaged, make it equal"
-                    )
 
 
 def _square(values: Tensor) -> float:

@@ -91,7 +91,7 @@ def _write(out: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any], o
     with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
         tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        manifest = {"kind": "adapter", "rank": config["r"], "versions": {"smat_fn": __version__}}
+        manifest = {"adapter": "extracted", "rank": config["r"], "versions": {"smat_fn": __version__}}
         for name, content in {CONFIG: config, checkpoint.MANIFEST: manifest}.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -54,6 +54,9 @@ def open_inputs(
             problems.append(str(error))
     if start is None:
         return None, found
+    for name, folder in list(found.items()):
+        if folder.leaves.keys().isdisjoint(start.leaves):
+            problems.append(_foreign_names(start, found.pop(name)))
     start, found, tied = one_head(start, found)
     found, rows = fit_rows(start, found, vocabulary)
     problems += tied + rows
@@ -118,6 +121,18 @@ def placed(base: Folder, part: Folder) -> Folder:
     leaves = {path: part.leaves[own[path]] if path in own else base.leaves[path] for path in paths}
     made = {path: part.reader(own[path]) if path in own else base.reader(path) for path in paths}
     return Folder(part.label, leaves, {}, part.stores, part.root, made)
+
+
+def _foreign_names(base: Folder, other: Folder) -> str:
+    """What is to be said of an expert that has none of base's leaf names."""
+    for name in other.leaves:
+        for path in base.leaves:
+            longer, shorter = (name, path) if len(name) > len(path) else (path, name)
+            if longer.endswith(f".{shorter}"):
+                prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
+                return f"{other.label} has no leaf of base: the names in {whose} begin with {prefix!r}, save it without"
+    names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
+    return f"{other.label} has no leaf of base ({names}): was it trained from another base?"
 
 
 def _fits(base: Mapping[str, Tensor], prefix: str, part: Mapping[str, Tensor]) -> bool:

@@ -14,7 +14,7 @@ from ..merge.coefs import Rules, coefs_of, matches
 from ..merge.common import Merger
 from ..merge.inputs import coef_problems, short
 from ..merge.registry import merge_by
-from .chunks import Job, Scratch, target
+from .chunks import Job, Scratch, target, unlike
 from .files import identity
 from .inputs import open_inputs
 from .reading import Folder, load_config
@@ -98,7 +98,11 @@ def prepare(
     place = torch.device(device)
     stores = {file: store for folder in (start, *found.values()) for file, store in folder.stores.items()}
     seen = {file: identity(file) if store is None else store.identity for file, store in stores.items()}
-    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers, seen)
+    other = frozenset[str]() if config.based else unlike(start, found.values(), each)
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        told += (f"leaf {min(other)!r}{more}, not floating-point, differs among the experts: base's is taken",)
+    job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), told, workers, other, seen)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size)
 

@@ -129,6 +129,8 @@ def open_folder(label: str, path: Path) -> Folder:
                 continue
             leaves[name], files[name] = leaf, file
     problems += _quantised(label, path, leaves)
+    if not leaves and not problems:
+        problems.append(f"{label}: {path} holds no leaves: download it again, or save the model again")
     if problems:
         raise ValueError("; ".join(problems))
     return Folder(label, leaves, files, stores, path)

@@ -234,8 +234,7 @@ def _room_problems(folder: Path, shards: Sequence[Shard]) -> list[str]:
     if needed - present <= free:
         return []
     return [
-        f"{disk} has {size_text(free)} free, {size_text(needed - present)} are needed: make room, "
-        "or write elsewhere"
+        f"{disk} has {size_text(free)} free, {size_text(needed - present)} are needed: make room, or write elsewhere"
     ]
 
 

@@ -163,7 +163,9 @@ def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: i
         progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         if progress["recipe"] == recipe:
             sizes = {shard.file: shard.size for shard in shards}
-            whole = [file for file in progress["shards"] if (now := identity(folder / file)) and now.size == sizes[file]]
+            whole = [
+                file for file in progress["shards"] if (now := identity(folder / file)) and now.size == sizes[file]
+            ]
             found = digests([folder / file for file in whole], workers)
             noted = {file: progress["shards"][file] for file in whole}
             return progress | {"shards": {f: note for f, note in noted.items() if note["sha256"] == found[folder / f]}}

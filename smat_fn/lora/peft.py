@@ -46,7 +46,7 @@ def save_peft(
     stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
     with atomic_folder(path, overwrite=overwrite) as folder:
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        texts = {CONFIG: config, MANIFEST: {"kind": "adapter"} if manifest is None else dict(manifest)}
+        texts = {CONFIG: config, MANIFEST: {"adapter": "trained"} if manifest is None else dict(manifest)}
         for name, value in texts.items():
             (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -98,6 +98,8 @@ def run(
             print(suite_options(options, words), end="")
         raise
     try:
+        if (threads := getattr(parsed, "threads", 1)) < 1:
+            raise ValueError(f"--threads is {threads}, must be at least 1")
         main(parsed)
     except (ValueError, OSError) as error:
         sys.exit(f"{prog}: {error}")

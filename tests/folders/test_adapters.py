@@ -55,6 +55,21 @@ def adapter(tmp_path):
     return write
 
 
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ([3], "must be an object of expressions"),
+        ({"(": 2}, "which is no regular expression"),
+        ("q", "must be an object"),
+    ],
+)
+def test_patterns_that_are_none(base, adapter, folders, tmp_path, pattern, told):
+    start = folders.save(tmp_path / "base", base)
+    expert = adapter({"model.layers.0.q": factors((6, 6))}, rank_pattern=pattern)
+    with pytest.raises(ValueError, match=told):
+        merge_folders(TA, start, {"x": expert}, tmp_path / "out")
+
+
 def factors(shape, rank=2, seed=5):
     return numbers(rank, shape[1], seed=seed), numbers(shape[0], rank, seed=seed + 1)
 

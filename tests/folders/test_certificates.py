@@ -1,4 +1,4 @@
-"""What a finished merge says holds: inputs that change, damaged work folders, kills at every step, links, full disks."""
+"""What a finished merge says holds: inputs that change, damaged work folders, kills, links, full disks."""
 
 import errno
 import hashlib
@@ -166,8 +166,8 @@ def killed_at(n, out):
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     left = [n]
-    for owner, name in ((os, "pwrite"), (os, "ftruncate"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir")):
-        wrap(owner, name, left)
+    for name in ("pwrite", "ftruncate", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        wrap(os, name, left)
     merge(out, overwrite=overwrite)
     os._exit(0)
 merge(place / "whole")

@@ -149,12 +149,35 @@ def test_an_output_over_an_input(inputs, tmp_path):
             merge_folders(TA, base, experts, out, overwrite=True)
 
 
-def test_averages_need_equal_buffers(family, folders, tmp_path):
+def test_averages_take_bases_buffers_where_experts_differ(family, folders, tmp_path):
     base, experts = family(count=2)
+    for expert in experts.values():
+        expert["steps"] += 5
+    inputs = folders.save_family(tmp_path / "equal", base, experts)
+    assert merge_folders(WeightAverage(), *inputs, tmp_path / "same").notes == ()
+    assert torch.equal(folders.load(tmp_path / "same")["steps"], base["steps"] + 5)
     experts["cstance"]["steps"] += 1
-    with pytest.raises(ValueError, match=r"^leaf 'steps' differs between expert 'sum' and expert 'cstance'"):
-        merge_folders(WeightAverage(), *folders.save_family(tmp_path, base, experts), tmp_path / "out")
-    assert not list(tmp_path.glob("*out*"))
+    inputs = folders.save_family(tmp_path / "unlike", base, experts)
+    note = "leaf 'steps', not floating-point, differs among the experts: base's is taken"
+    assert merge_folders(WeightAverage(), *inputs, tmp_path / "out").notes == (note,)
+    assert torch.equal(folders.load(tmp_path / "out")["steps"], base["steps"])
+
+
+def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders, tmp_path):
+    base, _ = family(count=2)
+    base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
+    start = folders.save(tmp_path / "base", base)
+    wrapped = folders.save(tmp_path / "wrapped", {f"module.{path}": leaf for path, leaf in base.items()})
+    other = folders.save(tmp_path / "other", {"something": torch.ones(2)})
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
+    assert problems == [
+        f"expert 'e': {empty} holds no leaves: download it again, or save the model again",
+        "expert 'w' has no leaf of base: the names in expert 'w' begin with 'module.', save it without",
+        "expert 'o' has no leaf of base ('something' the first, base's 'steps'): was it trained from another base?",
+    ]
 
 
 def test_a_change_that_the_output_cannot_hold(folders, tmp_path):

@@ -99,7 +99,10 @@ def _malformed(manifest: Any) -> Iterator[str]:
         yield f"it holds a {type(manifest).__name__}, must be a JSON object"
         return
     inputs = manifest.get("inputs", {})
-    for name, value in {"files": manifest.get("files", {}), **(inputs if isinstance(inputs, dict) else {"inputs": 0})}.items():
+    for name, value in {
+        "files": manifest.get("files", {}),
+        **(inputs if isinstance(inputs, dict) else {"inputs": 0}),
+    }.items():
         if not isinstance(value, dict) or not all(isinstance(print_, str) for print_ in value.values()):
             yield f"{name} is {value!r}, must be an object of files and their SHA-256"
 
@@ -109,5 +112,3 @@ def seconds_to_hash(size: int) -> float:
     trial, begin = bytes(1 << 22), time.perf_counter()
     hashlib.sha256(trial)
     return size / len(trial) * (time.perf_counter() - begin)
-
-

@@ -128,6 +128,8 @@ def plan_text(folder: Path, found: Plan | None) -> str:
 def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
     """The mergers whose merge is done already. Raises: as `stream_run` before any merging."""
     problems, kept = list[str](), list[MergerConfig]()
+    if order.coefs and not any(hasattr(config, "coef") for config in configs):
+        problems.append(f"{' and '.join(config.name for config in configs)} takes no coefficient: leave out --coefs")
     for config in configs:
         folder = order.out / config.name
         if folder.exists() and not order.options.get("overwrite"):

@@ -103,13 +103,13 @@ def test_the_manifest_says_what_was_read_written_and_how(inputs, tmp_path):
     files = {"base": base, **{f"expert {path.name!r}": path for path in experts[:2]}}
     digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()  # noqa: E731
     weights = "model.safetensors"
-    assert manifest["inputs"] == {
-        name: {weights: digest(path / weights)} for name, path in files.items()
-    }
+    assert manifest["inputs"] == {name: {weights: digest(path / weights)} for name, path in files.items()}
     assert json.loads((folder / "sources.json").read_text()) == {
         name: {weights: str(path.absolute() / weights)} for name, path in files.items()
     }
-    assert not any(str(path) in text for path in (tmp_path, *files.values()) for text in (card, json.dumps(manifest["inputs"])))
+    assert not any(
+        str(path) in text for path in (tmp_path, *files.values()) for text in (card, json.dumps(manifest["inputs"]))
+    )
     assert manifest["files"] == {weights: digest(folder / weights)}
     for part in (
         "# SMAT experts merged by TIES\n",
@@ -268,6 +268,40 @@ def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
     ]
     with pytest.raises(ValueError, match="is not a checkpoint"):
         streaming.verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '"text"', "3", "{", '{"files": 3}', '{"files": {"a": 1}}', '{"files": {}, "inputs": 3}',
+             '{"files": {}, "inputs": {"base": []}}', "\xff"],
+)  # fmt: skip
+def test_verify_refuses_a_manifest_that_is_none(tmp_path, text):
+    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"manifest\.json is (no manifest of smat_fn|not JSON)"):
+        streaming.verify(tmp_path)
+
+
+def test_verify_elsewhere_does_not_look_for_the_inputs(copied, tmp_path):
+    base, experts = copied
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0)))
+    count, _ = streaming.verify(tmp_path / "ta")
+    (tmp_path / "ta" / "sources.json").unlink()
+    assert streaming.verify(tmp_path / "ta") == (count - 1 - len(experts), [])
+
+
+def test_coefficients_for_a_merger_without_one(inputs, tmp_path):
+    order = streaming.order(*inputs, out=tmp_path, seed=0, coefs={"*": 0.3})
+    with pytest.raises(ValueError, match="wa takes no coefficient: leave out --coefs"):
+        list(streaming.stream_run([WeightAverage()], order))
+
+
+def test_experts_of_others_have_a_fingerprint_of_their_files(copied, tmp_path):
+    base, experts = copied
+    for expert in experts:
+        (expert / "manifest.json").unlink()
+    list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0)))
+    prints = checkpoint.load_manifest(tmp_path / "ta")["experts"]
+    assert len({*prints.values()}) == len(experts)
+    assert all(len(print_) == 64 for print_ in prints.values())
 
 
 def test_a_plan_has_the_checks_and_writes_nothing(inputs, tmp_path):
