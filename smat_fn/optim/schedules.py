@@ -7,20 +7,23 @@ from .. import errors
 from ..types import Schedule
 
 
-def constant(lr: float) -> Schedule:
-    """``lr`` at every step.
+def constant(lr: float, *, warmup: int = 0) -> Schedule:
+    """``lr`` at every step, after a linear warm-up ``lr (s + 1) / warmup`` for s < warmup.
 
     Args:
         lr: learning rate, finite and >= 0.
+        warmup: steps of linear warm-up, at least 0.
 
     Returns:
         ``schedule(step) -> lr``.
 
     Raises:
-        ValueError: lr is negative or not finite.
+        ValueError: lr is negative or not finite, warmup negative.
     """
-    errors.raise_problems(_lr_problems(lr))
-    return lambda step: lr
+    errors.raise_problems(
+        _lr_problems(lr) + ([] if warmup >= 0 else [f"constant: warmup is {warmup}, must not be negative"])
+    )
+    return lambda step: lr * (step + 1) / warmup if step < warmup else lr
 
 
 def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:

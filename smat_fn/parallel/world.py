@@ -30,6 +30,14 @@ class World(NamedTuple):
         dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes by rank, in all of them; any values that pickle."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.hosts)
+        return found
+
     def largest(self, number: int) -> int:
         """The largest of the processes' numbers."""
         if self.size == 1:

@@ -22,6 +22,9 @@ def torch_rates(lr, steps, make):
 def test_constant():
     assert [optim.constant(0.25)(s) for s in (0, 1, 10**6)] == [0.25] * 3
     assert optim.constant(0.0)(3) == 0
+    assert [optim.constant(0.5, warmup=2)(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.5]
+    with pytest.raises(ValueError, match="warmup is -1"):
+        optim.constant(0.5, warmup=-1)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100])
