@@ -73,5 +73,6 @@ def joined() -> Iterator[World]:
         # what the first process prepares may take long; if it ends, torchrun ends the others
         hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         yield World(dist.get_rank(), size, hosts)
+        dist.barrier(hosts)  # all leave together: the first process may still be writing
     finally:
         dist.destroy_process_group()

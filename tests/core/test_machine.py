@@ -1,6 +1,9 @@
 """What results were made with: the code by its content, the processor by what decides the last bits."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,22 @@ def test_the_processor_is_named_where_the_system_names_it(lines, monkeypatch):
     monkeypatch.setattr(machine.Path, "read_text", lambda self: lines)
     monkeypatch.setattr(machine.platform, "processor", lambda: "aarch64")
     assert machine.cpu()["model"] == ("A CPU" if "name" in lines else "aarch64")
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no x86 processor with AVX2")
+@pytest.mark.parametrize("before", ["", "import torch", "import torch; torch.ones(2) + 1"])
+def test_portable_kernels_are_chosen_before_torch_chooses(before):
+    if "ones" in before and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor's own choice is the portable one")
+    words = f"{before}; import smat_fn; from smat_fn import machine; print(machine.cpu())".removeprefix("; ")
+    environment = {name: value for name, value in os.environ.items() if name not in machine.DISPATCH}
+    command = [sys.executable, "-c", words]
+    run = subprocess.run(
+        command, env=environment | {"SMAT_FN_PORTABLE": "1"}, capture_output=True, text=True, check=False
+    )
+    if "ones" in before:
+        assert run.stderr.strip().endswith("import smat_fn before using it")
+        return
+    assert run.returncode == 0, run.stderr
+    assert "'instructions': 'AVX2'" in run.stdout
+    assert "'MKL_CBWR': 'COMPATIBLE'" in run.stdout
