@@ -70,10 +70,14 @@ class Train:
     """adam, adamw, or muon: Muon on the matrices of blocks, AdamW elsewhere."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint="(default: preset, or 20 times --lr)")] = None
     """Learning rate of Muon."""
-    schedule: Literal["constant", "cosine"] | None = None
-    """Learning-rate schedule; cosine decays to 0."""
+    schedule: Literal["constant", "cosine", "linear"] | None = None
+    """Learning-rate schedule; cosine and linear decay to 0."""
+    warmup: int | None = None
+    """First steps, over which the learning rate rises linearly."""
     weight_decay: float | None = None
     """Decoupled weight decay (adamw and muon only)."""
+    decay_matrices: bool = False
+    """Weight decay on matrices alone, none on norms and biases."""
     max_grad_norm: float | None = None
     """Clip gradients to this norm; inf: no clipping."""
     steps: int | None = None
@@ -184,7 +188,7 @@ def train(args: Train, world: "parallel.World") -> None:
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
     """The preset's training, overridden. Raises: ValueError for options of adapters without a rank."""
-    names = "lr", "schedule", "weight_decay", "max_grad_norm", "accumulate", "precision"
+    names = "lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "accumulate", "precision"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     lr = given.get("lr", training.lr)
     if given.get("max_grad_norm") == float("inf"):
@@ -202,6 +206,8 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         given["lora"] = Adapters(args.lora_rank, alpha, args.lora_targets, args.lora_simulate)
     elif args.lora_alpha is not None or args.lora_targets:
         raise ValueError("--lora-alpha and --lora-targets require --lora-rank")
+    if args.decay_matrices:
+        given["decay_matrices"] = True
     return replace(training, independent_draws=args.independent_draws, **given)
 
 

@@ -1,6 +1,8 @@
 """Merge-aware training (SMAT) and model merging as pure functions over parameter trees."""
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+# kernels that round alike on all x86 processors with AVX2 (docs/gotchas.md, Reproducing)
+_PORTABLE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+if os.environ.get("SMAT_FN_PORTABLE", "0") != "0":
+    os.environ.update(_PORTABLE)
+    if "torch" in sys.modules and sys.modules["torch"].backends.cpu.get_cpu_capability() != "AVX2":
+        raise ImportError("SMAT_FN_PORTABLE is set, but torch has chosen its kernels: import smat_fn before using it")
 
 __all__ = [
     "Draw",

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import errors, tree
+from . import errors, machine, tree
 from .types import Params
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
@@ -152,19 +152,22 @@ def fingerprint(params: Params) -> str:
 
 
 def describe(params: Params, **facts: Any) -> dict[str, Any]:
-    """A manifest for `save_expert`: the given facts, a fingerprint, and versions of the software.
+    """A manifest for `save_expert`: the given facts, a fingerprint, the processor, and versions of the software.
 
     Args:
         params: the tree to be saved.
         facts: JSON values, such as ``task`` and ``seed``.
 
     Returns:
-        ``{**facts, "fingerprint": ..., "versions": {"smat_fn", "python", "torch", "safetensors"}}``.
+        ``{**facts, "fingerprint": ..., "code": ..., "cpu": ..., "versions": {"smat_fn", "python", "torch",
+        "safetensors"}}``: code and cpu as of `smat_fn.machine`.
     """
     versions = {name: metadata.version(name) for name in ("torch", "safetensors")}
     return {
         **facts,
         "fingerprint": fingerprint(params),
+        "code": machine.code(),
+        "cpu": machine.cpu(),
         "versions": {"smat_fn": _own_version(), "python": platform.python_version(), **versions},
     }
 

@@ -1,8 +1,11 @@
-"""What a result was made with: command, commit, hardware, versions."""
+"""What a result was made with: command, commit, code, processor, hardware, versions."""
 
+import hashlib
 import os
 import platform
+import re
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 from . import __version__
 
 PACKAGES = ("torch", "transformers", "triton", "scikit-learn", "numpy")
+DISPATCH = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def describe(command: str, *, gpu: str | None = None) -> dict[str, Any]:
@@ -23,8 +27,36 @@ def describe(command: str, *, gpu: str | None = None) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    hardware = f"{_processor()}, {gpu or 'no GPU used'}"
+    hardware = f"{os.cpu_count()} cores of {_processor()}, {gpu or 'no GPU used'}"
     return {"command": command, "commit": commit(), "hardware": hardware, "versions": versions}
+
+
+@cache
+def code(folder: Path = Path(__file__).parent) -> str:
+    """Version of this package and a hash of its source files: the same for a checkout and an installed copy of it.
+
+    Args: folder: of the files; those of the package by default. Read once a process.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return f"{__version__}+{digest.hexdigest()}"
+
+
+def cpu() -> dict[str, Any]:
+    """What decides, beside versions and threads, which kernels round a result: another one may have other last bits.
+
+    Returns: ``model``, ``instructions`` (those torch's own kernels use), versions of ``onednn`` and ``mkl`` where torch
+        has them, and ``environment``: the variables of `DISPATCH` that are set.
+    """
+    import torch
+
+    built = torch.__config__.show()
+    libraries = {"onednn": r"MKL-DNN v(\S+)", "mkl": r"Math Kernel Library Version (\S+)"}
+    found = {name: match[1] for name, pattern in libraries.items() if (match := re.search(pattern, built))}
+    instructions = torch.backends.cpu.get_cpu_capability()
+    environment = {name: os.environ[name] for name in DISPATCH if name in os.environ}
+    return {"model": _processor(), "instructions": instructions, **found, "environment": environment}
 
 
 def commit() -> str:
@@ -52,4 +84,4 @@ def _processor() -> str:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
-    return f"{os.cpu_count()} cores of {model}"
+    return model

@@ -44,6 +44,11 @@ def muon_matrices(module: nn.Module) -> Where:
     return lambda path, leaf: leaf.ndim == 2 and inside(path, leaf)
 
 
+def matrices(path: str, leaf: Tensor) -> bool:
+    """Leaves of two dimensions or more: what weight decay usually is for. Biases and the gains of norms have one."""
+    return leaf.ndim > 1
+
+
 def never(path: str, leaf: Tensor) -> bool:
     """No leaf at all: Mask switched off."""
     return False

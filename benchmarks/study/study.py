@@ -36,7 +36,7 @@ def run_study(
 ) -> Study:
     """Train and merge every (method, learning rate of the grid, seed), choose on dev, score the choice on test.
 
-    Trials that stand in ``work`` are not run again.
+    Trials that stand in ``work``, made by this very code, are not run again.
 
     Args: jobs: processes, one thread each (1: this one); report: gets a line per finished trial.
     """

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smat_fn import machine
 from smat_fn.config import PRESETS, MethodConfig, Preset, Training, WeightAverage, settings
 from smat_fn.merge import COEFS
 
@@ -32,7 +33,7 @@ class Trial(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()  # of the suite, beside and over those of the preset
 
     def facts(self) -> dict[str, Any]:
-        """All that decides the outcome, as JSON values; without the label, which only names it."""
+        """All that decides the outcome, the code too, as JSON values; without the label, which only names it."""
         preset = PRESETS[self.preset]
         return {
             "preset": self.preset,
@@ -42,6 +43,7 @@ class Trial(NamedTuple):
             "training": asdict(self.training),
             "mergers": {name: settings(config) for name, config in preset.mergers.items()},
             "seed": self.seed,
+            "code": [machine.code(), machine.code(Path(__file__).parent)],
         }
 
     def folder(self, work: Path) -> Path:

@@ -37,13 +37,15 @@ class Training:
     lr: float
     optimizer: Literal["adam", "adamw", "muon"] = "adam"  # muon: AdamW beside the matrices of blocks
     muon_lr: float | None = None  # of the matrices
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
     accumulate: int = 1  # micro-batches that the batch of a step is split into
     precision: Precision | None = None  # of training; None: the dtype of the suite
     lora: Adapters | None = None  # None: all weights
     independent_draws: bool = False  # with several processes: each draws for itself
+    warmup: int = 0  # first steps, over which the learning rate rises linearly
+    decay_matrices: bool = False  # weight decay on matrices alone: not on norms and biases
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

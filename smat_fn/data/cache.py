@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import machine
 from ..checkpoint import fingerprint
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,12 @@ def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, T
     """``build()``, or what it gave the last time for this name and config, bit for bit.
 
     The file is ``<name>-<hash of config>.safetensors`` in `cache_dir`, written beside itself and renamed, so that
-    readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log.
+    readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log. The hash
+    covers the processor and the kernels in use too, which round differently.
 
     Args: config: JSON values, everything that the tensors depend on.
     """
-    text = json.dumps(config, sort_keys=True)
+    text = json.dumps({**config, "cpu": machine.cpu()}, sort_keys=True)
     path = cache_dir() / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.safetensors"
     if path.exists():
         try:

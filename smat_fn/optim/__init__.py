@@ -3,11 +3,13 @@
 from .adam import AdamState, adam, adamw
 from .chain import chain, clip, clip_by_global_norm
 from .muon import MuonState, muon
-from .schedules import constant, cosine
+from .partition import PartitionState, partition
+from .schedules import constant, cosine, linear
 
 __all__ = [
     "AdamState",
     "MuonState",
+    "PartitionState",
     "adam",
     "adamw",
     "chain",
@@ -15,5 +17,7 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "cosine",
+    "linear",
     "muon",
+    "partition",
 ]

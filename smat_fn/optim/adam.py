@@ -9,7 +9,8 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
 from .. import tree
-from ..types import Optimizer, Params, Schedule
+from ..types import Optimizer, Params, Schedule, Where
+from .partition import partition
 from .schedules import schedule_of
 
 
@@ -62,6 +63,7 @@ def adamw(
     lr: float | Schedule,
     *,
     weight_decay: float,
+    decays: Where | None = None,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     foreach: bool | None = None,
@@ -74,9 +76,11 @@ def adamw(
     Args:
         lr: as `adam`, like all arguments that are not listed.
         weight_decay: decoupled weight decay >= 0; a step shrinks weights by the factor 1 - lr * weight_decay.
+        decays: predicate ``(path, tensor) -> bool`` on the leaves that decay, such as `smat_fn.where.matrices` (no
+            norms, no biases); None: all of them.
 
     Returns:
-        An `Optimizer`, as `adam`.
+        An `Optimizer`, as `adam`; with ``decays`` its state is a `PartitionState` of two `AdamState`.
 
     Raises:
         ValueError: a value is out of range.
@@ -84,6 +88,9 @@ def adamw(
     Source:
         Loshchilov and Hutter, 2019.
     """
+    if decays is not None:
+        rest = adamw(lr, weight_decay=0.0, betas=betas, eps=eps, foreach=foreach, fused=fused)
+        return partition(decays, _build(torch_adamw, lr, betas, eps, weight_decay, foreach, fused), rest)
     return _build(torch_adamw, lr, betas, eps, weight_decay, foreach, fused)
 
 

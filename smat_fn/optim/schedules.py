@@ -1,32 +1,38 @@
 """Learning rates as functions of the step number, counted from 0."""
 
 import math
+from collections.abc import Callable
 
 from .. import errors
 from ..types import Schedule
 
 
-def constant(lr: float) -> Schedule:
-    """``lr`` at every step.
+def constant(lr: float, *, warmup: int = 0) -> Schedule:
+    """``lr`` at every step, after a linear warm-up ``lr (s + 1) / warmup`` for s < warmup.
 
     Args:
         lr: learning rate, finite and >= 0.
+        warmup: steps of linear warm-up, at least 0.
 
     Returns:
         ``schedule(step) -> lr``.
 
     Raises:
-        ValueError: lr is negative or not finite.
+        ValueError: lr is negative or not finite, warmup negative.
     """
-    errors.raise_problems(_lr_problems(lr))
-    return lambda step: lr
+    errors.raise_problems(
+        _lr_problems(lr) + ([] if warmup >= 0 else [f"constant: warmup is {warmup}, must not be negative"])
+    )
+    return lambda step: lr * (step + 1) / warmup if step < warmup else lr
 
 
 def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
-    r"""Linear warm-up, then cosine decay to 0.
+    r"""Linear warm-up, then cosine decay to 0 over the steps after it.
 
-    ``lr (s + 1) / warmup`` for s < warmup, then ``lr (1 + cos(pi s / steps)) / 2``, 0 from ``steps`` on. Without
-    warm-up these are the values of ``torch.optim.lr_scheduler.CosineAnnealingLR(T_max=steps)``.
+    ``lr (s + 1) / warmup`` for s < warmup, then ``lr (1 + cos(pi (s - warmup) / (steps - warmup))) / 2``, 0 from
+    ``steps`` on. Without warm-up these are the values of ``torch.optim.lr_scheduler.CosineAnnealingLR(T_max=steps)``;
+    with it, from step ``warmup`` on, those of ``optax.warmup_cosine_decay_schedule`` and of transformers'
+    ``get_cosine_schedule_with_warmup``, whose warm-up is ``lr s / warmup`` and so begins with a step of rate 0.
 
     Args:
         lr: peak learning rate, finite and >= 0.
@@ -40,19 +46,49 @@ def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
         ValueError: lr, steps or warmup is out of range.
 
     Example:
-        >>> [round(cosine(1.0, 4, warmup=1)(step), 3) for step in range(5)]
-        [1.0, 0.854, 0.5, 0.146, 0.0]
+        >>> [round(cosine(1.0, 6, warmup=2)(step), 3) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    errors.raise_problems(_lr_problems(lr))
+    return _decaying("cosine", lr, steps, warmup, lambda done, total: lr * 0.5 * (1 + math.cos(math.pi * done / total)))
+
+
+def linear(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
+    r"""Linear warm-up, then linear decay to 0.
+
+    ``lr (s + 1) / warmup`` for s < warmup, then ``lr (1 - (s - warmup) / (steps - warmup))``, 0 from ``steps`` on: from
+    step ``warmup`` on the values of transformers' ``get_linear_schedule_with_warmup``.
+
+    Args:
+        lr: peak learning rate, finite and >= 0.
+        steps: step at which the rate reaches 0, at least 1; warm-up steps count.
+        warmup: steps of linear warm-up, in [0, steps].
+
+    Returns:
+        ``schedule(step) -> float``, step counted from 0.
+
+    Raises:
+        ValueError: lr, steps or warmup is out of range.
+
+    Example:
+        >>> [linear(1.0, 6, warmup=2)(step) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    return _decaying("linear", lr, steps, warmup, lambda done, total: lr * ((total - done) / total))
+
+
+def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[int, int], float]) -> Schedule:
+    """Linear warm-up, then a function of the steps of decay that are done and of all of them, then 0."""
+    problems = _lr_problems(lr)
     if steps < 1:
-        raise ValueError(f"cosine: steps is {steps}, must be at least 1")
-    if not 0 <= warmup <= steps:
-        raise ValueError(f"cosine: warmup is {warmup}, must lie in [0, steps = {steps}]")
+        problems.append(f"{name}: steps is {steps}, must be at least 1")
+    elif not 0 <= warmup <= steps:
+        problems.append(f"{name}: warmup is {warmup}, must lie in [0, steps = {steps}]")
+    errors.raise_problems(problems)
 
     def schedule(step: int) -> float:
         if step < warmup:
             return lr * (step + 1) / warmup
-        return lr * 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+        return decay(step - warmup, steps - warmup) if step < steps else 0.0
 
     return schedule
 

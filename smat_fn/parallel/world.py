@@ -30,6 +30,14 @@ class World(NamedTuple):
         dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes by rank, in all of them; any values that pickle."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.hosts)
+        return found
+
     def largest(self, number: int) -> int:
         """The largest of the processes' numbers."""
         if self.size == 1:
@@ -65,5 +73,6 @@ def joined() -> Iterator[World]:
         # what the first process prepares may take long; if it ends, torchrun ends the others
         hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         yield World(dist.get_rank(), size, hosts)
+        dist.barrier(hosts)  # all leave together: the first process may still be writing
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from ..data.cache import cached, versions
 from ..mat import finetune
 from ..models import FullLoss, features, parameters, tiny_vit
 from ..models.vit import WIDTH
-from ..types import Batch
+from ..types import Batch, Schedule
 
 CLASSES = 10
 REVISION = 1  # part of the cache's key: raise it when the code below gives another base
@@ -62,7 +62,7 @@ def pretrain(
 
     Every batch is distorted by `affine` and then seen under one of `VIEWS`, both drawn from the seed.
 
-    Args: batch: images a step; lr: peak of a cosine with ``warmup`` linear steps; decay: of all weights, decoupled.
+    Args: batch: images a step; lr: peak of `_schedule`; decay: of all weights, decoupled.
     Returns: the leaves of `tiny_vit`, float32.
     """
     from tqdm import trange
@@ -75,8 +75,7 @@ def pretrain(
     for name in ("head.weight", "head.bias"):
         key = random.fold_in(root, name)
         params[name] = random.uniform(key, params[name].shape, minval=-bound, maxval=bound)
-    schedule = optim.cosine(lr, steps, warmup=min(warmup, steps))
-    optimizer = optim.adamw(schedule, weight_decay=decay, fused=True)
+    optimizer = optim.adamw(_schedule(lr, steps, min(warmup, steps)), weight_decay=decay, fused=True)
     method = finetune.build(FullLoss(module, _label_loss), optimizer, params, donate=True)
     state = method.init(params)
     run = random.fold_in(root, "pretrain")
@@ -103,6 +102,12 @@ def affine(
     rows = [torch.stack((cos, shear * skew - sin, shift * right), -1), torch.stack((sin, cos, shift * down), -1)]
     grid = F.affine_grid(torch.stack(rows, 1), [len(images), 1, *images.shape[1:]], align_corners=False)
     return F.grid_sample(images[:, None], grid, align_corners=False)[:, 0]
+
+
+def _schedule(lr: float, steps: int, warmup: int) -> Schedule:
+    """A cosine from step 0 on, whose first steps are replaced by a linear warm-up: all stored results start from it."""
+    decay = optim.cosine(lr, steps)
+    return lambda step: lr * (step + 1) / warmup if step < warmup else decay(step)
 
 
 def _label_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, None]:

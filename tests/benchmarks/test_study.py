@@ -15,7 +15,7 @@ from benchmarks import digits_methods, methods, minilm_methods, readme
 from benchmarks.study.study import as_json, choose_lr, paired, preset_trial, run_study
 from benchmarks.study.trial import Trial, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
-from smat_fn import checkpoint, config, merge
+from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
 from smat_fn.evaluate import Result, Scorer, read_results
 from smat_fn.report.tables import main_table, markdown
@@ -139,7 +139,8 @@ def one(_small):
     return preset_trial("small", "smat", 1e-3, 21)
 
 
-def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path):
+def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path, monkeypatch):
+    folder = one.folder(tmp_path)
     others = [
         one._replace(label="other"),
         one._replace(method=replace(one.method, sigma=0.02)),
@@ -152,6 +153,8 @@ def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path):
     assert len({trial.folder(tmp_path) for trial in (one, *others)}) == 1 + len(others)
     assert one.folder(tmp_path) == Trial(*one).folder(tmp_path)
     assert str(others[3]) == "SMAT, lr 0.001, muon_lr 0.001, seed 21"
+    monkeypatch.setattr(machine, "code", lambda folder=None: "0.1.0+other")
+    assert one.folder(tmp_path) not in {folder, *(trial.folder(tmp_path) for trial in others)}
     assert str(others[1]) == "SMAT, lr 0.001, sigma 0.02, seed 21"
     worded = one._replace(method=replace(one.method, noise="laplace", offload="cpu"))
     assert str(worded) == "SMAT, lr 0.001, noise laplace, offload cpu, seed 21"

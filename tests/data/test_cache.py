@@ -40,6 +40,14 @@ def test_another_config_or_name_is_built_apart(folder):
     assert build.calls == len(list(folder.iterdir())) == 3
 
 
+def test_other_kernels_build_apart(folder, monkeypatch):
+    build = Counter()
+    for value in ("COMPATIBLE", "AVX2", "COMPATIBLE"):
+        monkeypatch.setenv("MKL_CBWR", value)
+        cached("x", {"seed": 1}, build)
+    assert build.calls == len(list(folder.iterdir())) == 2
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "bit", "foreign"])
 def test_a_damaged_file_is_built_again(folder, damage, caplog):
     cached("x", {"seed": 1}, Counter())

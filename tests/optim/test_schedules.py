@@ -1,6 +1,7 @@
 """Learning rates against closed forms and torch's schedulers."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ def torch_rates(lr, steps, make):
 def test_constant():
     assert [optim.constant(0.25)(s) for s in (0, 1, 10**6)] == [0.25] * 3
     assert optim.constant(0.0)(3) == 0
+    assert [optim.constant(0.5, warmup=2)(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.5]
+    with pytest.raises(ValueError, match="warmup is -1"):
+        optim.constant(0.5, warmup=-1)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100])
@@ -37,16 +41,35 @@ def test_cosine_at_the_known_points():
     assert [schedule(s) for s in (12, 13, 1000)] == [0, 0, 0]
 
 
-def test_warmup_is_linear_and_joins_the_cosine():
-    warm, plain = optim.cosine(0.4, 10, warmup=4), optim.cosine(0.4, 10)
-    assert [warm(s) for s in range(4)] == [0.1, 0.2, pytest.approx(0.3), 0.4]
-    assert [warm(s) for s in range(4, 12)] == [plain(s) for s in range(4, 12)]
-    assert all(math.isfinite(optim.cosine(0.4, 3, warmup=3)(s)) for s in range(5))
+@pytest.mark.parametrize("warmup", [1, 4, 30])
+def test_after_the_warmup_the_rates_are_those_of_transformers(warmup):
+    from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+    pairs = (optim.cosine, get_cosine_schedule_with_warmup), (optim.linear, get_linear_schedule_with_warmup)
+    for ours, theirs in pairs:
+        want = torch_rates(0.4, 101, lambda o, theirs=theirs: theirs(o, warmup, 100))
+        rates = [ours(0.4, 100, warmup=warmup)(step) for step in range(103)]
+        assert rates[warmup:101] == pytest.approx(want[warmup:], rel=1e-9, abs=1e-15)
+        assert rates[:warmup] == pytest.approx([0.4 * (step + 1) / warmup for step in range(warmup)])
+        assert rates[100:] == [0, 0, 0]
+        # no jump anywhere: each step changes the rate by at most the slope of the warm-up or of the decay
+        steepest = 0.4 * max(1 / warmup, math.pi / 2 / (100 - warmup)) + 1e-12
+        assert all(abs(a - b) <= steepest for a, b in pairwise(rates))
+
+
+def test_a_warmup_of_all_steps():
+    for schedule in (optim.cosine(0.4, 3, warmup=3), optim.linear(0.4, 3, warmup=3)):
+        assert [schedule(step) for step in range(5)] == pytest.approx([0.4 / 3, 0.8 / 3, 0.4, 0, 0])
+
+
+def test_linear_decay_at_the_known_points():
+    assert [optim.linear(0.5, 4)(step) for step in range(6)] == [0.5, 0.375, 0.25, 0.125, 0, 0]
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="steps is 0, must be at least 1"):
-        optim.cosine(0.1, 0)
-    for warmup in (-1, 6):
-        with pytest.raises(ValueError, match=rf"warmup is {warmup}, must lie in \[0, steps = 5\]"):
-            optim.cosine(0.1, 5, warmup=warmup)
+    for decaying in (optim.cosine, optim.linear):
+        with pytest.raises(ValueError, match=r"learning rate is -1.*steps is 0, must be at least 1"):
+            decaying(-1, 0)
+        for warmup in (-1, 6):
+            with pytest.raises(ValueError, match=rf"warmup is {warmup}, must lie in \[0, steps = 5\]"):
+                decaying(0.1, 5, warmup=warmup)

@@ -10,6 +10,7 @@ import torch
 
 from smat_fn import draw, parallel, random, reweight, simulate, value_and_grad
 from smat_fn.grad import ModuleLoss
+from smat_fn.mat import simulated
 from smat_fn.types import Micro
 
 from . import worker
@@ -65,6 +66,54 @@ def test_a_signal_to_one_process_ends_all_at_one_step_after_the_state_is_written
     assert text.startswith("stopped by signal 15 after 4 steps of task; the last good state, after 4 steps, is ")
     assert (status, step) == (143, 4)
     assert first["resumed"] == first["whole"]
+
+
+def test_processes_that_would_resume_from_other_states_or_train_other_experts_refuse(found):
+    first, second = (one["apart"] for one in found)
+    # only the first one has opened what it alone writes and removes
+    assert first[1] > second[1] == 0
+    for rank, told in enumerate((first, second)):
+        stopped, _, missing, again, stale, settings = told
+        assert stopped.startswith("stopped by signal 15 after 2 steps")
+        assert missing.startswith("process 1: ")
+        assert "disk1/task.resume.safetensors cannot be read" in missing
+        assert "process 0" not in missing
+        assert again.startswith("stopped by signal 15 after 4 steps")
+        assert stale.startswith("process 1 finds the state after 2 steps of run ")
+        assert f"disk{rank}/task.resume.safetensors, the first one the state after 4 steps of run " in stale
+        assert "--out must lie on a disk that they share" in missing
+        assert settings == (
+            "process 1 would train another expert than the first one: task.training.lr was 0.01, is 0.02"
+        )
+
+
+@pytest.mark.parametrize("switch", [True, False], ids=["switched", "written in place"])
+@pytest.mark.parametrize("inside", [True, False], ids=["while simulating", "in the block"])
+def test_weights_of_others_are_theirs_again_after_running_out_of_memory(switch, inside, monkeypatch):
+    module = worker.model(torch.float32)
+    weights = {path: p.detach().clone() for path, p in module.named_parameters()}
+    base = {path: leaf + 0.5 for path, leaf in weights.items()}
+    places = {path: p.data_ptr() for path, p in module.named_parameters()}
+    drawn, into = draw(KEY, **STRENGTHS), simulated.simulate
+
+    def half(params, *args, out, **options):
+        into(params, *args, out=out, **options)  # all is written, as far as the weights go
+        raise torch.OutOfMemoryError("no more")
+
+    own = simulated.SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
+    at = own.at if switch else lambda drawn: parallel.simulated_shards(module, base, drawn)
+    with monkeypatch.context() as patch:
+        if inside:
+            patch.setattr(simulated, "simulate", half)
+        with pytest.raises(torch.OutOfMemoryError), at(drawn):
+            half({}, {}, drawn, out={})
+    for path, p in module.named_parameters():
+        assert torch.equal(p, weights[path])
+        assert p.data_ptr() == places[path]
+    # and the next try meets the state, not what the first one has left of it
+    wanted = simulate(weights, base, drawn)
+    with at(drawn):
+        assert all(torch.equal(p, wanted[path]) for path, p in module.named_parameters())
 
 
 def setting():

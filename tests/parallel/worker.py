@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from shutil import copy
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from smat_fn import checkpoint, draw, optim, parallel, random, reweight, simulate
-from smat_fn.config import Smat, Training
+from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import asam, finetune, smat
 from smat_fn.parallel import World
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.options import RunOptions
+from smat_fn.scripts.train.snapshots import Stop
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites.suite import BaseSuite
 from smat_fn.types import Micro, Optimizer
@@ -164,10 +166,65 @@ def wrapped(*, rank=None):
     return states, {path: p.detach() for path, p in weights.items()}
 
 
+def tiny(data):
+    """A suite of one task on these batches."""
+    module = model(torch.float32)
+    return BaseSuite(
+        name="tiny",
+        tasks=("task",),
+        base={path: p.detach().clone() for path, p in module.named_parameters()},
+        where=masked,
+        loss_fn=lambda task: ModuleLoss(module, squares),
+        batch=data,
+        recipe={},
+        seed=0,
+    )
+
+
+class After(Stop):
+    """Asks to stop after some steps."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    @property
+    def signal(self):
+        self.left -= 1
+        return 15 if self.left < 0 else None
+
+
+def apart(rank, folder):
+    """What processes say whose disks, or settings, are not the same; and how often one opened a snapshot of another."""
+    suite, out = tiny(lambda task, key, step: tuple(part.float() for part in batch(step))), folder / f"disk{rank}"
+    path, read, opened, told = snapshots.path_of(out, "task"), snapshots.read, [], []
+    snapshots.read = lambda path: opened.append(path) or read(path)
+
+    def run(lr=1e-2, **options):
+        stop = After(options.pop("steps", 10))
+        try:
+            training = Training(steps=7, lr=lr)
+            train_run(
+                suite, Finetune(), training, RunOptions(out, ["task"], 1, **options), world=World(rank, 2), stop=stop
+            )
+        except (ValueError, snapshots.Interrupted) as error:
+            told.append(str(error))
+        dist.barrier()
+
+    run(steps=2)
+    told.append(len(opened))
+    run(resume=True)
+    if rank == 1:
+        out.mkdir()
+        copy(folder / "disk0" / path.name, path)
+    run(resume=True, steps=2)
+    run(resume=True)
+    run(overwrite=True, lr=[1e-2, 2e-2][rank])
+    snapshots.read = read
+    return told
+
+
 def interrupted(rank, folder):
     """What becomes of a run of train.py's loop whose second process gets a signal: errors, snapshots, hashes."""
-    module = model(torch.float32)
-    base = {path: p.detach().clone() for path, p in module.named_parameters()}
     world, found, signalled = World(rank, 2), {}, []
 
     def data(task, key, step):
@@ -175,16 +232,7 @@ def interrupted(rank, folder):
             signalled.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
         return tuple(part.float() for part in batch(step))
 
-    suite = BaseSuite(
-        name="tiny",
-        tasks=("task",),
-        base=base,
-        where=masked,
-        loss_fn=lambda task: ModuleLoss(module, squares),
-        batch=data,
-        recipe={},
-        seed=0,
-    )
+    suite = tiny(data)
     method, training = Smat(noise="uniform", period=2, **STRENGTHS), Training(steps=7, lr=1e-2)
 
     def run(out, **options):
@@ -222,6 +270,7 @@ def main(rank, folder):
     found["drawn"] = drawn(rank=rank, size=2)
     found["wrapped"] = wrapped(rank=rank)
     found["interrupted"] = interrupted(rank, Path(folder))
+    found["apart"] = apart(rank, Path(folder))
     torch.save(found, Path(folder) / f"found{rank}.pt")
     dist.destroy_process_group()
 

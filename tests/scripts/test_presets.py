@@ -180,6 +180,8 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
             "precision": None,
             "lora": None,
             "independent_draws": False,
+            "warmup": 0,
+            "decay_matrices": False,
         },
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
@@ -221,6 +223,8 @@ def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
             "precision": None,
             "lora": None,
             "independent_draws": False,
+            "warmup": 0,
+            "decay_matrices": False,
             "epochs": {},
         },
     }

@@ -131,6 +131,11 @@ def test_pretraining_lowers_its_loss(monkeypatch):
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
+def test_the_schedule_of_all_stored_bases():
+    rates = [digits_base._schedule(8.0, 8, 2)(step) for step in range(9)]
+    assert rates == pytest.approx([4, 8, *(4 * (1 + math.cos(math.pi * step / 8)) for step in range(2, 9))])
+
+
 def test_cache_hit_equals_rebuild_bit_for_bit(tmp_path, monkeypatch):
     train = splits(3)["train"]
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path / "a"))

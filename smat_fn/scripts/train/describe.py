@@ -9,6 +9,7 @@ from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
 from .loop import budget
+from .training import numbers
 
 
 def headline(
@@ -29,8 +30,8 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
 
     Raises: ValueError for rows that the suite cannot use.
     """
-    shared = {n: value for n, value in vars(training).items() if n not in ("steps", "epochs")}
-    shared = {name: value for name, value in shared.items() if value is not None and value is not False}
+    own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
+    shared = {name: value for name, value in own.items() if value is not None}
     lines = [
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",

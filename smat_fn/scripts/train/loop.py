@@ -15,9 +15,10 @@ from ...grad import with_master_weights
 from ...parallel import ALONE, World, share
 from ...suites import Suite
 from ...types import Batch, Method, Optimizer, Params, Precision, Schedule, Where
+from ...where import matrices
 from .logs import Log
 from .memory import offloaded, offloads_base
-from .snapshots import Interrupted, Saver, Stop, restore
+from .snapshots import Interrupted, Saver, Stop, restore_all
 from .variants import adapters_of, arrange
 
 OnStep = Callable[[int, Any], None]
@@ -26,11 +27,16 @@ DTYPES: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch
 
 def schedules(training: Training) -> dict[str, Schedule]:
     """The learning rates by name: ``lr``, and ``muon_lr`` where there is one. Raises: ValueError for bad numbers."""
-    steps = training.steps
+    steps, warmup = training.steps, training.warmup
     assert steps is not None, "budget gives them"
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"warmup is {warmup}, must lie in [0, steps = {steps}]")
+    decaying = {"cosine": optim.cosine, "linear": optim.linear}
     given = {"lr": training.lr, "muon_lr": training.muon_lr}
     return {
-        name: optim.cosine(lr, steps) if training.schedule == "cosine" else optim.constant(lr)
+        name: decaying[training.schedule](lr, steps, warmup=warmup)
+        if training.schedule in decaying
+        else optim.constant(lr, warmup=warmup)
         for name, lr in given.items()
         if lr is not None
     }
@@ -47,11 +53,14 @@ def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
         raise ValueError(
             f"muon_lr is {training.muon_lr} for {training.optimizer}: muon needs one, the others have none"
         )
+    if training.decay_matrices and not decay:
+        raise ValueError("decay_matrices says what a weight decay is for: give one, and optimizer adamw or muon")
+    decays = matrices if training.decay_matrices else None
     if training.optimizer == "muon":
-        rest = optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+        rest = optim.adamw(rates["lr"], weight_decay=decay, decays=decays, fused=True)
         return optim.muon(rates["muon_lr"], rest=rest, where=where, weight_decay=decay)
     if training.optimizer == "adamw":
-        return optim.adamw(rates["lr"], weight_decay=decay, fused=True)
+        return optim.adamw(rates["lr"], weight_decay=decay, decays=decays, fused=True)
     if decay:
         raise ValueError(f"weight_decay is {decay}, adam has none: take optimizer adamw, or weight_decay 0")
     return optim.adam(rates["lr"], fused=True)
@@ -106,8 +115,8 @@ def train_expert(
     training = budget(suite, task, training)
     assert training.steps is not None
     run, state, kept = _start(suite, task, method, training, key, world)
-    if saver is not None and saver.path.exists():
-        state = restore(saver.path, state)
+    if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
+        state = restore_all(saver.path, state, world)
     with offloaded(suite.base, kept) if kept else nullcontext():
         if log is not None:
             if state.step < training.steps:

@@ -90,7 +90,7 @@ def _run_problems(run: RunOptions, accumulate: int) -> list[str]:
 def _optimizer_problems(method: MethodConfig, training: Training) -> list[str]:
     problems, optimizer, loss = [], optim.adam(0.0), ModuleLoss(nn.Module(), _no_loss)
     try:
-        optimizer = make_optimizer(replace(training, steps=max(training.steps or 1, 1)))
+        optimizer = make_optimizer(replace(training, steps=max(training.steps or training.warmup, 1)))
     except ValueError as error:
         problems.append(str(error))
     limit = training.max_grad_norm

@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ... import errors, machine
+from ...parallel import World
+
 
 class Snapshot(NamedTuple):
     """Metadata of a training checkpoint."""
@@ -25,6 +28,7 @@ class Snapshot(NamedTuple):
     step: int  # optimizer steps done
     settings: dict[str, Any]  # of the run, as in an expert's manifest
     progress: dict[str, Any]  # of the log
+    code: str | None = None  # that wrote it, of `smat_fn.machine.code`
 
 
 class Interrupted(Exception):
@@ -75,7 +79,7 @@ def read(path: Path) -> Snapshot | None:
         return None
     with _opened(path) as store:
         facts = json.loads(store.metadata()["facts"])
-    return Snapshot(facts["step"], facts["settings"], facts["progress"])
+    return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"))
 
 
 def restore(path: Path, state: Any) -> Any:
@@ -93,6 +97,31 @@ def restore(path: Path, state: Any) -> Any:
         with torch.no_grad():
             leaves = [leaf.copy_(store.get_tensor(n)) if n in tensors else numbers[n] for n, leaf in wanted.items()]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def restore_all(path: Path, state: Any, world: World) -> Any:
+    """`restore` in every process, of one and the same snapshot: the first one writes it, the others read it.
+
+    Raises: ValueError in all of them where one cannot read it, or finds another one on its disk.
+    """
+    problem, found, own = None, state, ""
+    try:
+        if (last := read(path)) is not None:
+            own = f"the state after {last.step} steps of run {last.progress.get('run_id')}"
+        found = restore(path, state)
+    except ValueError as error:
+        problem = str(error)
+    seen = world.gather((own, problem))
+    problems = [text if world.size == 1 else f"process {rank}: {text}" for rank, (_, text) in enumerate(seen) if text]
+    problems += [
+        f"process {rank} finds {other} in {path}, the first one {seen[0][0]}"
+        for rank, (other, text) in enumerate(seen)
+        if not text and other != seen[0][0]
+    ]
+    if problems and world.size > 1:
+        problems.append("all processes read what the first one wrote: --out must lie on a disk that they share")
+    errors.raise_problems(problems)
+    return found
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -141,7 +170,10 @@ class Saver:
             if isinstance(leaf, Tensor)
         }
         numbers = {name: leaf for name, leaf in places.items() if name not in tensors}
-        facts = {"step": state.step, "settings": self._settings, "progress": progress, "numbers": numbers}
+        facts = {
+            **{"step": state.step, "settings": self._settings, "progress": progress},
+            **{"numbers": numbers, "code": machine.code()},
+        }
         self._thread = threading.Thread(target=self._write, args=(tensors, json.dumps(facts)))
         self._thread.start()
         self._since = time.monotonic()

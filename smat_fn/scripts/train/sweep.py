@@ -22,7 +22,10 @@ JOBS = "jobs"  # folder of their logs
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train every method with every seed, one process per device; an interrupted sweep resumes when rerun."""
+    """Train every method with every seed, one process per device; an interrupted sweep resumes when rerun.
+
+    A run counts as done while its experts are there. Those that other code made are an error, unless --other-code.
+    """
 
     out: Path
     """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
@@ -42,6 +45,8 @@ class Sweep:
         dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
     ] = field(default_factory=dict)
     """Parameters of submitit's executor: slurm_partition gpu timeout_min 600."""
+    other_code: bool = False
+    """Keep experts that another version of this package has trained, and resume its unfinished ones."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +93,25 @@ def jobs(options: Sweep, *, script: Path) -> list[Job]:
 
 
 def sweep(options: Sweep, *, script: Path, report: Callable[[str], None] = print) -> None:
-    """Run the jobs that have not succeeded yet.
+    """Run the jobs that have not succeeded yet, or whose experts are gone.
 
-    Raises: ValueError as `jobs`, and at the end if a run failed, naming the logs.
+    Raises: ValueError as `jobs`; for experts and snapshots of other code, unless they are to be kept; and at the end if
+        a run failed, naming the logs.
     """
     from ... import checkpoint
 
     launch = _launcher(options)
     wanted = jobs(options, script=script)
-    waiting = [job for job in wanted if not _ended_well(job)]
+    if not options.other_code:
+        _check_code([_run(options, job) for job in wanted])
+    waiting = [job for job in wanted if not _ended_well(job, _run(options, job))]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed = []
     with _leaving_on_sigterm():
         for number, (job, status) in enumerate(launch(waiting), 1):
             if status == 0:
-                checkpoint.write_text(_mark(job), json.dumps(job.command) + "\n")
+                mark = {"command": job.command, "experts": sorted(_experts(_run(options, job)))}
+                checkpoint.write_text(_mark(job), json.dumps(mark) + "\n")
             else:
                 failed.append(job)
             how = "done" if status == 0 else f"failed with status {status}"
@@ -189,8 +198,44 @@ def _mark(job: Job) -> Path:
     return job.log.with_suffix(".done.json")
 
 
-def _ended_well(job: Job) -> bool:
-    return _mark(job).exists() and tuple(json.loads(_mark(job).read_text(encoding="utf-8"))) == job.command
+def _run(options: Sweep, job: Job) -> Path:
+    return options.out / job.name
+
+
+def _experts(run: Path) -> dict[str, dict[str, Any]]:
+    """The manifests of a run's finished experts."""
+    from ... import checkpoint
+
+    found = {file.parent: checkpoint.load_manifest(file.parent) for file in run.glob(f"*/{checkpoint.MANIFEST}")}
+    return {folder.name: manifest for folder, manifest in found.items() if manifest.get("kind") == "expert"}
+
+
+def _ended_well(job: Job, run: Path) -> bool:
+    """Whether the same command has succeeded, and all experts that it left are still there."""
+    if not _mark(job).exists():
+        return False
+    mark = json.loads(_mark(job).read_text(encoding="utf-8"))
+    if not isinstance(mark, dict):  # of a version that did not look at experts
+        return False
+    there = _experts(run).keys() & mark["experts"]
+    return tuple(mark["command"]) == job.command and there == set(mark["experts"]) != set()
+
+
+def _check_code(runs: Sequence[Path]) -> None:
+    from ... import errors, machine
+    from . import snapshots
+
+    problems = []
+    for run in runs:
+        made = {run / task: manifest.get("code") for task, manifest in _experts(run).items()}
+        for file in run.glob(snapshots.path_of(Path(), "*").name):
+            if (last := snapshots.read(file)) is not None:
+                made[file] = last.code
+        problems += [f"{path} is of code {code or 'unknown'}" for path, code in made.items() if code != machine.code()]
+    if problems:
+        way = "give another --out, remove them, or keep them with --other-code"
+        problems.append(f"this is {machine.code()}: {way}")
+    errors.raise_problems(problems)
 
 
 def _launcher(options: Sweep) -> Launcher:

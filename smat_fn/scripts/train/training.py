@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors, lora, random, simulation, tree
+from ... import checkpoint, errors, lora, machine, random, simulation, tree
 from ...config import MethodConfig, Smat, Training, settings
+from ...errors import problems_of
 from ...lora import Lora
 from ...parallel import ALONE, World
 from ...suites import Suite
@@ -63,6 +64,7 @@ def train_run(
     if run.probe and (run.probe_at is None or suite.dev_batches is None):
         raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
     experts = _experts(suite, method, training, run)
+    _same_everywhere(world, experts)
     if world.leads:
         if run.resume:
             _check_resumed(run.out, experts)
@@ -84,8 +86,9 @@ def _experts(suite: Suite, method: MethodConfig, training: Training, run: RunOpt
         "base_fingerprint": checkpoint.fingerprint(suite.base),
     }
     budgets = {task: budget(suite, task, training) for task in run.tasks}
+    errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     return [
-        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": _numbers(own)}))
+        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": numbers(own)}))
         for task, own in budgets.items()
     ]
 
@@ -104,15 +107,18 @@ def _train_one(
     task, training = expert.task, expert.training
     steps, minutes = run.save_every_steps, run.save_every_minutes
     saver = Saver(snapshots.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
-    finished = run.resume and (run.out / task).exists()
-    if world.leads and (finished or not run.resume):
-        saver.discard()
-    finished, last = world.agree((finished, snapshots.read(saver.path)))
+    finished, last = False, None
+    if world.leads:  # the others would open what this one removes
+        finished = run.resume and (run.out / task).exists()
+        if finished or not run.resume:
+            saver.discard()
+        last = snapshots.read(saver.path)
+    finished, last = world.agree((finished, last))
     if finished:
-        report(f"{task}: finished before")
+        report(f"{task}: finished before{_other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ''}")
         return
     if last is not None:
-        report(f"{task}: resumes after step {last.step} of {training.steps}")
+        report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
     train = partial(train_expert, suite, task, method, training, seed=run.seed, saver=saver, stop=stop, world=world)
     if not world.leads:
         train()
@@ -136,6 +142,23 @@ def _train_one(
     found |= {} if run.preset is None else {"preset": run.preset}
     _save(suite, run, expert, params, checkpoint.describe(full, kind="expert", task=task, **expert.facts, **found))
     saver.discard()
+
+
+def _other_code(facts: Mapping[str, Any]) -> str:
+    made = facts.get("code")
+    return "" if made == machine.code() else f", by other code ({made or 'unknown'}, now {machine.code()})"
+
+
+def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
+    """Raises: ValueError in all processes where they have other settings, another base or other code."""
+    seen = world.gather({expert.task: {**expert.facts, "code": machine.code()} for expert in experts})
+    errors.raise_problems(
+        [
+            f"process {rank} would train another expert than the first one: {', '.join(differ)}"
+            for rank, own in enumerate(seen)
+            if (differ := snapshots.differences(seen[0], own))
+        ]
+    )
 
 
 def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
@@ -208,8 +231,9 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
     return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
 
 
-def _numbers(training: Training) -> dict[str, Any]:
-    left_out = ("epochs", "lora", "independent_draws")  # unless they say something
+def numbers(training: Training) -> dict[str, Any]:
+    """The settings as JSON values, without those that are off."""
+    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices")
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import checkpoint, optim, testing
+from smat_fn import checkpoint, machine, optim, testing
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.train import snapshots
@@ -68,8 +68,9 @@ def kill():
         {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
         {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
         {"precision": "bf16", "lora": Adapters(3, 6.0)},
+        {"optimizer": "adamw", "weight_decay": 0.1, "decay_matrices": True, "schedule": "linear", "warmup": 6},
     ],
-    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16"],
+    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16", "groups, warmup"],
 )
 def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp_path, monkeypatch, change):
     training = replace(Training(steps=9, lr=5e-4), **change)
@@ -148,6 +149,19 @@ def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_pa
     assert (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_a_resumed_run_tells_what_other_code_has_made(train, tmp_path, monkeypatch):
+    train(tmp_path, "ft", tasks=("rot90",))
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path, "ft", tasks=("mirror",), save_every_steps=2)
+    before, told = machine.code(), []
+    monkeypatch.setattr(machine, "code", lambda: "0.2.0+new")
+    train(tmp_path, "ft", tasks=("rot90", "mirror"), resume=True, report=told.append)
+    other = f", by other code ({before}, now 0.2.0+new)"
+    assert told == [f"rot90: finished before{other}", f"mirror: resumes after step 4 of 6{other}"]
+    assert [checkpoint.load_manifest(tmp_path / task)["code"] for task in ("rot90", "mirror")] == [before, "0.2.0+new"]
+
+
 def test_overwrite_forgets_what_was_unfinished(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 4, kill)
     write = snapshots.save_file
@@ -204,7 +218,7 @@ def test_a_snapshot_holds_the_whole_state_and_is_a_copy(tmp_path):
     assert (back.step, muon.step, muon.rest.step) == (2, 2, 2)
     testing.assert_trees_equal(muon.momentum, state.optimizer.momentum)
     testing.assert_trees_equal(muon.rest.nu, state.optimizer.rest.nu)
-    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1})
+    assert snapshots.read(saver.path) == (2, {"seed": 1}, {"x": 1}, machine.code())
     with pytest.raises(ValueError, match="is the state of another optimizer or model"):
         snapshots.restore(saver.path, State(fresh.params, optim.adam(0.1).init(params), 0))
     saver.path.write_bytes(saver.path.read_bytes()[:50])

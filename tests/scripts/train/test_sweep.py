@@ -2,28 +2,39 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from smat_fn import checkpoint
-from smat_fn.scripts.train import launching, sweep
+from smat_fn import checkpoint, machine
+from smat_fn.checkpoint import write_text
+from smat_fn.mat.finetune import State
+from smat_fn.scripts.train import launching, snapshots, sweep
 from smat_fn.scripts.train.launching import Job
+from smat_fn.scripts.train.snapshots import Saver
 from smat_fn.scripts.train.sweep import Status, Sweep
 
-# stands for train.py: appends its arguments to a file, fails where a file says so
-SCRIPT = """
+# stands for train.py: appends its arguments to a file, leaves an expert, fails where a file says so
+SCRIPT = f"""
 import json, os, sys
 from pathlib import Path
 here = Path(__file__).parent
+if "--out" in sys.argv and not (here / f"fail-{{sys.argv[1]}}").exists():
+    expert = Path(sys.argv[sys.argv.index("--out") + 1]) / "rot90"
+    expert.mkdir(parents=True, exist_ok=True)
+    manifest = {{"kind": "expert", "code": {machine.code()!r}}}
+    if not (expert / "manifest.json").exists():
+        (expert / "manifest.json").write_text(json.dumps(manifest))
 with open(here / "calls.jsonl", "a") as file:
     file.write(json.dumps([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")]) + "\\n")
 print("hello from", sys.argv[1])
-sys.exit(3 if (here / f"fail-{sys.argv[1]}").exists() else 0)
+sys.exit(3 if (here / f"fail-{{sys.argv[1]}}").exists() else 0)
 """
 
 
@@ -63,6 +74,46 @@ def test_every_method_with_every_seed_and_again_only_what_failed(script, tmp_pat
     # other flags are another run
     sweep.sweep(Sweep(tmp_path / "out", seeds=(1,), flags="--steps 3"), script=script, report=lines.append)
     assert len(calls(script)) == 8
+
+
+@pytest.mark.parametrize("gone", ["out/ft-seed1", "out/ft-seed1/rot90", "out/ft-seed1/rot90/manifest.json"])
+def test_a_run_whose_experts_are_gone_is_not_done(gone, script, tmp_path):
+    options, lines = Sweep(tmp_path / "out", seeds=(1,)), []
+    sweep.sweep(options, script=script, report=lines.append)
+    shutil.rmtree(tmp_path / gone) if (tmp_path / gone).is_dir() else (tmp_path / gone).unlink()
+    sweep.sweep(options, script=script, report=lines.append)
+    assert lines[3:] == [lines[0].replace("0 of them", "1 of them"), "[1/1] ft-seed1: done"]
+    assert (tmp_path / "out/ft-seed1/rot90/manifest.json").exists()
+
+
+def test_a_run_that_leaves_no_expert_or_was_marked_by_an_older_version_is_not_done(script, tmp_path):
+    options, lines = Sweep(tmp_path / "out", methods=("ft",), seeds=(1,)), []
+    sweep.sweep(options, script=script, report=lines.append)
+    mark = tmp_path / "out/jobs/ft-seed1.done.json"
+    for left in (json.loads(mark.read_text()) | {"experts": []}, json.loads(mark.read_text())["command"]):
+        mark.write_text(json.dumps(left))
+        sweep.sweep(options, script=script, report=lines.append)
+    assert [line for line in lines if "runs" in line] == [lines[0]] * 3
+
+
+def test_experts_and_snapshots_of_other_code_are_told_before_any_run(script, tmp_path):
+    options, lines = Sweep(tmp_path / "out", seeds=(1,)), []
+    sweep.sweep(options, script=script, report=lines.append)
+    for method, code in (("ft", {"code": "0.0.1+abc"}), ("smat", {})):
+        write_text(tmp_path / f"out/{method}-seed1/rot90/manifest.json", json.dumps({"kind": "expert", **code}))
+    saver = Saver(snapshots.path_of(tmp_path / "out/ft-seed1", "mirror"), {})
+    saver.save(State({}, (), 1), {})
+    saver.wait()
+    (tmp_path / "out/elsewhere").mkdir()
+    with pytest.raises(
+        ValueError, match=r"ft-seed1/rot90 is of code 0\.0\.1\+abc; \S+/smat-seed1/rot90 is of code unk"
+    ) as told:
+        sweep.sweep(options, script=script, report=lines.append)
+    assert str(told.value).endswith("give another --out, remove them, or keep them with --other-code")
+    assert "mirror" not in str(told.value)
+    assert len(calls(script)) == 2
+    sweep.sweep(replace(options, other_code=True), script=script, report=lines.append)
+    assert lines[-1].startswith("2 runs, 2 of them done")
 
 
 def test_one_process_at_a_time_on_each_device(script, tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from smat_fn import checkpoint, optim, random, tree
 from smat_fn.config import DIGITS, Asam, Finetune, Mergopt, Smat, Training
+from smat_fn.grad import value_and_grad
 from smat_fn.scripts.train import loop, memory, stopwatch
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
@@ -394,3 +395,41 @@ def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
 
 def test_tasks_are_known_without_loading_the_suite(suite):
     assert task_names("digits") == suite.tasks
+
+
+GROUPS = Training(
+    steps=6, lr=5e-4, optimizer="adamw", weight_decay=0.5, schedule="linear", warmup=2, decay_matrices=True
+)
+
+
+def test_warmup_linear_decay_and_decay_of_matrices_alone(train, suite, tmp_path):
+    train(tmp_path / "run", "ft", tasks=("rot90",), training=GROUPS)
+    manifest, rows = checkpoint.load_manifest(tmp_path / "run" / "rot90"), log_of(tmp_path / "run", "rot90")
+    assert [row["lr"] for row in rows] == [optim.linear(5e-4, 6, warmup=2)(step) for step in range(6)]
+    assert (manifest["training"]["warmup"], manifest["training"]["decay_matrices"]) == (2, True)
+    # by hand, leaf by leaf: one optimizer that decays, one that does not, on the gradients of the same run
+    params = suite.base
+    both = {flag: optim.adamw(optim.linear(5e-4, 6, warmup=2), weight_decay=0.5 * flag, fused=True) for flag in (1, 0)}
+    states = {flag: both[flag].init(params) for flag in both}
+    at = value_and_grad(suite.loss_fn("rot90"), engine="autograd")
+    key = random.fold_in(random.key(21), "rot90")
+    for step in range(6):
+        _, grads = at(params, suite.batch("rot90", key, step))
+        found = {flag: both[flag].update(grads, states[flag], params) for flag in both}
+        states = {flag: state for flag, (_, state) in found.items()}
+        params = {path: found[leaf.ndim > 1][0][path] for path, leaf in params.items()}
+    expert, _ = checkpoint.load_leaves(tmp_path / "run" / "rot90")
+    assert same(expert, params)
+    assert {leaf.ndim for leaf in params.values()} >= {1, 2}
+
+
+def test_a_warmup_longer_than_the_training_of_a_task_is_told_before_any_work(train, suite, tmp_path):
+    with pytest.raises(ValueError, match=r"warmup is 7, must lie in \[0, steps = 6\]"):
+        train(tmp_path / "one", training=replace(SIX, warmup=7, schedule="constant"))
+    by_epochs = Training(None, 1e-3, warmup=40, epochs={"rot90": 1, "mirror": 1, "negative": 2})
+    suite = suite.replace(epoch_steps={"rot90": 30, "mirror": 10, "negative": 30}.__getitem__)
+    with pytest.raises(ValueError, match=r"^rot90: warmup is 40, must.*30\]; mirror: warmup is 40, must.*10\]$"):
+        train(tmp_path / "two", suite=suite, tasks=("rot90", "mirror", "negative"), training=by_epochs)
+    with pytest.raises(ValueError, match="decay_matrices says what a weight decay is for"):
+        train(tmp_path / "three", training=replace(SIX, decay_matrices=True))
+    assert not list(tmp_path.iterdir())

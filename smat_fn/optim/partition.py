@@ -1,0 +1,57 @@
+"""Two optimizers on one tree, each on leaves of its own."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import tree
+from ..types import Optimizer, Params, Where
+
+
+class PartitionState(NamedTuple):
+    """States of the two optimizers."""
+
+    chosen: Any
+    rest: Any
+
+
+def partition(where: Where, chosen: Optimizer, rest: Optimizer) -> Optimizer:
+    """One optimizer on the leaves that ``where`` picks, another on all others: parameter groups.
+
+    Args:
+        where: predicate ``(path, tensor) -> bool``, such as `smat_fn.where.matrices`.
+        chosen: of the leaves it holds for.
+        rest: of the others.
+
+    Returns:
+        An `Optimizer` whose state is a `PartitionState`.
+
+    Raises:
+        ValueError: chosen or rest is no `Optimizer`.
+
+    Example:
+        >>> import torch
+        >>> from smat_fn import optim, where
+        >>> slow = partition(where.matrices, optim.adam(1e-3), optim.adam(1e-5))
+        >>> params = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+        >>> params, state = slow.update(params, slow.init(params), params)
+        >>> [round(float(1 - leaf.max()), 6) for leaf in params.values()]
+        [0.001, 1e-05]
+    """
+    for name, own in (("chosen", chosen), ("rest", rest)):
+        if not isinstance(own, Optimizer):
+            raise ValueError(f"partition: {name} is a {type(own).__name__}, give an optimizer of smat_fn.optim")
+
+    def init(params: Params) -> PartitionState:
+        ours, others = tree.partition(params, where)
+        return PartitionState(chosen.init(ours), rest.init(others))
+
+    def update(grads: Params, state: PartitionState, params: Params, **options: Any) -> tuple[Params, PartitionState]:
+        tree.check_same(tree.flatten(params), "params", grads=tree.flatten(grads))
+        ours, others = tree.partition(params, where)
+        flat: dict[str, Tensor] = tree.flatten(grads)
+        ours, first = chosen.update({path: flat[path] for path in ours}, state.chosen, ours, **options)
+        others, second = rest.update({path: flat[path] for path in others}, state.rest, others, **options)
+        return tree.combine(params, ours, others), PartitionState(first, second)
+
+    return Optimizer(init, update)
