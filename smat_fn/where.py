@@ -1,7 +1,8 @@
 """Predicates on leaves, ``where(path, tensor) -> bool``, made from a module's types and structure."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -9,6 +10,9 @@ from .types import Where
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _NOT_LINEAR = re.compile(r"Router|PatchMerging|PatchEmbed")
+_HEADS, _HEAD = re.compile(r"(^|_)(heads?|classifiers?|predictors?)$"), re.compile(r"(Head|Classifier|Predictor)$")
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_NOT_A_MATRIX = re.compile(r"emb|pos_|position|bias|token")  # 3-D parameters: XLNet's and Funnel's seg_embed
 
 
 def trainable(module: nn.Module) -> Where:
@@ -17,25 +21,49 @@ def trainable(module: nn.Module) -> Where:
     return lambda path, leaf: path in names
 
 
-def block_linear(module: nn.Module) -> Where:
+@dataclass(frozen=True)
+class Picked:
+    """A predicate that picks leaves by name, and how they were found."""
+
+    names: frozenset[str]
+    how: str
+
+    def __call__(self, path: str, leaf: Tensor) -> bool:
+        return path in self.names
+
+
+def block_linear(module: nn.Module) -> Picked:
     """The set S of Eq. smat-mask: weights of linear layers inside transformer blocks, found by type and structure.
 
-    A block is a module with children in an outermost ``nn.ModuleList``, or in an ``nn.Sequential`` of one type. Its
-    linear weights are those of ``nn.Linear``, of transformers' ``Conv1D`` and of ``nn.MultiheadAttention``, and stacked
-    expert weights: 3-D, no side of length 1. Not in the set: a weight tied to an embedding, convolution kernels, patch
-    merging, and a mixture's gates. Those are routers by their type's name and, beside E stacked or listed experts,
-    whatever maps to E numbers or to one (Qwen2-MoE's ``shared_expert_gate`` is a gate like the router it stands by).
-    Source: paper section 4.1, Mask.
+    A block is a module with children in an outermost ``nn.ModuleList``, or in an ``nn.Sequential`` of one type; a list
+    of heads holds none: its name or its modules' type says head, or they all end in a width that nothing takes up
+    again. Linear weights are those of ``nn.Linear``, of transformers' ``Conv1D`` and of ``nn.MultiheadAttention``, and
+    stacked expert or attention weights: 3-D, no side of length 1, no embedding by name. Not in the set: a weight tied
+    to an embedding, convolution kernels, patch merging, and a mixture's gates. Those are routers by their type's name
+    and, beside E stacked or listed experts, whatever maps to E numbers or to one (Qwen2-MoE's ``shared_expert_gate`` is
+    a gate like the router it stands by). Source: paper section 4.1, Mask.
     """
     left_out = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     picked: set[int] = set()
-    for block in _blocks(module):
-        for layer in block.modules():
-            picked.update(id(p) for p in _linear_weights(layer))
-            for other in _not_linear(layer):
-                left_out.update(id(p) for p in other.parameters())
+    lists = list(_lists(module, ""))
+    for _, container in lists:
+        for block in _blocks(container):
+            for layer in block.modules():
+                picked.update(id(p) for p in _linear_weights(layer))
+                for other in _not_linear(layer):
+                    left_out.update(id(p) for p in other.parameters())
     names = frozenset(name for name, p in module.named_parameters() if id(p) in picked - left_out)
-    return lambda path, leaf: path in names
+    return Picked(names, _looked_at(module, [path for path, _ in lists]))
+
+
+def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: float) -> list[str]:
+    """The error for ``drop_prob > 0`` with nothing to mask; `never` is how to switch Mask off on purpose."""
+    if not drop_prob or where is None or where is never or any(where(path, leaf) for path, leaf in leaves.items()):
+        return []
+    problem = f"drop_prob is {drop_prob}, but Mask has nothing to act on: where picks none of {len(leaves)} parameters"
+    few = ", ".join(list(leaves)[:3]) + ", ..." * (len(leaves) > 3)
+    how = where.how if isinstance(where, Picked) else f"It was asked for {few}"
+    return [f"{problem}. {how}. Give where=, a function (name, parameter) -> bool, or drop_prob=0 to switch Mask off"]
 
 
 def muon_matrices(module: nn.Module) -> Where:
@@ -54,14 +82,58 @@ def never(path: str, leaf: Tensor) -> bool:
     return False
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost lists of blocks, by name."""
     children = list(module.children())
     alike = len(children) > 1 and len({type(child) for child in children}) == 1
     if isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and alike):
-        yield from (child for child in children if any(True for _ in child.children()))
+        blocks = _blocks(module)
+        # an nn.Sequential runs its modules one after the other: they are no heads
+        if blocks and not (isinstance(module, nn.ModuleList) and _are_heads(path, blocks)):
+            yield path, module
     else:
-        for child in children:
-            yield from _blocks(child)
+        for name, child in module.named_children():
+            yield from _lists(child, f"{path}.{name}" if path else name)
+
+
+def _blocks(container: nn.Module) -> list[nn.Module]:
+    return [child for child in container.children() if any(True for _ in child.children())]
+
+
+def _are_heads(path: str, modules: list[nn.Module]) -> bool:
+    """By name or type, or because none has attention and each ends in a width that no layer takes up."""
+    if _HEADS.search(path.rpartition(".")[2]) or all(_HEAD.search(type(module).__name__) for module in modules):
+        return True
+    taken, ends = set[int](), list[int]()
+    for module in modules:
+        if any(_ATTENTION.search(f"{name} {type(m).__name__}") for name, m in module.named_modules()):
+            return False
+        gates = {id(m) for layer in module.modules() for gate in _not_linear(layer) for m in gate.modules()}
+        shapes = [shape for m in module.modules() if id(m) not in gates for shape in _widths(m)]
+        taken.update(into for into, _ in shapes)
+        # several times the width that comes in is a modulation, as of diffusion's blocks
+        ends += [out for out in [shapes[-1][1]] if out % max(shapes[0][0], 1)] if shapes else []
+    return len(ends) == len(modules) and not taken.intersection(ends)
+
+
+def _widths(layer: nn.Module) -> list[tuple[int, int]]:
+    """(in, out) of a linear layer; both ways round of stacked weights."""
+    weights = list(_linear_weights(layer))
+    if type(layer).__name__ == "Conv1D":
+        return [(p.shape[0], p.shape[1]) for p in weights]
+    both = [(p.shape[i], p.shape[j]) for p in weights if p.ndim == 3 for i, j in ((1, 2), (2, 1), (0, 2), (0, 1))]
+    return both or [(p.shape[1], p.shape[0]) for p in weights]
+
+
+def _looked_at(module: nn.Module, found: list[str]) -> str:
+    linear = [name for name, child in module.named_modules() for _ in _linear_weights(child)]
+    few = ", ".join(linear[:6]) + ", ..." * (len(linear) > 6)
+    lists = f"blocks in {', '.join(found)}" if found else "none"
+    return (
+        "block_linear looked for linear layers inside blocks, which are modules with children in an nn.ModuleList (not "
+        f"of heads) or in an nn.Sequential of one type; it found {lists} in {type(module).__name__}, whose linear "
+        f"layers are {few or 'none'}"
+    )
 
 
 def _linear_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
@@ -71,7 +143,8 @@ def _linear_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
     elif isinstance(layer, nn.MultiheadAttention):
         yield from (p for name, p in own.items() if name.endswith("proj_weight"))
     elif not isinstance(layer, _CONVOLUTIONS):
-        yield from (p for p in own.values() if p.ndim == 3 and min(p.shape) > 1)
+        stacked = {name: p for name, p in own.items() if p.ndim == 3 and min(p.shape) > 1}
+        yield from (p for name, p in stacked.items() if not _NOT_A_MATRIX.search(name))
 
 
 def _not_linear(layer: nn.Module) -> Iterator[nn.Module]:

@@ -142,6 +142,8 @@ def _config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
             continue
+        if name == "target_parameters" and all(str(path).endswith(".in_proj_weight") for path in value or ()):
+            continue  # of nn.MultiheadAttention: two dimensions, as a linear weight
         if name in _USED or value not in (None, False, {}, []):
             out = "merge it into its base with peft, and give the result"
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
@@ -181,7 +183,7 @@ def _pair(
     config: Mapping[str, Any],
     base: Folder,
 ) -> tuple[str, _Pair]:
-    leaf = _leaf(f"{module}.weight", base)
+    leaf = _leaf(f"{module}.weight", base) or _leaf(f"{module}.in_proj_weight", base)
     if len(names) < 2:
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other half in {WEIGHTS}: save it again")
     if leaf is None:

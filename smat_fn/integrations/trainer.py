@@ -5,64 +5,216 @@ attach(trainer, key=random.key(0), sigma=2e-3)
 trainer.train()
 """
 
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from .. import errors, tree
 from ..mat.simulated import SimulatedWeights
-from ..mat.smat import is_simulated
-from ..random import fold_in
-from ..simulation import Draw, draw
-from ..simulation.state import all_off, draw_problems
+from ..simulation import Draw
 from ..types import Noise, Params, Where
 from ..where import block_linear
+from . import checks
+from .checks import Options, leaves_of
+
+_LOG = logging.getLogger(__name__)
+_HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
+_METHODS = "training_step", "compute_loss", "log", "call_model_init"
 
 
 class Attached:
-    """What `attach` did to a trainer. ``draw`` is that of the last simulated step."""
+    """SMAT on a trainer. ``draw`` is that of the last simulated step; ``repr`` says what is simulated and masked."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        base: dict[str, Tensor],
-        where: Where,
-        make: Callable[[int], Draw],
-        simulated: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, trainer: Any, options: Options, base: Params | Literal["host"] | None) -> None:
         self.draw: Draw | None = None
-        self._trainer, self._make, self._simulated = trainer, make, simulated
-        self._leaves = leaves_of(trainer.model)
-        self._weights = SimulatedWeights(self._leaves, base, where=where)
-        self._step = -1  # that of the draw
-        self._original = trainer.training_step
-        trainer.training_step = self._training_step
+        self._trainer, self._options = trainer, options
+        self._host = isinstance(base, str)
+        self._given = None if base is None or self._host else tree.flatten(base)
+        self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
+        self._model: nn.Module | None = None  # ... this model
+        self._text = ""
+        self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
+        self._leaves = dict[str, nn.Parameter]()
+        self._generating = list[nn.Module]()  # modules that have a method `generate`
+        self._step = -1  # an optimizer step that is not complete, ...
+        self._now: Draw | None = None  # ... and its draw
+        self._complete = False  # whether the gradient of this optimizer step is
+        self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
+        self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
+        self._active = True
+        self._replaced = {name: getattr(trainer, name) for name in _METHODS}
+        self._callback = _callback(self)
+
+    def __repr__(self) -> str:
+        return self._text if self._active else "SMAT: detached"
 
     def detach(self) -> None:
-        """Plain training again."""
-        self._trainer.training_step = self._original
+        """Plain training again, whatever was attached or wrapped around the trainer's methods since.
+
+        Raises: ValueError between the micro-batches of a simulated step.
+        """
+        if not self._active:
+            return
+        if self._now is not None:
+            raise ValueError("detach inside an optimizer step: its gradient is half summed, detach between two steps")
+        trainer, own = self._trainer, vars(self._trainer)
+        for name, original in self._replaced.items():
+            if own.get(name) == getattr(self, f"_{name}"):  # else others wrap it: it passes through
+                delattr(trainer, name)
+                if getattr(trainer, name) != original:  # not the class's
+                    setattr(trainer, name, original)
+        if own.get(_HANDLE) is self:
+            delattr(trainer, _HANDLE)
+        trainer.remove_callback(self._callback)
+        self._active = False
+        self._end()
+        self._own = {}
+
+    def _attach(self, origin: Mapping[str, Tensor]) -> None:
+        trainer = self._trainer
+        self._take(trainer.model, origin)
+        self._check(trainer.model)
+        if (earlier := vars(trainer).get(_HANDLE)) is not None:
+            earlier.detach()
+            self._replaced = {name: getattr(trainer, name) for name in _METHODS}
+        for name in _METHODS:
+            setattr(trainer, name, getattr(self, f"_{name}"))
+        trainer.add_callback(self._callback)
+        setattr(trainer, _HANDLE, self)
+
+    def _take(self, model: nn.Module, origin: Mapping[str, Tensor]) -> None:
+        """theta_0 is a copy of these weights, unless it was given."""
+        self._model = model
+        if self._given is None:
+            place = "cpu" if self._host else None
+            self._own = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
+            if self._host and torch.cuda.is_available():
+                self._own = {path: leaf.pin_memory() for path, leaf in self._own.items()}
+
+    def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters to simulate. Raises: ValueError that lists everything that speaks against it."""
+        leaves, where = leaves_of(model), self._where(model)
+        problems = checks.trainer_problems(self._trainer, leaves)
+        if self._given is not None:
+            problems += checks.base_problems(self._given, model, leaves)
+        else:
+            found = checks.changes(self._own, leaves, "attach")
+            problems += found + (["freeze and unfreeze before attach"] if found else [])
+        errors.raise_problems(problems + checks.mask_problems(where, leaves, self._options.drop_prob))
+        self._text = checks.describe(self._options, leaves, where)
+        return leaves
+
+    def _where(self, model: nn.Module) -> Where:
+        return self._options.where or block_linear(model)
+
+    def _begin(self) -> None:
+        """Training begins, with the model of now."""
+        model = self._trainer.model
+        if self._given is None and model is not self._model:
+            raise ValueError("the trainer's model was replaced after attach, theta_0 is that of another: attach again")
+        self._end()
+        leaves, base = self._check(model), self._given or self._own
+        if not self._host:
+            base = {path: base[path].to(p.device) for path, p in leaves.items()}
+        slices = max(1, self._options.period - 1) if self._host else None
+        self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
+        self._leaves = leaves
+        self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
+        _LOG.info("%s", self._text)
+
+    def _end(self) -> None:
+        """No model of a past training is kept alive."""
+        self._weights, self._leaves, self._generating = None, {}, []
+        self._step, self._now, self._complete = -1, None, False
+        self._scales, self._steps = [], 0
+
+    def _call_model_init(self, *args: Any, **options: Any) -> Any:
+        if self._active:
+            self._end()
+            self._model, self._own = None, {}
+        model = self._replaced["call_model_init"](*args, **options)
+        if self._active:
+            self._take(model, leaves_of(model))
+        return model
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
-        trainer, step = self._trainer, self._trainer.state.global_step
-        if not self._simulated(step):
-            return self._original(*args, **options)
-        if step != self._step or self.draw is None:  # one draw for all micro-batches of an optimizer step
-            self.draw, self._step = self._make(step), step
-        with self._weights.at(self.draw):
-            result = self._original(*args, **options)
+        original = self._replaced["training_step"]
+        if not self._active:
+            return original(*args, **options)
+        if self._weights is None:  # a trainer without that event
+            self._begin()
+        trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
+        assert weights is not None
+        if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
+            self._check_parameters(args[0] if args else options["model"])
+            self._step, self._now = step, self._options.draw(step)
+            if self._now is not None:
+                self.draw = self._now
+            elif not self._options.off:
+                weights.prepare()
+        try:
+            with ExitStack() as self._inside:
+                result = original(*args, **options)
+                if self._inside is not None:
+                    raise ValueError(checks.no_compute_loss(trainer))
+        except BaseException:
+            self._step, self._now = -1, None  # another try begins with other weights
+            raise
+        finally:
+            self._inside = None
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
-            grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
-            self._weights.reweight(grads, self.draw)
-            self._step = -1  # training may begin anew, from this step on
+            self._finish_step()
         return result
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        now = leaves_of(model)  # of the wrapped model, under names of its own
+        if len(now) != len(self._leaves) or any(
+            p is not q for p, q in zip(now.values(), self._leaves.values(), strict=True)
+        ):
+            found = checks.changes(self._leaves, leaves_of(self._trainer.model), "training began")
+            found = found or ["the model that is trained is not the trainer's"]
+            raise ValueError("; ".join([*found, "SMAT simulates the parameters of then: train again, attached anew"]))
+
+    def _finish_step(self) -> None:
+        if self._now is not None and self._weights is not None:
+            grads = {path: p.grad for path, p in self._leaves.items() if p.grad is not None}
+            self._weights.reweight(grads, self._now)
+            self._scales.append(self._now.scale)
+        self._steps += 1
+        self._complete = True
+        self._step, self._now = -1, None  # training may begin anew, from this step on
+
+    def _compute_loss(self, *args: Any, **options: Any) -> Any:
+        inside, self._inside = self._inside, None
+        if inside is not None and self._now is not None and self._weights is not None:
+            # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
+            inside.enter_context(self._weights.at(self._now))
+            for module in self._generating:
+                inside.enter_context(_generating_at_theta(module, self._weights))
+        return self._replaced["compute_loss"](*args, **options)
+
+    def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
+        if self._active and self._steps and "loss" in logs:
+            logs = {**logs, "smat/simulated": len(self._scales) / self._steps}
+            if self._scales:
+                logs["smat/alpha"] = torch.stack(self._scales).mean().item()
+            self._scales, self._steps = [], 0
+        return self._replaced["log"](logs, *args, **options)
+
+    def _before_update(self) -> None:
+        if not self._complete:
+            raise ValueError(checks.no_training_step(self._trainer))
 
 
 def attach(
     trainer: Any,
     *,
     key: Tensor,
-    base: Params | None = None,
+    base: Params | Literal["host"] | None = None,
     where: Where | None = None,
     alpha_min: float = 0.2,
     drop_prob: float = 0.5,
@@ -74,16 +226,22 @@ def attach(
 
     Optimizer step s, counted from 0, with ``(s + 1) % period == 0`` runs forward and backward of all its micro-batches
     at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by
-    ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ inside
-    ``training_step`` alone: optimizer, evaluation, saving and error handling see theta. The draw of step s is
-    ``draw(fold_in(key, s), ...)``, so that a resumed run has the same draws.
+    ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ from ``compute_loss``
+    to the end of ``training_step`` alone: batches are prepared and generated, the optimizer, evaluation, saving and
+    error handling run at theta. The draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the
+    same draws. The trainer's logs gain ``smat/simulated``, the share of simulated steps since the last log, and
+    ``smat/alpha``, their mean alpha; ``grad_norm`` there is that of the reweighted gradient.
+
+    The parameters are those of the model when ``train()`` begins (``model_init`` and hyperparameter search are fine),
+    compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
 
     Args:
         trainer: with its model in place; wrapped models (DDP), accumulation, checkpointing, mixed precision and
             compiled models are fine.
         key: the run key, int64 (2,).
         base: theta_0 by parameter name; None: a copy of the trainable weights as they are now (before a checkpoint is
-            resumed, these are the pretrained ones).
+            resumed, these are the pretrained ones), or as ``model_init`` makes them; "host": the same copy in (pinned)
+            host memory, bit-identical, moved during clean steps into the one buffer that becomes theta~.
         where: the masked set; None: `smat_fn.where.block_linear` of the model.
         alpha_min, drop_prob, sigma, period, noise: as in `smat_fn.mat.smat.build`.
 
@@ -91,34 +249,65 @@ def attach(
         A handle with ``detach()``.
 
     Raises:
-        ValueError: lists bad options, a base that does not match, weights sharded by FSDP or DeepSpeed.
+        ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
+            with ``drop_prob > 0``, weights sharded by FSDP or DeepSpeed, optimizers that step inside the backward pass,
+            and trainers with a loop of their own; while training, parameters that were frozen, unfrozen or replaced.
 
-    Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model.
+    Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
-    problems = draw_problems(alpha_min, drop_prob, sigma, noise)
-    if not (isinstance(period, int) and period >= 1):
-        problems.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
-    sharded = [name for name in ("fsdp", "deepspeed") if getattr(trainer, f"is_{name}_enabled", False)]
-    problems += [f"the trainer shards its weights by {name}: attach cannot switch them" for name in sharded]
-    leaves = leaves_of(trainer.model)
-    problems += [] if leaves else ["the trainer's model has no trainable parameter"]
-    errors.raise_problems(problems)
-    if base is None:
-        base = {path: p.detach().clone() for path, p in leaves.items()}
-    tree.check_same(leaves, "the trainer's model", base=base)
-
-    def make(step: int) -> Draw:
-        return draw(fold_in(key, step), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
-
-    off = all_off(alpha_min, drop_prob, sigma)  # then every step is clean: theta~ would differ from theta by rounding
-
-    def simulated(step: int) -> bool:
-        return not off and is_simulated(step, period)
-
-    own = {path: leaf.to(leaves[path].device) for path, leaf in tree.flatten(base).items()}
-    return Attached(trainer, own, where or block_linear(trainer.model), make, simulated)
+    options = Options(key, where, alpha_min, drop_prob, sigma, period, noise)
+    problems = options.problems()
+    if isinstance(base, str) and base != "host":
+        problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
+    model: Any = getattr(trainer, "model", None)
+    if not isinstance(model, nn.Module):
+        problems.append(f"the trainer's model is {model!r}: attach needs a trainer with its model in place")
+    errors.raise_problems(problems + checks.class_problems(trainer))
+    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(model))
+    handle = Attached(trainer, options, base)
+    if earlier is not None and earlier._model is model and earlier._own:
+        # else a notebook's cell run again would take trained weights for theta_0
+        origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
+    handle._attach(origin)
+    return handle
 
 
-def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, tied ones once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+def _callback(handle: Attached) -> Any:
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        """Begin and end of a training; no update without a step of ours."""
+
+        def on_train_begin(self, *args: Any, **options: Any) -> None:
+            handle._begin()
+
+        def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
+            handle._before_update()
+
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            handle._before_update()
+            handle._complete = False
+
+        def on_train_end(self, *args: Any, **options: Any) -> None:
+            handle._end()
+
+    return Watch()
+
+
+@contextmanager
+def _generating_at_theta(module: Any, weights: SimulatedWeights) -> Iterator[None]:
+    original: Callable[..., Any] = module.generate
+    own = "generate" in vars(module)
+
+    def generate(*args: Any, **options: Any) -> Any:
+        with weights.away():
+            return original(*args, **options)
+
+    module.generate = generate
+    try:
+        yield
+    finally:
+        if own:
+            module.generate = original
+        else:
+            del module.generate

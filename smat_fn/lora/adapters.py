@@ -12,13 +12,14 @@ from .. import errors, random, tree
 from ..where import block_linear
 
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+IN_PROJ = ".in_proj_weight"  # of nn.MultiheadAttention
 
 
 @dataclass(frozen=True)
 class Lora:
     """Which matrices have adapters, and how these are scaled."""
 
-    paths: tuple[str, ...]  # of the weights, each ending in ".weight"
+    paths: tuple[str, ...]  # of the weights, each ending in ".weight" or ".in_proj_weight"
     rank: int = 16
     alpha: float = 32.0
     rslora: bool = False  # scale by alpha / sqrt(rank) instead of alpha / rank
@@ -26,7 +27,7 @@ class Lora:
 
     def __post_init__(self) -> None:
         problems = [] if self.paths else ["no matrices: name at least one"]
-        problems += [f"{path!r} is no weight of a layer" for path in self.paths if not path.endswith(WEIGHT)]
+        problems += [f"{path!r} is no weight of a layer" for path in self.paths if not path.endswith((WEIGHT, IN_PROJ))]
         if not (isinstance(self.rank, int) and self.rank >= 1):
             problems.append(f"rank is {self.rank}, must be an integer of at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
@@ -40,27 +41,51 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+def layer_of(path: str) -> str:
+    """The layer that a weight's adapters are named after; that of an ``in_proj_weight`` is the attention itself."""
+    return path.removesuffix(WEIGHT) if path.endswith(WEIGHT) else path.removesuffix(IN_PROJ)
+
+
 def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
     """(paths, those stored transposed) of the 2-D weights of linear layers inside blocks, in the module's order.
+
+    An ``nn.MultiheadAttention`` is one layer, whose ``in_proj_weight`` has adapters. Its output projection has none:
+    PEFT 0.21.2 ignores adapters of that layer, and merges those that belong to the attention twice.
 
     Args:
         targets: names of layers ("q_proj") or globs over layer paths ("model.layers.1.*"), none: all.
 
     Raises:
-        ValueError: lists targets without a matrix.
+        ValueError: lists targets without a matrix, and attentions whose q, k and v differ in width.
     """
     inside, wanted = block_linear(module), tuple(targets)
-    weights = {p: leaf for p, leaf in module.named_parameters() if leaf.ndim == 2 and inside(p, leaf)}
-    layers = {path: path.removesuffix(WEIGHT) for path in weights if path.endswith(WEIGHT)}
+    kinds = dict(module.named_modules())
+    attentions = {name for name, kind in kinds.items() if isinstance(kind, nn.MultiheadAttention)}
+    layers = {path: layer_of(path) for path, leaf in module.named_parameters() if leaf.ndim == 2 and inside(path, leaf)}
+    layers = {
+        path: layer for path, layer in layers.items() if layer.rpartition(".")[0] not in attentions or layer == path
+    }
+    for path in layers:
+        owner = path.rpartition(".")[0]
+        layers[path] = owner if owner in attentions else layers[path]
 
     def fits(layer: str, target: str) -> bool:
         return layer.rpartition(".")[2] == target or fnmatchcase(layer, target)
 
-    lost = [target for target in wanted if not any(fits(layer, target) for layer in layers.values())]
-    errors.raise_problems([f"target {target!r} fits no linear layer of a block" for target in lost])
-    chosen = tuple(p for p, layer in layers.items() if not wanted or any(fits(layer, t) for t in wanted))
-    kinds = {name: type(layer).__name__ for name, layer in module.named_modules()}
-    return chosen, frozenset(path for path in chosen if kinds[layers[path]] == "Conv1D")
+    chosen = [p for p, layer in layers.items() if not wanted or any(fits(layer, target) for target in wanted)]
+    problems = [
+        f"target {target!r} fits no linear layer of a block"
+        for target in wanted
+        if not any(fits(layer, target) for layer in layers.values())
+    ]
+    split = sorted({layers[path] for path in chosen if not path.endswith((WEIGHT, IN_PROJ))})
+    problems += [
+        f"attention {layer!r} has weights of their own for q, k and v, which PEFT does not adapt: name other targets"
+        for layer in split
+    ]
+    errors.raise_problems(problems)
+    transposed = frozenset(path for path in chosen if type(kinds[layers[path]]).__name__ == "Conv1D")
+    return tuple(chosen), transposed
 
 
 def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
@@ -80,7 +105,7 @@ def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tenso
     errors.raise_problems(problems)
     adapters = {}
     for path in lora.paths:
-        leaf, layer = base[path], path.removesuffix(WEIGHT)
+        leaf, layer = base[path], layer_of(path)
         out, into = reversed(leaf.shape) if path in lora.transposed else leaf.shape
         drawn = random.uniform(random.fold_in(key, path), (lora.rank, into)).to(leaf.device)
         adapters[layer + A] = ((2 * drawn - 1) / math.sqrt(into)).to(leaf.dtype)
@@ -97,7 +122,7 @@ def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lor
     """
     merged = {}
     for path in lora.paths:
-        leaf, layer = base[path], path.removesuffix(WEIGHT)
+        leaf, layer = base[path], layer_of(path)
         kind = tree.compute_dtype(leaf)
         delta = lora.scaling * (adapters[layer + B].to(kind) @ adapters[layer + A].to(kind))
         merged[path] = (leaf.to(kind) + (delta.T if path in lora.transposed else delta)).to(leaf.dtype)

@@ -9,6 +9,7 @@ from .. import random, tree
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
 from ..types import LossFn, Method, Optimizer, Where
+from ..where import mask_problems
 from .adapters import Lora, init
 from .loss import with_lora
 
@@ -50,4 +51,8 @@ def build(
         None, base, engine=options.get("engine", "autograd"),
         loss_at=lambda drawn: around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)),
     )  # fmt: skip
-    return smat.build_from(around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like, **options)
+    adapted = {path: base[path] for path in lora.paths}
+    return smat.build_from(
+        around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
+        problems=mask_problems(where, adapted, options.get("drop_prob", 0.5)), **options,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import errors, random, tree
 from ..checkpoint import MANIFEST, atomic_folder, load_manifest
 from ..checkpoint import load_expert as load_full
-from .adapters import WEIGHT, Lora, expand, init
+from .adapters import WEIGHT, Lora, expand, init, layer_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 UNKNOWN = "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "layers_to_transform"
@@ -41,7 +41,8 @@ def save_peft(
         "peft_type": "LORA", "base_model_name_or_path": base, "task_type": task_type, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0, "bias": "none",
         "fan_in_fan_out": bool(lora.transposed), "modules_to_save": None,
-        "target_modules": [weight.removesuffix(WEIGHT) for weight in lora.paths],
+        "target_modules": [layer_of(path) for path in lora.paths if path.endswith(WEIGHT)],
+        "target_parameters": [path for path in lora.paths if not path.endswith(WEIGHT)] or None,
     }  # fmt: skip
     stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
     with atomic_folder(path, overwrite=overwrite) as folder:
@@ -65,7 +66,7 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         other.append("bias")
     errors.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
     adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
-    paths = tuple(name + WEIGHT for name in config["target_modules"])
+    paths = (*(name + WEIGHT for name in config["target_modules"]), *(config.get("target_parameters") or ()))
     return adapters, Lora(
         paths,
         config["r"],

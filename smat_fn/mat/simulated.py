@@ -103,6 +103,11 @@ class SimulatedWeights:
         starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
         switch: True switches the parameters' storage to one buffer; False writes theta~ into the storage, for those
             that belong to somebody else, and keeps a copy of theta.
+        slices: of a base in host memory: over so many `prepare` calls its copy to the device is spread, into the one
+            buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
+            is. Needs ``switch`` and no shards.
+
+    Raises: ValueError for parameters on several devices if ``slices`` is given.
     """
 
     def __init__(
@@ -113,10 +118,19 @@ class SimulatedWeights:
         where: Where | None = None,
         starts: Mapping[str, int] | None = None,
         switch: bool = True,
+        slices: int | None = None,
     ) -> None:
         self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
-        self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if switch else {}
+        self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
+        new = switch and self._host is None
+        self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
+        self._kept = dict[str, Tensor]()  # theta, while the parameters hold theta~
+
+    def prepare(self) -> None:
+        """Called in a clean step: time to move a part of theta_0."""
+        if self._host is not None:
+            self._host.prefetch()
 
     @contextmanager
     def at(self, drawn: Draw) -> Iterator[None]:
@@ -126,11 +140,16 @@ class SimulatedWeights:
         """
         weights = {path: p.detach() for path, p in self._parameters.items()}
         kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
+        self._kept = kept
         try:
             if not self._switch or drawn is not self._drawn:
+                base = self._base
+                if self._host is not None:
+                    base = self._host.take()
+                    self._buffer = {path: _place(base[path], weight) for path, weight in weights.items()}
                 with torch.no_grad():
                     states = self._buffer if self._switch else weights
-                    simulate(kept, self._base, drawn, where=self._where, out=states, starts=self._starts)
+                    simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
                 self._drawn = drawn
             if self._switch:
                 for path, p in self._parameters.items():
@@ -146,6 +165,18 @@ class SimulatedWeights:
                         p.data = kept[path]
                     else:
                         weights[path].copy_(kept[path])
+            self._kept = {}
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside `at`, of switched parameters: they hold theta for a while."""
+        for path, weight in self._kept.items():
+            self._parameters[path].data = weight
+        try:
+            yield
+        finally:
+            for path in self._kept:
+                self._parameters[path].data = self._buffer[path]
 
     def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
         """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
@@ -213,11 +244,7 @@ class _Buffered:
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         leaves, base = tree.flatten(params), self._buffer_for(params).take()
-        # a base of another dtype is no place for a state
-        states = {
-            path: base[path] if base[path].dtype == (self._dtype or leaf.dtype) else _empty(leaf, dtype=self._dtype)
-            for path, leaf in leaves.items()
-        }
+        states = {path: _place(base[path], leaf, self._dtype) for path, leaf in leaves.items()}
         with torch.no_grad():
             if self._dtype is None:
                 simulate(leaves, base, drawn, where=self._where, out=states)
@@ -292,6 +319,11 @@ def _as_wide_as(params: Params, gradient: Gradient) -> Gradient:
 
 def _empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=leaf.device)
+
+
+def _place(base: Tensor, leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The memory of a buffered theta_0 for theta~; a base of another dtype is no place for a state."""
+    return base if base.dtype == (dtype or leaf.dtype) else _empty(leaf, dtype=dtype)
 
 
 def _simulate_rounded(

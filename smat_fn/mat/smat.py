@@ -16,6 +16,7 @@ from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
+from ..where import mask_problems
 from . import step
 from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
@@ -173,6 +174,7 @@ def build_from(
     found += draw_problems(alpha_min, drop_prob, sigma, noise)
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+    found += mask_problems(where, tree.flatten(like), drop_prob)
     found += [] if lam is None else problems_of(check_lam, lam)
     if found:
         raise_problems(["smat: " + found[0], *found[1:]])

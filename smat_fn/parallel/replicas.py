@@ -69,6 +69,7 @@ def independent_smat(
         simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=at),
         optimizer,
         base,
+        where=where,
         key_of=lambda key: random.fold_in(key, rank),
         **options,
     )

@@ -60,6 +60,15 @@ def make(kind):
         return hf.ViTForImageClassification(hf.ViTConfig(**VISION, num_labels=3))
     if kind == "clip vision":
         return hf.CLIPVisionModel(hf.CLIPVisionConfig(**VISION))
+    if kind == "xlnet":
+        sizes = {"d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12}
+        return hf.XLNetForSequenceClassification(hf.XLNetConfig(vocab_size=11, **sizes))
+    if kind == "funnel":
+        sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 12, "block_sizes": [2], "num_decoder_layers": 2}
+        return hf.FunnelForMaskedLM(hf.FunnelConfig(vocab_size=11, **sizes))
+    if kind == "jetmoe":
+        sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "kv_channels": 4}
+        return hf.JetMoeForCausalLM(hf.JetMoeConfig(**NO_GROUPS, **sizes))
     if kind == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**LM, num_local_experts=2))
     if kind == "llama4":
@@ -84,7 +93,14 @@ T5_DECODER = T5 + [f"layer.1.EncDecAttention.{x}.weight" for x in "qkvo"] + [f"l
 BERT = [f"attention.self.{x}.weight" for x in ("query", "key", "value")]
 BERT += [f"{x}.dense.weight" for x in ("attention.output", "intermediate", "output")]
 QWEN2_MOE = [f"mlp.{x}" for x in EXPERTS] + [f"mlp.shared_expert.{x[4:]}" for x in MLP]
+XLNET = [f"rel_attn.{x}" for x in "qkvor"] + ["ff.layer_1.weight", "ff.layer_2.weight"]
+FUNNEL = [f"attention.{x}.weight" for x in ("q_head", "k_head", "v_head", "post_proj")] + ["attention.r_kernel"]
+FUNNEL += ["ffn.linear_1.weight", "ffn.linear_2.weight"]
+JETMOE = [f"{x}.{y}_linear.weight" for x in ("mlp", "self_attention.experts") for y in ("input", "output")]
 EXPECTED = {
+    "xlnet": in_blocks("transformer.layer", XLNET),
+    "funnel": in_blocks("funnel.encoder.blocks.0", FUNNEL) | in_blocks("funnel.decoder.layers", FUNNEL),
+    "jetmoe": in_blocks("model.layers", [*JETMOE, "self_attention.kv_proj.weight"]),
     "qwen2": in_blocks("model.layers", ATTENTION + MLP),
     "qwen2 tied": in_blocks("model.layers", ATTENTION + MLP),
     "qwen3": in_blocks("model.layers", ATTENTION + MLP),
@@ -138,6 +154,8 @@ def test_what_lies_beside_the_masked_set():
     assert "model.layers.0.mlp.gate.weight" in leaves["qwen2 moe"]
     assert "cls.predictions.transform.dense.weight" in leaves["bert tied"]
     assert "swin.encoder.layers.0.downsample.reduction.weight" in leaves["swin"]
+    assert "transformer.layer.0.rel_attn.seg_embed" in dict(make("xlnet").named_parameters())
+    assert "funnel.encoder.blocks.0.0.attention.seg_embed" in dict(make("funnel").named_parameters())
 
 
 class Block(nn.Module):
@@ -200,6 +218,12 @@ def test_gates_are_told_by_the_experts_they_stand_by(container):
 
 def test_tokens_and_positions_are_no_stacked_experts():
     module = nn.Module()
+    modulated = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3), "shift": nn.Linear(3, 9)})
+    module.layers = nn.ModuleList([modulated])
+    assert len(picked(where.block_linear(module), module)) == 3
+    linear_attention = nn.ModuleDict({"linear_attn": nn.Linear(3, 5)})
+    module.layers = nn.ModuleList([linear_attention])
+    assert picked(where.block_linear(module), module) == {"layers.0.linear_attn.weight"}
     module.layers = nn.ModuleList([nn.ModuleDict({"mlp": Stacked()}), nn.ModuleDict({"mlp": Stacked()})])
     assert picked(where.block_linear(module), module) == in_blocks("layers", ["mlp.up"])
 
@@ -221,6 +245,75 @@ def test_lists_of_bare_layers_and_wrappers_are_no_blocks():
     assert names == picked(where.block_linear(Tiny()), Tiny())
     wrapped = nn.Sequential(Tiny())
     assert picked(where.block_linear(wrapped), wrapped) == {f"0.{name}" for name in names}
+
+
+class Answer(nn.Module):
+    """A head for one task: of a width of its own."""
+
+    def __init__(self, inner, classes):
+        super().__init__()
+        self.inner, self.out = nn.Linear(3, inner), nn.Linear(inner, classes)
+
+
+class AnswerHead(Answer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("heads", [nn.Sequential(nn.Linear(3, 3), nn.GELU()), nn.Sequential(nn.Linear(3, 3), nn.GELU())]),
+        ("task_classifiers", [Answer(3, 3), Answer(3, 3)]),
+        ("lm_head", [Answer(3, 3)]),
+        ("of_tasks", [AnswerHead(3, 3), AnswerHead(4, 3)]),
+        ("of_tasks", [nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, n)) for n in (4, 7)]),
+        ("of_tasks", [Answer(4, 8), Answer(5, 7)]),
+        ("of_tasks", [nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4))]),
+    ],
+)
+def test_a_list_of_heads_holds_no_blocks(name, heads):
+    module = Tiny()
+    setattr(module, name, nn.ModuleList(heads))
+    names = picked(where.block_linear(Tiny()), Tiny())
+    assert picked(where.block_linear(module), module) == names
+    alone = nn.Module()
+    setattr(alone, name, nn.ModuleList(heads))
+    assert picked(where.block_linear(alone), alone) == set()
+    # what runs one after the other is no list of heads, however its widths change
+    stack = nn.Sequential(*(nn.Sequential(nn.Linear(n, n - 1), nn.Tanh()) for n in (4, 3)))
+    assert picked(where.block_linear(stack), stack) == {"0.0.weight", "1.0.weight"}
+
+
+def test_a_list_of_blocks_of_falling_width_is_no_list_of_heads():
+    module = nn.Module()
+    module.layers = nn.ModuleList([nn.Sequential(nn.Linear(n, n - 1), nn.Tanh()) for n in (4, 3)])
+    assert picked(where.block_linear(module), module) == {"layers.0.0.weight", "layers.1.0.weight"}
+    modulated = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3), "shift": nn.Linear(3, 9)})
+    module.layers = nn.ModuleList([modulated])
+    assert len(picked(where.block_linear(module), module)) == 3
+    linear_attention = nn.ModuleDict({"linear_attn": nn.Linear(3, 5)})
+    module.layers = nn.ModuleList([linear_attention])
+    assert picked(where.block_linear(module), module) == {"layers.0.linear_attn.weight"}
+    module.layers = nn.ModuleList([nn.ModuleDict({"mlp": Stacked()}), nn.ModuleDict({"mlp": Mixture()})])
+    assert len(picked(where.block_linear(module), module)) == 6
+
+
+def test_a_mask_with_nothing_to_act_on_is_a_problem_and_never_is_not():
+    module = nn.Module()
+    module.first, module.second, module.heads = Block(), Block(), nn.ModuleList([Answer(3, 3)])
+    leaves = dict(module.named_parameters())
+    (problem,) = where.mask_problems(where.block_linear(module), leaves, 0.5)
+    assert "drop_prob is 0.5, but Mask has nothing to act on: where picks none of 16 parameters" in problem
+    assert "it found first.inner, second.inner" not in problem  # lists of bare layers
+    assert "it found none in Module, whose linear layers are first.fc, first.inner.0, second.fc" in problem
+    assert where.mask_problems(where.block_linear(module), leaves, 0.0) == []
+    assert where.mask_problems(where.never, leaves, 0.5) == where.mask_problems(None, leaves, 0.5) == []
+    tiny = Tiny()
+    assert where.mask_problems(where.block_linear(tiny), dict(tiny.named_parameters()), 0.5) == []
+    (problem,) = where.mask_problems(where.block_linear(tiny), {"head.weight": tiny.head.weight}, 0.5)
+    assert "it found blocks in blocks in Tiny" in problem
+    (problem,) = where.mask_problems(lambda path, leaf: False, leaves, 0.5)
+    assert "It was asked for first.fc.weight, first.fc.bias, first.norm.weight, ..." in problem
 
 
 def test_a_module_without_blocks_has_nothing_to_mask():

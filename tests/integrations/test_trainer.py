@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,7 +142,7 @@ def test_training_again_simulates_the_weights_of_now(tmp_path):
         return inner(*args, **options)
 
     trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
-    inner, trainer.training_step = trainer.training_step, watched
+    inner, trainer.compute_loss = trainer.compute_loss, watched
     handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
     base = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for _ in range(2):
@@ -159,7 +158,7 @@ def test_training_again_simulates_the_weights_of_now(tmp_path):
 
 def test_a_step_that_fails_simulates_anew_when_it_is_tried_again(tmp_path):
     trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
-    inner, seen = trainer.training_step, []
+    inner, seen = trainer.compute_loss, []
 
     def failing(*args, **options):
         seen.append(trainer.model.model.norm.weight.detach().clone())
@@ -167,7 +166,7 @@ def test_a_step_that_fails_simulates_anew_when_it_is_tried_again(tmp_path):
             raise RuntimeError("out of memory")
         return inner(*args, **options)
 
-    trainer.training_step = failing
+    trainer.compute_loss = failing
     attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
@@ -332,12 +331,13 @@ def test_bfloat16_autocast_keeps_float32_weights(tmp_path):
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_bad_input_is_told_at_once(tmp_path):
+def test_bad_input_is_told_at_once(tmp_path, monkeypatch):
     trainer = trainer_of(tiny_llama(), tmp_path)
     with pytest.raises(ValueError, match=r"sigma is -1.*; period is 0"):
         attach(trainer, key=KEY, sigma=-1.0, period=0)
     with pytest.raises(ValueError, match="lm_head"):
         attach(trainer, key=KEY, base={"lm_head": torch.zeros(1)})
-    sharded = SimpleNamespace(model=tiny_llama(), is_fsdp_enabled=True)
-    with pytest.raises(ValueError, match="shards its weights by fsdp"):
-        attach(sharded, key=KEY)
+    for name in ("fsdp", "fsdp_xla", "deepspeed"):
+        monkeypatch.setattr(trainer, f"is_{name}_enabled", True)
+        with pytest.raises(ValueError, match=f"shards its weights by {name}:"):
+            attach(trainer, key=KEY)

@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from smat_fn import draw, lora, materialise, optim, random, value_and_grad
+from smat_fn.folders import open_folder
+from smat_fn.folders.adapters import open_adapter
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import smat
 from smat_fn.where import block_linear
@@ -150,6 +153,8 @@ def test_bad_input_is_listed(setting, model):
         lora.linear_paths(model, ["q_proj"])
     with pytest.raises(ValueError, match=r"sigma is -1.*; period is 0"):
         lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, sigma=-1.0, period=0)
+    with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on: where picks none of 4"):
+        lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter, where=lambda path, leaf: "x" in path)
     method = lora.build(ModuleLoss(model, squares), optim.adam(1e-2), base, adapter)
     with pytest.raises(ValueError, match="lora_A"):
         method.init({name: leaf for name, leaf in start.items() if "lora_A" not in name})
@@ -185,3 +190,52 @@ def test_a_saved_folder_is_pefts_own_and_merges_to_the_same_weights(family, tmp_
         lora.save_peft(tmp_path / "adapter", trained, adapter, base="tiny")
     with pytest.raises(ValueError, match="holds no adapters"):
         lora.load_peft(tmp_path)
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def test_an_attention_of_torch_is_one_layer_whose_input_projection_has_adapters():
+    module = encoder()
+    weights = ["self_attn.in_proj_weight", "linear1.weight", "linear2.weight"]
+    paths, transposed = lora.linear_paths(module)
+    assert paths == tuple(f"layers.{i}.{name}" for i in range(2) for name in weights)
+    assert not transposed
+    assert lora.linear_paths(module, ["self_attn"])[0] == (paths[0], paths[3])
+    assert lora.linear_paths(module, ["layers.1.*"])[0] == paths[3:]
+    with pytest.raises(ValueError, match="target 'out_proj' fits no linear layer"):
+        lora.linear_paths(module, ["out_proj"])
+    blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(4, 2, kdim=3)})])
+    with pytest.raises(ValueError, match=r"attention '0.attention' has weights of their own for q, k and v"):
+        lora.linear_paths(blocks)
+    base = {name: p.detach().clone() for name, p in module.named_parameters()}
+    start = lora.init(KEY, base, lora.Lora(paths, rank=2, alpha=4.0))
+    assert start["layers.0.self_attn.lora_B.weight"].shape == (24, 2)
+    loss = lora.with_lora(ModuleLoss(module, squares), base, lora.Lora(paths, rank=2, alpha=4.0))
+    _, grads = value_and_grad(loss, engine="autograd")(start, torch.randn(2, 3, 8))
+    assert grads["layers.0.self_attn.lora_B.weight"].abs().sum() > 0
+
+
+def test_adapters_of_torchs_attention_are_pefts_own(tmp_path):
+    peft = pytest.importorskip("peft")
+    module = encoder().eval()
+    base = {name: p.detach().clone() for name, p in module.named_parameters()}
+    adapter = lora.Lora(lora.linear_paths(module)[0], rank=2, alpha=4.0)
+    trained = {name: leaf + 0.3 * torch.randn_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+    lora.save_peft(tmp_path / "adapter", trained, adapter, base="tiny")
+    read, known = lora.load_peft(tmp_path / "adapter")
+    assert set(known.paths) == set(adapter.paths)
+    assert all(torch.equal(read[name], leaf) for name, leaf in trained.items())
+    merged = {**base, **lora.expand(trained, base, adapter)}
+    wrapped = peft.PeftModel.from_pretrained(encoder().eval(), tmp_path / "adapter")
+    for name, p in wrapped.merge_and_unload().named_parameters():
+        torch.testing.assert_close(p.detach(), merged[name], rtol=1e-5, atol=1e-6)
+    # as merge.py reads the folder
+    save_file(base, tmp_path / "model.safetensors")
+    opened = open_adapter("it", tmp_path / "adapter", open_folder("base", tmp_path))
+    for name, leaf in merged.items():
+        found = opened.read(name, 0, leaf.numel()).view(leaf.shape)
+        torch.testing.assert_close(found, leaf, rtol=1e-5, atol=1e-6)

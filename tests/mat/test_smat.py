@@ -9,6 +9,7 @@ from smat_fn import mixed_loss, optim, participation, random, simulate, tree, va
 from smat_fn.mat import finetune, smat
 from smat_fn.simulation import draw, naive, reweight
 from smat_fn.types import Optimizer
+from smat_fn.where import never
 
 KEY = random.key(2**40 + 3)
 STRENGTHS = {"alpha_min": 0.2, "drop_prob": 0.4, "sigma": 0.05}
@@ -342,3 +343,10 @@ def test_all_micro_batches_of_a_step_see_one_simulated_state():
 def test_bad_periods_are_refused(period):
     with pytest.raises(ValueError, match=f"period is {period}, must be an integer of at least 1"):
         smat.build(network, optim.adam(0.1), parameters(10), period=period)
+
+
+def test_a_mask_with_nothing_to_act_on_is_refused_and_never_is_not():
+    with pytest.raises(ValueError, match="Mask has nothing to act on: where picks none of 4 parameters"):
+        smat.build(network, optim.adam(0.1), parameters(10), where=lambda path, leaf: "layers" in path)
+    smat.build(network, optim.adam(0.1), parameters(10), where=lambda path, leaf: "layers" in path, drop_prob=0.0)
+    smat.build(network, optim.adam(0.1), parameters(10), where=never)

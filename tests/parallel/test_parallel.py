@@ -176,6 +176,12 @@ def test_shards_simulate_what_one_process_does_bit_for_bit(found):
         torch.testing.assert_close(found[0]["sharded"]["params"][path], p.detach(), rtol=0, atol=2e-6)
 
 
+def test_shards_take_the_papers_literal_steps_bit_for_bit(found):
+    wanted = worker.literally()
+    for one in found:
+        assert all(torch.equal(one["literally"][path], leaf) for path, leaf in wanted.items())
+
+
 def test_forward_passes_alone_meet_the_shards(found):
     module = worker.model(torch.float32)
     base = {path: p.detach().clone() for path, p in module.named_parameters()}

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from shutil import copy
 
@@ -104,6 +105,44 @@ def sharded():
         optimizer.step()
         optimizer.zero_grad()
     return {"states": states, "params": {path: p.full_tensor().detach() for path, p in module.named_parameters()}}
+
+
+def shards_literally():
+    """Weights of FSDP2 shards after steps of which every second is simulated, on batches that all processes share."""
+    module = model(torch.float32)
+    for layer in module:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer)
+    fully_shard(module)
+    optimizer, base = torch.optim.SGD(module.parameters(), lr=0.1), parallel.base_shards(module)
+    for step in range(STEPS):
+        x, y = (part.float() for part in batch(step))
+        drawn = draw(random.fold_in(KEY, step), **STRENGTHS) if smat.is_simulated(step, 2) else None
+        at = nullcontext() if drawn is None else parallel.simulated_shards(module, base, drawn, where=masked)
+        with at:
+            squares(module, (x, y))[0].backward()
+        if drawn is not None:
+            parallel.reweight_grads(module, drawn, where=masked)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {path: p.full_tensor().detach() for path, p in module.named_parameters()}
+
+
+def literally():
+    """The same steps as the paper writes them, in one process."""
+
+    def update(grads, state, params, donate=False):
+        return {path: torch.add(leaf, grads[path], alpha=-0.1) for path, leaf in params.items()}, state
+
+    module = model(torch.float32)
+    base = {path: p.detach().clone() for path, p in module.named_parameters()}
+    state = smat.State(base, None, 0)
+    for step in range(STEPS):
+        state, _ = smat.literal_step(
+            KEY, state, tuple(part.float() for part in batch(step)), loss_fn=ModuleLoss(module, squares),
+            optimizer=Optimizer(lambda params: None, update), base=base, where=masked, period=2, **STRENGTHS,
+        )  # fmt: skip
+    return state.params
 
 
 def evaluated():
@@ -266,6 +305,7 @@ def main(rank, folder):
     found = {name: trained(name, rank=rank, size=2) for name in ("ft", "smat", "asam")}
     found["independent"] = independent(rank)
     found["sharded"] = sharded()
+    found["literally"] = shards_literally()
     found["evaluated"] = evaluated()
     found["drawn"] = drawn(rank=rank, size=2)
     found["wrapped"] = wrapped(rank=rank)

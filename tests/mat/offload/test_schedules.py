@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import ModuleLoss, optim, random, where
+from smat_fn import ModuleLoss, optim, random
 from smat_fn.grad import reparametrised, with_master_weights
 from smat_fn.mat import smat
 from smat_fn.parallel import replicated
@@ -72,10 +72,9 @@ def trees(module):
 
 def build(module, offload, **options):
     _, base = trees(module)
-    picked = where.block_linear(module)
     return smat.build(
-        ModuleLoss(module, loss), optim.adam(0.01), base, where=picked, offload=offload, engine="autograd",
-        **{**STRENGTHS, **options},
+        ModuleLoss(module, loss), optim.adam(0.01), base, where=lambda path, leaf: "blocks" in path, offload=offload,
+        engine="autograd", **{**STRENGTHS, **options},
     )  # fmt: skip
 
 

@@ -1,0 +1,176 @@
+"""What `attach` needs of a trainer, its model and theta_0, and the line that says what is simulated."""
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors, tree
+from ..mat.smat import is_simulated
+from ..random import fold_in
+from ..simulation import Draw, draw
+from ..simulation.state import all_off, draw_problems
+from ..types import Noise, Where
+from ..where import mask_problems
+
+__all__ = ["Options", "leaves_of", "mask_problems"]
+
+_OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
+_INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which steps are simulated, and how."""
+
+    key: Tensor
+    where: Where | None
+    alpha_min: float
+    drop_prob: float
+    sigma: float
+    period: int
+    noise: Noise
+
+    def problems(self) -> list[str]:
+        """Errors for values out of range."""
+        found = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise)
+        found += errors.count_problem("period", self.period)
+        if not (isinstance(self.key, Tensor) and self.key.dtype == torch.int64 and tuple(self.key.shape) == (2,)):
+            seed = self.key if type(self.key) is int else 0
+            found.append(f"key is {self.key!r}, must be one key: key=smat_fn.random.key({seed})")
+        if not (self.where is None or callable(self.where)):
+            found.append(f"where is a {type(self.where).__name__}, must be a function (name, parameter) -> bool")
+        return found
+
+    @property
+    def off(self) -> bool:
+        """Whether every step is clean: theta~ would differ from theta by rounding alone."""
+        return all_off(self.alpha_min, self.drop_prob, self.sigma)
+
+    def draw(self, step: int) -> Draw | None:
+        """The draw of an optimizer step, None of a clean one."""
+        if self.off or not is_simulated(step, self.period):
+            return None
+        numbers = {"alpha_min": self.alpha_min, "drop_prob": self.drop_prob, "sigma": self.sigma}
+        return draw(fold_in(self.key, step), **numbers, noise=self.noise)
+
+
+def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, tied ones once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def describe(options: Options, leaves: Mapping[str, Tensor], where: Where) -> str:
+    """One line: which steps, which operations, and what is masked."""
+    if options.off:
+        return "SMAT: Scale, Mask and Perturb are off, every step is clean"
+    every = "every step" if options.period == 1 else f"every step s with (s + 1) % {options.period} == 0"
+    masked = {path: p for path, p in leaves.items() if where(path, p)}
+    kinds = Counter(_NUMBER.sub("*", path) for path in masked)
+    names = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
+    sizes = [sum(p.numel() for p in part.values()) for part in (masked, leaves)]
+    parts = [f"Scale alpha from {options.alpha_min} to 1" if options.alpha_min != 1 else "Scale off"]
+    if options.drop_prob:
+        parts.append(
+            f"Mask removes coordinates with probability {options.drop_prob} in {len(masked)} of {len(leaves)} trained "
+            f"parameters ({sizes[0]:,} of {sizes[1]:,} values): {', '.join(errors.shortened(names, '{} more kinds'))}"
+        )
+    else:
+        parts.append("Mask off")
+    parts.append(f"Perturb {options.noise} noise of RMS {options.sigma}" if options.sigma else "Perturb off")
+    return f"SMAT simulates {every}: {'; '.join(parts)}"
+
+
+def class_problems(trainer: Any) -> list[str]:
+    """Errors for trainers that are known to have a loop of their own."""
+    known = [kind.__name__ for kind in type(trainer).__mro__ if kind.__name__ in _OWN_LOOPS]
+    return [no_compute_loss(trainer)] if known else []
+
+
+def no_compute_loss(trainer: Any) -> str:
+    """The error for a training_step around which no weights can be switched."""
+    return (
+        f"the training step of {type(trainer).__name__} does not call compute_loss, so that its loss cannot be taken "
+        "at simulated states: write the loop yourself, with smat_fn.mat.smat.build"
+    )
+
+
+def no_training_step(trainer: Any) -> str:
+    """The error for an update whose gradient came from elsewhere."""
+    return (
+        f"{type(trainer).__name__} updates the weights without a complete training_step before, so that its steps are "
+        "not SMAT: write the loop yourself, with smat_fn.mat.smat.build"
+    )
+
+
+def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[str]:
+    """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
+    problems = [] if leaves else ["the trainer's model has no trainable parameter"]
+    kinds = "fsdp", "fsdp_xla", "deepspeed"
+    problems += [
+        f"the trainer shards its weights by {name}: attach cannot switch them"
+        for name in kinds
+        if getattr(trainer, f"is_{name}_enabled", False)
+    ]
+    away = [
+        f"parameter {path!r} is a {type(p).__name__}, sharded" for path, p in leaves.items() if hasattr(p, "to_local")
+    ]
+    away += [f"parameter {path!r} is on the meta device, offloaded" for path, p in leaves.items() if p.is_meta]
+    problems += errors.shortened(away, "{} more parameters are not whole in this process")
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper holds it
+    inside = [f"optim={name!r}"] if made is None and (name.endswith("layerwise") or name in ("lomo", "adalomo")) else []
+    if type(made).__name__ in _INSIDE_BACKWARD or hasattr(made, "fused_backward"):
+        inside.append(type(made).__name__)
+    hooked = [path for path, p in leaves.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    inside += [f"the post-accumulate-grad hook of {hooked[0]!r}"] if hooked else []
+    problems += [
+        f"{what} acts on gradients inside the backward pass, at theta~ and before they are reweighted: choose an "
+        "optimizer that steps after it"
+        for what in inside
+    ]
+    return problems
+
+
+def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str) -> list[str]:
+    """Errors for trainable parameters that are not those of before."""
+    problems = [f"parameter {path!r} is trained now, and was not at {since}" for path in now if path not in before]
+    problems += [f"parameter {path!r} was trained at {since}, and is not now" for path in before if path not in now]
+    for path, p in before.items():
+        other = now.get(path)
+        if other is not None and (p.shape != other.shape or (isinstance(p, nn.Parameter) and p is not other)):
+            problems.append(f"parameter {path!r} is another tensor than at {since}")
+    return errors.shortened(problems, f"{{}} more trainable parameters are not those of {since}")
+
+
+def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[str, Tensor]) -> list[str]:
+    """Errors for a theta_0 of other names or shapes, and for one that would follow the training."""
+    problems = errors.problems_of(tree.check_same, leaves, "the trainer's model", base=base)
+    problems += errors.problems_of(tree.check_floating, base, "base")
+    live = sorted(_extent(p) for p in model.parameters())
+    shared = []
+    for path, leaf in base.items():
+        device, start, stop = _extent(leaf)
+        at = bisect_left(live, (device, stop)) - 1
+        if start and at >= 0 and live[at][0] == device and live[at][2] > start:
+            shared.append(path)
+    if shared:
+        problems.append(
+            f"base shares memory with the model ({', '.join(map(repr, shared[:3]))}{', ...' * (len(shared) > 3)}), so "
+            "that theta_0 would follow theta: clone its tensors, or leave base out for a copy of the weights of now"
+        )
+    return problems
+
+
+def _extent(tensor: Tensor) -> tuple[str, int, int]:
+    """Device and addresses of a tensor's storage; views of one storage share them."""
+    if tensor.is_meta:
+        return str(tensor.device), 0, 0
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()

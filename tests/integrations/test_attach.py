@@ -1,0 +1,667 @@
+"""`attach` is SMAT or an error: models that come later, second attaches, shared memory, other loops and optimizers."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from smat_fn import optim, random
+from smat_fn.grad import ModuleLoss
+from smat_fn.integrations.trainer import attach
+from smat_fn.mat import smat
+from smat_fn.simulation import simulate
+from smat_fn.types import Optimizer
+from smat_fn.where import block_linear
+
+from ..parallel import worker
+from .test_trainer import KEY, LR, STEPS, STRENGTHS, Stream, Weights, rows, tiny_llama, trainer_of
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+SGD = {"optim": "sgd", "max_grad_norm": 0.0}
+
+
+def copies(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(model, weights):
+    return all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def own_trainer(module, tmp_path, **options):
+    """Whose loss is `mean_loss`, so that no bit depends on how the Trainer weights micro-batches."""
+    trainer = trainer_of(module, tmp_path, **SGD | options)
+    trainer.model_accepts_loss_kwargs = False
+    return trainer
+
+
+def mean_loss(module, batch):
+    return module(**batch).loss, {}
+
+
+def sgd(lr=LR):
+    def update(grads, state, params, donate=False):
+        return {path: torch.add(leaf, grads[path], alpha=-lr) for path, leaf in params.items()}, state
+
+    return Optimizer(lambda params: None, update)
+
+
+def by_build(module, *, base=None, key=KEY, lr=LR, steps=STEPS, **changed):
+    """The weights that `smat.build` trains the module to, on the batches of the trainers here."""
+    params = copies(module)
+    method = smat.build(
+        ModuleLoss(module, mean_loss), sgd(lr), params if base is None else base, where=block_linear(module),
+        **STRENGTHS | changed,
+    )  # fmt: skip
+    state, data = method.init(params), rows(4 * STEPS)
+    for step in range(steps):
+        own = data[4 * step : 4 * step + 4]
+        state, _ = method.update(key, state, {name: torch.stack([row[name] for row in own]) for name in own[0]})
+    return state.params
+
+
+def by_literal_steps(module):
+    params = copies(module)
+    options = {"loss_fn": ModuleLoss(module, mean_loss), "base": params, "where": block_linear(module), **STRENGTHS}
+    state, data, after = smat.State(params, None, 0), rows(4 * STEPS), []
+    for step in range(STEPS):
+        own = data[4 * step : 4 * step + 4]
+        batch = {name: torch.stack([row[name] for row in own]) for name in own[0]}
+        state, _ = smat.literal_step(KEY, state, batch, optimizer=sgd(), **options)
+        after.append(state.params)
+    return after
+
+
+@pytest.mark.parametrize("base", [None, "host", "given"])
+def test_every_step_is_the_papers_literal_step_bit_for_bit(base, tmp_path):
+    weights, module = Weights(), tiny_llama()
+    trainer = own_trainer(module, tmp_path, callbacks=[weights])
+    attach(trainer, key=KEY, base=copies(module) if base == "given" else base, **STRENGTHS)
+    trainer.train()
+    wanted = by_literal_steps(tiny_llama())
+    assert len(weights.seen) == STEPS
+    for step, (seen, want) in enumerate(zip(weights.seen, wanted, strict=True)):
+        assert all(torch.equal(seen[name], leaf) for name, leaf in want.items()), step
+    assert all(torch.equal(leaf, wanted[-1][name]) for name, leaf in by_build(tiny_llama()).items())
+
+
+class Squares(nn.Sequential):
+    """The network and the loss of the sharded runs, as a model for the Trainer."""
+
+    def forward(self, x, y):
+        return {"loss": ((super().forward(x) - y) ** 2).mean()}
+
+
+def test_the_hook_takes_the_literal_steps_that_shards_of_fsdp2_take(tmp_path):
+    batches = [dict(zip("xy", (part.float() for part in worker.batch(step)), strict=True)) for step in range(STEPS)]
+    trainer = trainer_of(
+        Squares(*worker.model(torch.float32)), tmp_path, batch=1, learning_rate=0.1, max_steps=worker.STEPS, **SGD,
+        more={"train_dataset": Stream(batches), "data_collator": lambda rows: rows[0]},
+    )  # fmt: skip
+    attach(trainer, key=worker.KEY, where=worker.masked, period=2, **worker.STRENGTHS)
+    trainer.train()
+    assert same(trainer.model, worker.literally())  # as tests/parallel finds of the shards
+
+
+def test_adamw_of_the_trainer_is_that_of_the_library_bit_for_bit(tmp_path):
+    module = tiny_llama()
+    trainer = own_trainer(module, tmp_path, optim="adamw_torch")
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    start = tiny_llama()
+    params, data = copies(start), rows(4 * STEPS)
+    method = smat.build(
+        ModuleLoss(start, mean_loss), optim.adamw(LR, weight_decay=0.0), params, where=block_linear(start), **STRENGTHS
+    )
+    state = method.init(params)
+    for step in range(STEPS):
+        own = data[4 * step : 4 * step + 4]
+        state, _ = method.update(KEY, state, {name: torch.stack([row[name] for row in own]) for name in own[0]})
+    assert same(module, state.params)
+
+
+def seeded():
+    """A model_init that gives other weights every time."""
+    made = []
+
+    def model_init(trial=None):
+        module = tiny_llama()
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(0.01 * len(made))
+        made.append(copies(module))
+        return module
+
+    return model_init, made
+
+
+@pytest.mark.parametrize("base", [None, "host"])
+def test_a_model_that_model_init_makes_later_is_the_one_that_is_simulated(base, tmp_path):
+    model_init, made = seeded()
+    trainer = own_trainer(None, tmp_path, more={"model_init": model_init})
+    handle = attach(trainer, key=KEY, base=base, **STRENGTHS)
+    for run in (1, 2):  # made[0] is the model of the trainer's own start
+        trainer.train()
+        assert handle.draw is not None
+        start = tiny_llama()
+        start.load_state_dict(made[run], strict=False)
+        assert len(made) == run + 1
+        assert same(trainer.model, by_build(start))
+
+
+def test_a_resumed_run_of_model_init_keeps_its_base(tmp_path):
+    often = {"save_strategy": "steps", "save_steps": 2}
+    whole = own_trainer(None, tmp_path, more={"model_init": tiny_llama}, **often)
+    attach(whole, key=KEY, **STRENGTHS)
+    whole.train()
+    again = own_trainer(None, tmp_path, more={"model_init": tiny_llama})
+    attach(again, key=KEY, **STRENGTHS)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(again.model, copies(whole.model))
+
+
+class Trials:
+    """A search like the ones of transformers: train a trial, score it, let go of its model."""
+
+    name = "optuna"
+
+    def ensure_available(self):
+        pass
+
+    def run(self, trainer, n_trials, direction, **options):
+        for number in range(n_trials):
+            trainer.args.learning_rate = LR * (number + 1)
+            trainer.train()
+            trainer.ended(trainer)
+            trainer.model_wrapped = trainer.model = None
+        return transformers.trainer_utils.BestRun("0", 0.0, {})
+
+    def default_hp_space(self, trial):
+        return trial
+
+
+def test_every_trial_of_a_hyperparameter_search_is_smat(tmp_path, monkeypatch):
+    from transformers import hyperparameter_search
+
+    search = {hyperparameter_search.HPSearchBackend.OPTUNA: Trials}
+    monkeypatch.setattr(transformers.trainer, "ALL_HYPERPARAMETER_SEARCH_BACKENDS", search)
+    model_init, made = seeded()
+    trainer = own_trainer(None, tmp_path, more={"model_init": model_init})
+    ended, models = [], []
+
+    def keep(trainer):
+        ended.append(copies(trainer.model))
+        models.append(weakref.ref(trainer.model))
+
+    trainer.ended = keep
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.hyperparameter_search(n_trials=2, backend="optuna")
+    for number, weights in enumerate(ended):
+        start = tiny_llama()
+        start.load_state_dict(made[number + 1], strict=False)
+        assert all(torch.equal(weights[n], p) for n, p in by_build(start, lr=LR * (number + 1)).items())
+    with pytest.raises(ValueError, match="model is None"):
+        attach(trainer, key=KEY)
+    trainer.optimizer = trainer.lr_scheduler = trainer.callback_handler.model = None
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    trainer.accelerator.free_memory()
+    handle._model = None
+    gc.collect()
+    assert models[0]() is None  # no trial's model is kept by the next one's
+
+
+def test_a_second_attach_replaces_the_first_and_keeps_its_base(tmp_path):
+    module = tiny_llama()
+    start = copies(module)
+    trainer = own_trainer(module, tmp_path)
+    names = ("training_step", "compute_loss", "log", "call_model_init")
+    plain = {name: getattr(trainer, name) for name in names}
+    attach(trainer, key=random.key(9), **STRENGTHS | {"sigma": 1.0})
+    second = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    assert same(module, by_build(tiny_llama()))
+    # the cell again, after training: theta_0 stays what it was
+    trained = copies(module)
+    third = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    again = tiny_llama()
+    again.load_state_dict(trained, strict=False)
+    assert same(module, by_build(again, base=start))
+    assert not same(module, by_build(again))
+    second.detach()
+    assert "replaces" not in repr(third)
+    assert repr(second) == "SMAT: detached"
+    assert trainer.training_step != plain["training_step"]  # the third is still there
+    third.detach()
+    assert {name: getattr(trainer, name) for name in names} == plain
+    assert not set(vars(trainer)) & {*names, "_smat_attached"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1, 0)])
+def test_detach_in_any_order_gives_plain_training_back(order, tmp_path):
+    plain, detached = own_trainer(tiny_llama(), tmp_path), own_trainer(tiny_llama(), tmp_path)
+    handles = [attach(detached, key=KEY, **STRENGTHS)]
+    inner, calls = detached.training_step, []
+
+    def profiled(*args, **options):  # somebody's wrapper between the two
+        calls.append(1)
+        return inner(*args, **options)
+
+    detached.training_step = profiled
+    handles.append(attach(detached, key=KEY, **STRENGTHS))
+    for index in {*order} | {1}:
+        handles[index].detach()
+    for index in order:
+        handles[index].detach()
+    for trainer in (plain, detached):
+        trainer.train()
+    assert same(detached.model, copies(plain.model))
+    assert len(calls) == STEPS
+    assert {handle.draw for handle in handles} == {None}
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda model: dict(model.named_parameters()),
+        lambda model: {name: p.detach() for name, p in model.named_parameters()},
+        lambda model: {name: p.detach().view(-1).view(p.shape) for name, p in model.named_parameters()},
+        lambda model: {name: torch.from_numpy(p.detach().numpy()) for name, p in model.named_parameters()},
+        lambda model: copies(model) | {"model.norm.weight": model.model.layers[0].mlp.up_proj.weight.detach()[0]},
+    ],
+    ids=["parameters", "detached", "views", "numpy", "another parameter's row"],
+)
+def test_a_base_that_shares_memory_with_the_model_is_refused(share, tmp_path):
+    model = tiny_llama()
+    trainer = own_trainer(model, tmp_path)
+    with pytest.raises(ValueError, match=r"base shares memory with the model \('model.*clone its tensors"):
+        attach(trainer, key=KEY, base=share(model), **STRENGTHS)
+    attach(trainer, key=KEY, base=copies(model), **STRENGTHS)
+
+
+def test_a_base_that_the_model_comes_to_share_is_refused_before_a_step(tmp_path):
+    model = tiny_llama()
+    base, trainer = copies(model), own_trainer(model, tmp_path)
+    attach(trainer, key=KEY, base=base, **STRENGTHS)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.data = base[name]
+    with pytest.raises(ValueError, match="base shares memory"):
+        trainer.train()
+
+
+class At(transformers.TrainerCallback):
+    """Does something to the model at the beginning of a step, or before the first one."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == self.step:
+            self.act(model)
+
+
+def freeze(model):
+    model.model.layers[0].requires_grad_(False)
+
+
+def unfreeze(model):
+    model.lm_head.requires_grad_(True)
+
+
+def replace(model):
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+
+
+@pytest.mark.parametrize("step", [0, 1, 3], ids=["first", "clean or not", "later"])
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (freeze, "'model.layers.0.self_attn.q_proj.weight' was trained at training began, and is not now"),
+        (unfreeze, "'model.embed_tokens.weight' is trained now, and was not"),
+        (replace, "'model.norm.weight' is another tensor"),
+    ],
+)
+def test_parameters_that_change_while_training_end_it_before_the_step(act, message, step, tmp_path):
+    module, weights = tiny_llama(), Weights()
+    module.model.embed_tokens.requires_grad_(False)
+    trainer = own_trainer(module, tmp_path, callbacks=[weights, At(step, act)])
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert len(weights.seen) == step
+    last = weights.seen[-1] if step else copies(tiny_llama())
+    assert same(module, last)
+
+
+@pytest.mark.parametrize("act", [freeze, unfreeze])
+def test_parameters_that_change_before_training_end_it_before_the_first_step(act, tmp_path):
+    module = tiny_llama()
+    module.model.embed_tokens.requires_grad_(False)
+    trainer = own_trainer(module, tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    act(module)
+    with pytest.raises(ValueError, match=r"at attach.*freeze and unfreeze before attach"):
+        trainer.train()
+    assert same(module, copies(tiny_llama()))
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    start = tiny_llama()
+    start.model.embed_tokens.requires_grad_(False)
+    act(start)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    wanted = by_some(start, set(trained))
+    assert all(torch.equal(p, wanted[name]) for name, p in trained.items())
+
+
+def by_some(module, names):
+    """As `by_build`, of some parameters; the others stay."""
+    params, rest = {n: p for n, p in copies(module).items() if n in names}, copies(module)
+    loss = ModuleLoss(module, mean_loss)
+    method = smat.build(
+        lambda tree, batch: loss({**rest, **tree}, batch), sgd(), params, where=block_linear(module), **STRENGTHS
+    )
+    state, data = method.init(params), rows(4 * STEPS)
+    for step in range(STEPS):
+        own = data[4 * step : 4 * step + 4]
+        state, _ = method.update(KEY, state, {name: torch.stack([row[name] for row in own]) for name in own[0]})
+    return state.params
+
+
+def test_another_model_in_the_trainer_is_refused(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.model = trainer.model_wrapped = tiny_llama()
+    with pytest.raises(ValueError, match="model was replaced after attach"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+        *("apollo_adamw_layerwise", "lomo", "adalomo"),
+    ],
+)
+def test_optimizers_that_step_inside_backward_are_refused_by_name(name, tmp_path):
+    known = {item.value for item in transformers.training_args.OptimizerNames}
+    assert {n for n in known if n.endswith("layerwise") or "lomo" in n} <= {
+        *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+        *("apollo_adamw_layerwise", "lomo", "adalomo"),
+    }
+    trainer = trainer_of(tiny_llama(), tmp_path, optim=name, optim_target_modules=["mlp"])
+    with pytest.raises(ValueError, match=f"optim='{name}' acts on gradients inside the backward pass"):
+        attach(trainer, key=KEY, **STRENGTHS)
+
+
+class InHooks(transformers.Trainer):
+    """Its optimizer steps in hooks of the parameters, as the layerwise ones do."""
+
+    def create_optimizer(self, *args):
+        for p in self.model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        return super().create_optimizer(*args)
+
+
+class Fused(torch.optim.SGD):
+    def fused_backward(self, loss, lr):
+        loss.backward()
+
+
+class InBackward(transformers.Trainer):
+    def create_optimizer(self, *args):
+        self.optimizer = Fused(self.model.parameters(), lr=LR)
+        return self.optimizer
+
+
+@pytest.mark.parametrize(("kind", "what"), [(InHooks, "hook of 'model.embed"), (InBackward, "Fused acts")])
+def test_optimizers_of_ones_own_that_step_inside_backward_are_refused_before_a_step(kind, what, tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=kind)
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match=what):
+        trainer.train()
+    assert same(trainer.model, copies(tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (0, r"key is 0, must be one key: key=smat_fn.random.key\(0\)"),
+        (42, r"random.key\(42\)"),
+        (None, "key is None"),
+        (torch.zeros(2), "must be one key"),
+        (torch.zeros(3, 2, dtype=torch.int64), "must be one key"),
+        (torch.Generator(), "must be one key"),
+    ],
+    ids=str,
+)
+def test_a_key_of_another_kind_is_told_at_attach(key, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        attach(trainer_of(tiny_llama(), tmp_path), key=key, **STRENGTHS)
+
+
+def test_all_problems_of_an_attach_are_told_at_once(tmp_path):
+    trainer = trainer_of(tiny_llama(), tmp_path, optim="lomo")
+    with pytest.raises(ValueError, match=r"sigma is -1.*key is 0.*where is a set.*base is 'cpu'"):
+        attach(trainer, key=0, sigma=-1.0, where={"model.norm.weight"}, base="cpu")
+    handles = [name for name in ("training_step", "compute_loss", "_smat_attached") if name in vars(trainer)]
+    assert not handles
+
+
+class Bare(nn.Module):
+    """A language model whose blocks are attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.block1, self.block2 = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.block2(self.block1(self.embed(input_ids))))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_mask_with_nothing_to_act_on_is_refused_with_what_was_looked_at(tmp_path):
+    trainer = own_trainer(Bare(), tmp_path)
+    message = (
+        "drop_prob is 0.5, but Mask has nothing to act on: where picks none of 7 parameters.*"
+        "it found none in Bare, whose linear layers are block1.0, block2.0, head.*where=.*drop_prob=0"
+    )
+    with pytest.raises(ValueError, match=message):
+        attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"It was asked for embed.weight"):
+        attach(trainer, key=KEY, where=lambda path, p: "layers" in path, **STRENGTHS)
+    attach(trainer, key=KEY, **STRENGTHS | {"drop_prob": 0.0}).detach()
+    attach(trainer, key=KEY, where=lambda path, p: "block" in path and p.ndim == 2, **STRENGTHS)
+    trainer.train()
+
+
+def test_where_no_masked_parameter_is_trained_mask_is_refused_too(tmp_path):
+    module = tiny_llama()
+    module.model.layers.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"picks none of 2 parameters.*in model.layers in LlamaForCausalLM"):
+        attach(own_trainer(module, tmp_path), key=KEY, **STRENGTHS)
+
+
+def test_the_trainers_logs_say_what_was_simulated(tmp_path):
+    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=5)
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 2})
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["smat/simulated"] for line in lines] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    drawn = [STRENGTHS["alpha_min"] + 0.8 * alpha_of(step) for step in (1, 3)]
+    assert [line["smat/alpha"] for line in lines if "smat/alpha" in line] == pytest.approx(drawn, rel=1e-6)
+    assert all("grad_norm" in line for line in lines)
+    seldom = trainer_of(tiny_llama(), tmp_path, max_steps=5, logging_steps=4)
+    attach(seldom, key=KEY, **STRENGTHS | {"period": 2})
+    seldom.train()
+    (line,) = [line for line in seldom.state.log_history if "loss" in line]
+    assert (line["smat/simulated"], line["smat/alpha"]) == (0.5, pytest.approx(sum(drawn) / 2))
+    plain = trainer_of(tiny_llama(), tmp_path)
+    attach(plain, key=KEY).detach()
+    plain.train()
+    assert not any(name.startswith("smat") for line in plain.state.log_history for name in line)
+
+
+def alpha_of(step):
+    """U[0, 1) of a step's alpha."""
+    return random.uniform(random.fold_in(random.fold_in(KEY, step), 0), dtype=torch.float64).item()
+
+
+def test_one_line_says_at_the_start_what_is_masked(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="smat_fn")
+    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
+    handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 4})
+    assert not caplog.records
+    trainer.train()
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("smat_fn")]
+    assert line == repr(handle)
+    assert line.startswith("SMAT simulates every step s with (s + 1) % 4 == 0: Scale alpha from 0.2 to 1; Mask removes")
+    assert "probability 0.5 in 14 of 20 trained parameters (5,120 of 5,712 values)" in line
+    assert "model.layers.*.self_attn.q_proj.weight (2)" in line
+    assert line.endswith("Perturb uniform noise of RMS 0.02")
+    off = attach(trainer, key=KEY, alpha_min=1.0, drop_prob=0.0, sigma=0.0)
+    assert repr(off) == "SMAT: Scale, Mask and Perturb are off, every step is clean"
+
+
+class Online(transformers.Trainer):
+    """Generates its batches inside training_step, as GRPO does, and a sample in its loss."""
+
+    def _prepare_inputs(self, inputs):
+        self.prepared = copies(self.model)
+        with torch.no_grad():
+            self.model.generate(inputs["input_ids"][:, :4], max_new_tokens=1)
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(self, model, inputs, **options):
+        self.at.append(copies(self.model))
+        with torch.no_grad():
+            self.model.generate(inputs["input_ids"][:, :4], max_new_tokens=1)
+        self.after.append(copies(self.model))
+        return super().compute_loss(model, inputs, **options)
+
+
+def test_what_is_generated_inside_training_step_is_generated_at_theta(tmp_path):
+    module = tiny_llama()
+    module.generation_config.pad_token_id = 0
+    weights, generated = Weights(), []
+    trainer = own_trainer(module, tmp_path, kind=Online, callbacks=[weights], max_steps=4)
+    trainer.at, trainer.after = [], []
+    original = module.generate
+
+    def generate(*args, **options):
+        generated.append(copies(module))
+        return original(*args, **options)
+
+    module.generate = generate
+    handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    start = copies(module)
+    trainer.train()
+    assert module.generate is generate
+    for step, before in enumerate([start, *weights.seen[:-1]]):
+        for found in generated[2 * step : 2 * step + 2]:  # of the batch, and of the loss
+            assert all(torch.equal(found[name], leaf) for name, leaf in before.items())
+        state = simulate(before, start, handle._options.draw(step), where=block_linear(module))
+        for found in (trainer.at[step], trainer.after[step]):
+            assert all(torch.equal(found[name], leaf) for name, leaf in state.items())
+
+
+class OwnStep(transformers.Trainer):
+    """Takes its loss in training_step itself."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OwnLoop(transformers.Trainer):
+    """Has a loop of its own, with the trainer's events."""
+
+    def _inner_training_loop(self, *args, **options):
+        self._prepare_for_training(1, self.get_train_dataloader(), None)
+        self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        for inputs in self.get_train_dataloader():
+            self.model(**inputs).loss.backward()
+            self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OwnStep, "training step of OwnStep does not call compute_loss"),
+        (OwnLoop, "OwnLoop updates the weights without a complete training_step"),
+    ],
+)
+def test_trainers_whose_loss_is_taken_elsewhere_are_refused_before_an_update(kind, message, tmp_path):
+    module = tiny_llama()
+    trainer = own_trainer(module, tmp_path, kind=kind)
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert same(module, copies(tiny_llama()))
+
+
+def test_trainers_known_to_have_a_loop_of_their_own_are_refused_by_name(tmp_path):
+    class PPOTrainer(transformers.Trainer):
+        pass
+
+    class Mine(PPOTrainer):
+        pass
+
+    with pytest.raises(ValueError, match="training step of Mine does not call compute_loss"):
+        attach(own_trainer(tiny_llama(), tmp_path, kind=Mine), key=KEY)
+
+
+class Switching(torch.optim.SGD):
+    """Moves the weights when training goes on after an evaluation, as schedule-free optimizers do."""
+
+    def train(self):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.5)
+
+
+def test_an_optimizer_that_switches_weights_at_the_start_of_a_step_switches_theta(tmp_path):
+    class Own(transformers.Trainer):
+        def create_optimizer(self, *args):
+            self.optimizer = Switching(self.model.parameters(), lr=0.0)
+            return self.optimizer
+
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=Own, max_steps=2)
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    trainer.train()
+    wanted = {name: p + 0.5 + 0.5 for name, p in copies(tiny_llama()).items()}
+    assert same(trainer.model, wanted)
+
+
+def test_detach_between_micro_batches_of_a_simulated_step_is_refused(tmp_path):
+    class Leave(transformers.TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                handle.detach()
+
+    trainer = own_trainer(tiny_llama(), tmp_path, batch=2, accumulate=2, callbacks=[Leave()])
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match="detach between two steps"):
+        trainer.train()
+
+
+def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp_path):
+    found = []
+    for base in (None, "host"):
+        trainer = trainer_of(tiny_llama(), tmp_path, batch=2, accumulate=2)
+        attach(trainer, key=KEY, base=base, **STRENGTHS | {"period": 3})
+        trainer.model.to(torch.bfloat16)  # theta_0 is what it was
+        trainer.train()
+        found.append(copies(trainer.model))
+    assert {leaf.dtype for leaf in found[1].values()} == {torch.bfloat16}
+    assert all(torch.equal(leaf, found[1][name]) for name, leaf in found[0].items())
