@@ -54,8 +54,8 @@ def open_inputs(
             problems.append(str(error))
     if start is None:
         return None, found
-    for name, folder in list(found.items()):
-        if folder.leaves.keys().isdisjoint(start.leaves):
+    for name, other in list(found.items()):
+        if other.leaves.keys().isdisjoint(start.leaves):
             problems.append(_foreign_names(start, found.pop(name)))
     start, found, tied = one_head(start, found)
     found, rows = fit_rows(start, found, vocabulary)
