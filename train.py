@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
+from smat_fn.config import METHODS, MORE_METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
 from smat_fn.scripts import cli
 from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     Chosen: TypeAlias = MethodConfig
 else:  # a subcommand for every method
-    Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in METHODS)]  # noqa: UP007 - built from the registry
+    Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def train(args: Train, world: "parallel.World") -> None:
         probe=args.probe,
         probe_at=resolve(Smat(), preset.methods),
     )
-    training = training_of(args, replace(preset.training, lr=preset.lr[method.name]), run.tasks)
+    training = training_of(args, replace(preset.training, lr=preset.lr.get(method.name, preset.training.lr)), run.tasks)
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,17 +10,20 @@ from torch import Tensor
 from .. import tree
 from ..errors import problems_of, raise_problems
 from ..grad import value_and_grad
+from ..optim import momentum_of
 from ..optim.chain import clip
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
-from . import step
+from . import asam, step
 from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
-__all__ = ["Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
+__all__ = ["Climb", "Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
+
+Climb = Literal["clean", "both"]
 
 
 class Info(NamedTuple):
@@ -89,6 +92,8 @@ def build(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    climb: Climb | None = None,
+    rho: float = 0.5,
     lam: float | None = None,
     offload: Offload | None = None,
     engine: Engine = "autograd",
@@ -101,7 +106,11 @@ def build(
     ``alpha m (.) grad L(theta~)`` (Eq. smat-gradient) when ``(s + 1) % period == 0``, else ``grad L(theta)``: one
     forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
     The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
-    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`.
+    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`, with a climb to `smat_fn.mat.msam`.
+
+    With ``climb`` theta is replaced by ``theta + e`` in the loss of clean steps, or in theta~ too, and nowhere else;
+    ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)``, d the optimizer's momentum before the step: no further
+    pass and no buffer in the state, a copy of params while the gradient runs.
 
     Args:
         loss_fn: ``(params, batch) -> (loss, aux)``.
@@ -114,6 +123,8 @@ def build(
         sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
+        climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
+        rho: radius of the climb, >= 0.
         lam: lambda in [0, 1]; replaces the schedule.
         offload: where theta_0 and theta~ live, bit-identical: see `smat_fn.mat.simulated.simulated_gradient`.
         engine: as in `smat_fn.value_and_grad`.
@@ -123,9 +134,10 @@ def build(
         Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` params that do not match base.
+        ValueError: lists every bad argument, and in ``init`` params that do not match base, and an optimizer without
+            a momentum to climb along.
 
-    Source: paper sections 4.1 to 4.3.
+    Source: paper sections 4.1 to 4.3; the climb is no part of it.
     """
     problems = offload_problems(loss_fn, offload, engine)
     at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
@@ -136,11 +148,12 @@ def build(
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return build_from(
         loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
-        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, lam=lam, engine=engine, donate=donate,
-        problems=problems,
+        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, climb=climb, rho=rho, lam=lam, engine=engine,
+        donate=donate, problems=problems,
     )  # fmt: skip
 
 
+# over 60 lines: one closure a step, and the checks of every argument
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -154,6 +167,8 @@ def build_from(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    climb: Climb | None = None,
+    rho: float = 0.5,
     lam: float | None = None,
     engine: Engine = "autograd",
     donate: bool = False,
@@ -174,6 +189,11 @@ def build_from(
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
+    found += step.check_not_negative(rho=rho)
+    if climb not in (None, *get_args(Climb)):
+        found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
+    if lam is not None and climb == "clean":
+        found.append("climb 'clean' is of clean steps, lam has none: take climb 'both', or a period instead of lam")
     if found:
         raise_problems(["smat: " + found[0], *found[1:]])
     assert at_simulated is not None
@@ -183,22 +203,33 @@ def build_from(
         period = 1
         simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
 
+    start = step.init(optimizer, like, donate=donate)
+
+    def init(params: Params) -> State:
+        state = start(params)
+        if climb is not None:
+            momentum_of(state.opt_state, state.params)  # raises before the first step
+        return state
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        drawn = None
-        if off or not is_simulated(state.step, period):
+        drawn, point = None, state.params
+        clean = off or not is_simulated(state.step, period)
+        if climb == "both" or (climb == "clean" and clean):
+            point = asam.climb(point, momentum_of(state.opt_state, point), rho=rho)
+        if clean:
             if not off:
                 simulated.prepare(state.params)
-            loss, aux, grads = accumulate(gradient, state.params, batch)
+            loss, aux, grads = accumulate(gradient, point, batch)
         else:
             own = key_of(fold_in(key, state.step))
             drawn = draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
-            loss, aux, grads = simulated(state.params, batch, drawn)
+            loss, aux, grads = simulated(point, batch, drawn)
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
         return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
 
-    return Method(step.init(optimizer, like, donate=donate), update)
+    return Method(init, update)
 
 
 class _Mixed:
@@ -244,6 +275,10 @@ class Smat:
     """Every period-th step is simulated; 1: every step."""
     noise: Noise | None = None
     """Distribution of the noise."""
+    climb: Climb | None = None
+    """Take the gradients of clean steps, or of both kinds, uphill along the optimizer's momentum, as msam does."""
+    rho: float | None = None
+    """Radius of the climb."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     offload: Offload | None = None

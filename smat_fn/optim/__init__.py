@@ -2,6 +2,7 @@
 
 from .adam import AdamState, adam, adamw
 from .chain import chain, clip, clip_by_global_norm
+from .momentum import momentum_of
 from .muon import MuonState, muon
 from .schedules import constant, cosine
 
@@ -15,5 +16,6 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "cosine",
+    "momentum_of",
     "muon",
 ]

@@ -28,7 +28,7 @@ TIMED = {
     "simulation_share",
 }  # fmt: skip
 OPTIONS = ("--suite-options", "pretrain_steps", "10", "images_per_task", "120")
-METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg")
+METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg", "msam")
 
 
 def log_of(folder, task):
