@@ -80,6 +80,8 @@ class Train:
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
     """Passes over a task's rows, the same for all tasks."""
+    average: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """The expert is an average over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none."""
     accumulate: int | None = None
     """Micro-batches per step: less memory, the same step up to rounding."""
     mask_prompt: bool = False
@@ -191,6 +193,8 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         given["max_grad_norm"] = None
     if args.optimizer is not None:
         given |= {"optimizer": args.optimizer, "muon_lr": 20 * lr if args.optimizer == "muon" else None}
+    if args.average is not None:
+        given["average"] = None if args.average == "none" else args.average
     if args.muon_lr is not None:
         given["muon_lr"] = args.muon_lr
     if args.epochs is not None:

@@ -44,6 +44,7 @@ class Training:
     precision: Precision | None = None  # of training; None: the dtype of the suite
     lora: Adapters | None = None  # None: all weights
     independent_draws: bool = False  # with several processes: each draws for itself
+    average: str | None = None  # over steps: ema:0.999, swa:25%; None: the last parameters
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

@@ -18,6 +18,7 @@ from ..simulation.losses import check_lam
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from . import asam, step
+from .relative import SigmaOf, relative_gradient, sigma_problems
 from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
@@ -92,6 +93,8 @@ def build(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    alpha_max: float = 1.0,
+    sigma_of: SigmaOf = "weights",
     climb: Climb | None = None,
     rho: float = 0.5,
     lam: float | None = None,
@@ -123,6 +126,11 @@ def build(
         sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
+        alpha_max: alpha is uniform on [alpha_min, alpha_max].
+        sigma_of: the units of sigma: "weights"; "update", the RMS of ``theta - theta_0`` over all coordinates so far;
+            "leaf", that of each leaf. What N - 1 experts of unrelated updates add to one in a merge by task arithmetic
+            has the RMS ``gamma sqrt(N - 1)`` of their updates: sigma is then gamma sqrt(N - 1). Costs a read of
+            theta and theta_0 in simulated steps; a leaf without an update gets no noise.
         climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
         rho: radius of the climb, >= 0.
         lam: lambda in [0, 1]; replaces the schedule.
@@ -139,17 +147,19 @@ def build(
 
     Source: paper sections 4.1 to 4.3; the climb is no part of it.
     """
-    problems = offload_problems(loss_fn, offload, engine)
+    problems = offload_problems(loss_fn, offload, engine) + sigma_problems(sigma_of, offload)
     at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
         loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
     )  # fmt: skip
+    if at_simulated is not None:
+        at_simulated = relative_gradient(loss_fn, at_simulated, base, where=where, of=sigma_of, engine=engine)
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return build_from(
         loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
-        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, climb=climb, rho=rho, lam=lam, engine=engine,
-        donate=donate, problems=problems,
+        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, alpha_max=alpha_max, climb=climb, rho=rho,
+        lam=lam, engine=engine, donate=donate, problems=problems,
     )  # fmt: skip
 
 
@@ -167,6 +177,7 @@ def build_from(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    alpha_max: float = 1.0,
     climb: Climb | None = None,
     rho: float = 0.5,
     lam: float | None = None,
@@ -185,7 +196,7 @@ def build_from(
         problems: errors found before, raised together with those found here.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
-    found += draw_problems(alpha_min, drop_prob, sigma, noise)
+    found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
@@ -198,11 +209,14 @@ def build_from(
         raise_problems(["smat: " + found[0], *found[1:]])
     assert at_simulated is not None
     gradient, simulated = value_and_grad(loss_fn, engine=engine), at_simulated
-    off = all_off(alpha_min, drop_prob, sigma) or lam == 0
+    off = (all_off(alpha_min, drop_prob, sigma) and alpha_max == 1) or lam == 0
     if lam is not None:
         period = 1
         simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
 
+    operations: dict[str, Any] = {
+        "alpha_min": alpha_min, "alpha_max": alpha_max, "drop_prob": drop_prob, "sigma": sigma, "noise": noise,
+    }  # fmt: skip
     start = step.init(optimizer, like, donate=donate)
 
     def init(params: Params) -> State:
@@ -222,7 +236,7 @@ def build_from(
             loss, aux, grads = accumulate(gradient, point, batch)
         else:
             own = key_of(fold_in(key, state.step))
-            drawn = draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
+            drawn = draw(own, **operations)
             loss, aux, grads = simulated(point, batch, drawn)
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
@@ -275,6 +289,10 @@ class Smat:
     """Every period-th step is simulated; 1: every step."""
     noise: Noise | None = None
     """Distribution of the noise."""
+    alpha_max: float | None = None
+    """Scale: alpha is uniform on [alpha_min, alpha_max]."""
+    sigma_of: SigmaOf | None = None
+    """Units of sigma: the weights, the RMS of the whole update so far, or that of each leaf's."""
     climb: Climb | None = None
     """Take the gradients of clean steps, or of both kinds, uphill along the optimizer's momentum, as msam does."""
     rho: float | None = None

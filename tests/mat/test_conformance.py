@@ -27,6 +27,8 @@ METHODS = {
             "always": {"period": 1, "sigma": 0.01, "noise": "gaussian"},
             "mixed": {"lam": 0.3, "sigma": 0.01},
             "climbing": {"period": 3, "sigma": 0.01, "climb": "clean", "rho": 0.05},
+            "by leaf": {"period": 2, "sigma": 0.5, "sigma_of": "leaf", "alpha_max": 1.5},
+            "by update": {"period": 2, "sigma": 0.5, "sigma_of": "update"},
             "climbing always": {"period": 2, "sigma": 0.01, "climb": "both", "rho": 0.05},
         },
         {
@@ -35,6 +37,8 @@ METHODS = {
             "sigma": (-1.0, "sigma is -1.0"),
             "noise": ("pink", "noise is 'pink'"),
             "period": (0, "period is 0"),
+            "alpha_max": (math.inf, "alpha_max is inf"),
+            "sigma_of": ("tree", "sigma_of is 'tree'"),
             "climb": ("up", "climb is 'up'"),
             "rho": (-1.0, "rho is -1.0"),
             "lam": (2.0, "lam is 2.0"),
@@ -54,7 +58,7 @@ METHODS = {
 FILES = sorted(
     f.stem
     for f in Path(smat_fn.mat.__file__).parent.glob("*.py")
-    if not f.stem.startswith("_") and f.stem not in ("step", "simulated")
+    if not f.stem.startswith("_") and f.stem not in ("step", "simulated", "relative")
 )
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]
 each_run = pytest.mark.parametrize(("name", "hyper"), RUNS)

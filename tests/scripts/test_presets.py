@@ -48,7 +48,10 @@ def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
         if getattr(config, f.name) is None
     }  # fmt: skip
     searched = {(name, "coef") for name in ("ta", "ties", "dare", "della")}
-    assert open_ == {*(("smat", name) for name in ("climb", "rho", "lam", "offload")), *searched}
+    assert open_ == {
+        *(("smat", name) for name in ("alpha_max", "sigma_of", "climb", "rho", "lam", "offload")),
+        *searched,
+    }
 
 
 def test_mergers_stand_in_the_order_of_the_tables():
@@ -77,7 +80,7 @@ def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
 
 def test_methods_correspond_to_files_and_their_options_to_arguments():
     folder = Path(mat.__file__).parent
-    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step", "simulated"} == {
+    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step", "simulated", "relative"} == {
         c.module for c in (*METHODS, *MORE_METHODS)
     }
     shared = set(inspect.signature(mat.finetune.build).parameters)
@@ -181,6 +184,7 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
             "precision": None,
             "lora": None,
             "independent_draws": False,
+            "average": None,
         },
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
@@ -222,6 +226,7 @@ def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
             "precision": None,
             "lora": None,
             "independent_draws": False,
+            "average": None,
             "epochs": {},
         },
     }

@@ -37,11 +37,19 @@ def schedules(training: Training) -> dict[str, Schedule]:
 
 
 def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
-    """The optimizer and schedule of a training configuration, with torch's fused kernels.
+    """The optimizer and schedule of a training configuration, with torch's fused kernels, and its average over steps.
 
     Args: where: the masked set, whose matrices Muon takes.
     Raises: ValueError for numbers that the optimizer cannot use.
     """
+    optimizer = _optimizer(training, where)
+    if training.average is None:
+        return optimizer
+    assert training.steps is not None, "budget gives them"
+    return optim.averaged(optimizer, optim.averaging(training.average, training.steps))
+
+
+def _optimizer(training: Training, where: Where | None) -> Optimizer:
     rates, decay = schedules(training), training.weight_decay
     if (training.optimizer == "muon") != (training.muon_lr is not None):
         raise ValueError(
@@ -86,6 +94,8 @@ def train_expert(
 ) -> Params:
     """Train one expert from the suite's base; returns it in base's dtypes, with ``training.lora`` its adapters alone.
 
+    With ``training.average`` it is the average over steps.
+
     The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
     see the same data in the same order, and a run can resume from any step. Precision "bf16" and "fp32" train a base
     cast to that dtype, "mixed" float32 master weights (`with_master_weights`); a batch is split by the suite into
@@ -125,9 +135,12 @@ def train_expert(
             if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
                 saver.save(state, log.progress())
                 log.watch.skip()
+    params = state.params
+    if training.average is not None:
+        params = tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, params)
     if training.lora is not None:
-        return state.params
-    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+        return params
+    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), params, suite.base)
 
 
 def _start(

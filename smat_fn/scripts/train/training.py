@@ -209,7 +209,7 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
 
 
 def _numbers(training: Training) -> dict[str, Any]:
-    left_out = ("epochs", "lora", "independent_draws")  # unless they say something
+    left_out = ("epochs", "lora", "independent_draws", "average")  # unless they say something
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, optim, testing
-from smat_fn.config import DIGITS, Adapters, Training
+from smat_fn.config import DIGITS, Adapters, Msam, Training
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.logs import Log
@@ -28,7 +28,12 @@ TIMED = {
     "simulation_share",
 }  # fmt: skip
 OPTIONS = ("--suite-options", "pretrain_steps", "10", "images_per_task", "120")
-METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg", "msam")
+METHODS = {name: DIGITS.methods[name] for name in ("smat", "ft", "asam", "mergopt", "orthoreg")}
+METHODS |= {
+    "msam": Msam(rho=0.5),
+    "msam gradient": Msam(rho=0.5, along="gradient"),
+    "smat climbing": replace(METHODS["smat"], climb="both", rho=0.5),
+}
 
 
 def log_of(folder, task):
@@ -68,8 +73,10 @@ def kill():
         {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
         {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
         {"precision": "bf16", "lora": Adapters(3, 6.0)},
+        {"average": "ema:0.5"},
+        {"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"},
     ],
-    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16"],
+    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16", "average", "average of adapters"],
 )
 def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp_path, monkeypatch, change):
     training = replace(Training(steps=9, lr=5e-4), **change)
@@ -92,7 +99,7 @@ def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
-    options = {"name": name, "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
+    options = {"method": METHODS[name], "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
     train(tmp_path / "whole", **options)
     after(monkeypatch, 4, kill)
     with pytest.raises(Killed):
