@@ -19,7 +19,7 @@ from benchmarks.study.trial import Trial
 from benchmarks.study.trials import Outcome, rows_of, run_trials
 from smat_fn import machine
 from smat_fn.checkpoint import write_text
-from smat_fn.config import DIGITS, MergerConfig, MethodConfig, Msam, Training, TsvMerge, settings
+from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msam, Training, TsvMerge, settings
 
 from .methods import say
 
@@ -64,10 +64,22 @@ def candidates(rates: Iterable[float]) -> list[Candidate]:
         *(("MSAM", f"MSAM, rho {rho:g}", Msam(rho=rho)) for rho in radii),
         ("MSAM, gradient", "MSAM along the last gradient, rho 0.5", Msam(rho=0.5, along="gradient")),
         *(("SMAT climbing", f"SMAT climbing, rho {rho:g}", _with(smat, climb="clean", rho=rho)) for rho in radii),
+        ("SMAT, relative", "SMAT, sigma 0.5 of the update", _with(smat, sigma=0.5, sigma_of="update")),
+        *(("SMAT, relative", f"SMAT, sigma {s:g} of each leaf's update", _with(smat, sigma=s, sigma_of="leaf"))
+          for s in (0.5, 1.0)),
+        *(("SMAT, alpha above 1", f"SMAT, alpha up to {a:g}", _with(smat, alpha_max=a)) for a in (1.5, 2.0)),
+        *(("L2-SP", f"L2-SP, pull {pull:g}", L2sp(pull=pull)) for pull in (0.1, 1.0)),
+        *(("Mixout", f"Mixout, p {p:g}", Mixout(drop_prob=p)) for p in (0.3, 0.7)),
         *(("SMAT climbing in both", f"SMAT climbing in both, rho {rho:g}", _with(smat, climb="both", rho=rho))
           for rho in radii),
     ]  # fmt: skip
     found = [Candidate(*one, replace(BASE, lr=lr)) for lr in rates for one in methods]
+    found += [
+        Candidate(f"{name}, averaged", f"{name}, {average}", method, replace(BASE, lr=lr, average=average))
+        for lr in rates
+        for name, method in (("FT", ft), ("SMAT", smat))
+        for average in ("ema:0.98", "swa:25%", "swa:75%")
+    ]
     half = replace(BASE, steps=200)  # as many passes as the others
     found += [
         Candidate("ASAM, half the steps", "ASAM, half the steps, rho 0.5", _with(asam, rho=0.5), replace(half, lr=lr))

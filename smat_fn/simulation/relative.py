@@ -30,7 +30,7 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
     Returns:
         tree of params' structure, shapes and dtypes.
     """
-    origins, found = tree.flatten(base), {}
+    origins, found = tree.flatten(base), dict[str, Tensor]()
     for path, leaf in tree.flatten(params).items():
         own, origin = {path: leaf}, {path: origins[path]}
         sigma = draw.sigma * update_rms(own, origin).to(draw.sigma.device)

@@ -97,6 +97,22 @@ def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp
     assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
 
 
+def test_an_average_over_steps_is_what_is_kept(train, tmp_path):
+    for name, average in (("last", None), ("one step", "ema:0"), ("all steps", "swa:100%")):
+        train(tmp_path / name, tasks=("rot90",), training=Training(steps=3, lr=5e-4, average=average))
+    assert weights_of(tmp_path / "one step", "rot90") == weights_of(tmp_path / "last", "rot90")
+    assert log_of(tmp_path / "all steps", "rot90") == log_of(tmp_path / "last", "rot90")
+    steps = []
+    for count in (1, 2, 3):  # a constant rate: shorter runs are the longer ones' beginnings
+        training = Training(steps=count, lr=5e-4, schedule="constant")
+        train(tmp_path / str(count), "ft", tasks=("rot90",), training=training)
+        steps.append(checkpoint.load_leaves(tmp_path / str(count) / "rot90")[0])
+    training = Training(steps=3, lr=5e-4, schedule="constant", average="swa:100%")
+    train(tmp_path / "mean", "ft", tasks=("rot90",), training=training)
+    for path, leaf in checkpoint.load_leaves(tmp_path / "mean" / "rot90")[0].items():
+        torch.testing.assert_close(leaf, sum(own[path] for own in steps) / 3, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
     options = {"method": METHODS[name], "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
