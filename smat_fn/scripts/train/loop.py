@@ -94,8 +94,6 @@ def train_expert(
 ) -> Params:
     """Train one expert from the suite's base; returns it in base's dtypes, with ``training.lora`` its adapters alone.
 
-    With ``training.average`` it is the average over steps.
-
     The run key is ``fold_in(key(seed), task)``: batches and draws depend on it and the step alone, so that all methods
     see the same data in the same order, and a run can resume from any step. Precision "bf16" and "fp32" train a base
     cast to that dtype, "mixed" float32 master weights (`with_master_weights`); a batch is split by the suite into
@@ -135,12 +133,17 @@ def train_expert(
             if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
                 saver.save(state, log.progress())
                 log.watch.skip()
-    params = state.params
-    if training.average is not None:
-        params = tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, params)
+    params = _result(state, training)
     if training.lora is not None:
         return params
     return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), params, suite.base)
+
+
+def _result(state: Any, training: Training) -> Params:
+    """The parameters that a run ends with: the last ones, or their average over steps."""
+    if training.average is None:
+        return state.params
+    return tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, state.params)
 
 
 def _start(
