@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from tyro.conf import arg, subcommand
 
-from smat_fn.config import METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
+from smat_fn.config import METHODS, MORE_METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
 from smat_fn.scripts import cli
 from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     Chosen: TypeAlias = MethodConfig
 else:  # a subcommand for every method
-    Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in METHODS)]  # noqa: UP007 - built from the registry
+    Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Train:
     """Optimizer steps per expert, instead of epochs."""
     epochs: int | None = None
     """Passes over a task's rows, the same for all tasks."""
+    average: Annotated[str | None, arg(help_behavior_hint="(default: none)")] = None
+    """The expert is an average over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none."""
     accumulate: int | None = None
     """Micro-batches per step: less memory, the same step up to rounding."""
     mask_prompt: bool = False
@@ -163,7 +165,7 @@ def train(args: Train, world: "parallel.World") -> None:
         probe=args.probe,
         probe_at=resolve(Smat(), preset.methods),
     )
-    training = training_of(args, replace(preset.training, lr=preset.lr[method.name]), run.tasks)
+    training = training_of(args, replace(preset.training, lr=preset.lr.get(method.name, preset.training.lr)), run.tasks)
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)
@@ -195,6 +197,8 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         given["max_grad_norm"] = None
     if args.optimizer is not None:
         given |= {"optimizer": args.optimizer, "muon_lr": 20 * lr if args.optimizer == "muon" else None}
+    if args.average is not None:
+        given["average"] = None if args.average == "none" else args.average
     if args.muon_lr is not None:
         given["muon_lr"] = args.muon_lr
     if args.epochs is not None:

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
-from ..mat import METHODS, MethodConfig
+from ..mat import METHODS, MORE_METHODS, MethodConfig
 from ..mat.asam import Asam
 from ..mat.finetune import Finetune
+from ..mat.l2sp import L2sp
 from ..mat.mergopt import Mergopt
+from ..mat.mixout import Mixout
+from ..mat.msam import Msam
 from ..mat.orthoreg import Orthoreg
 from ..mat.smat import Smat
 from ..merge import MERGERS, MORE_MERGERS
@@ -33,10 +36,11 @@ from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs",
-    "Dare", "DareTies", "Della", "Finetune", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "ModelStock",
-    "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp", "Smat", "TaskArithmetic", "Ties", "Training",
-    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "preset_of", "resolve", "settings", "with_semantics",
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "Asam",
+    "Breadcrumbs", "Dare", "DareTies", "Della", "Finetune", "L2sp", "MagMax", "MergerConfig", "Mergopt",
+    "MethodConfig", "Mixout", "ModelStock", "Msam", "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp",
+    "Smat", "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt",
+    "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della

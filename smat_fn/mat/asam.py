@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import ops, tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -73,19 +73,9 @@ def build(
 @torch.no_grad()
 def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
-
-    def weighted(theta: Tensor, g: Tensor) -> Tensor:
-        dtype = tree.compute_dtype(theta)
-        return theta.to(dtype).abs() * g.to(dtype) if adaptive else g.to(dtype)
-
-    slope = tree.tree_map(weighted, params, grads)
-    length = rho / (tree.global_norm(slope) + 1e-12)
-
-    def moved(theta: Tensor, s: Tensor) -> Tensor:
-        wide = theta.to(s.dtype)
-        return (wide + (wide.abs() * s if adaptive else s) * length.to(s.device, s.dtype)).to(theta.dtype)
-
-    return tree.tree_map(moved, params, slope)
+    leaves, slopes = tree.flatten(params), tree.flatten(grads)
+    moved = ops.climb(list(leaves.values()), [slopes[path] for path in leaves], rho=rho, adaptive=adaptive)
+    return tree.unflatten(params, dict(zip(leaves, moved, strict=True)))
 
 
 @dataclass(frozen=True)

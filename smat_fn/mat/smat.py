@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import problems_of, raise_problems
 from ..grad import value_and_grad
+from ..optim import momentum_of
 from ..optim.chain import clip
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
@@ -17,11 +18,14 @@ from ..simulation.losses import check_lam
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import mask_problems
-from . import step
+from . import asam, step
+from .relative import SigmaOf, relative_gradient, sigma_problems
 from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
 from .step import Gradient, State, accumulate
 
-__all__ = ["Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
+__all__ = ["Climb", "Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
+
+Climb = Literal["clean", "both"]
 
 
 class Info(NamedTuple):
@@ -90,6 +94,10 @@ def build(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    alpha_max: float = 1.0,
+    sigma_of: SigmaOf = "weights",
+    climb: Climb | None = None,
+    rho: float = 0.5,
     lam: float | None = None,
     offload: Offload | None = None,
     engine: Engine = "autograd",
@@ -102,7 +110,11 @@ def build(
     ``alpha m (.) grad L(theta~)`` (Eq. smat-gradient) when ``(s + 1) % period == 0``, else ``grad L(theta)``: one
     forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
     The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
-    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`.
+    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`, with a climb to `smat_fn.mat.msam`.
+
+    With ``climb`` theta is replaced by ``theta + e`` in the loss of clean steps, or in theta~ too, and nowhere else;
+    ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)``, d the optimizer's momentum before the step: no further
+    pass and no buffer in the state, a copy of params while the gradient runs.
 
     Args:
         loss_fn: ``(params, batch) -> (loss, aux)``.
@@ -115,6 +127,13 @@ def build(
         sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
+        alpha_max: alpha is uniform on [alpha_min, alpha_max].
+        sigma_of: the units of sigma: "weights"; "update", the RMS of ``theta - theta_0`` over all coordinates so far;
+            "leaf", that of each leaf. What N - 1 experts of unrelated updates add to one in a merge by task arithmetic
+            has the RMS ``gamma sqrt(N - 1)`` of their updates: sigma is then gamma sqrt(N - 1). Costs a read of
+            theta and theta_0 in simulated steps; a leaf without an update gets no noise.
+        climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
+        rho: radius of the climb, >= 0.
         lam: lambda in [0, 1]; replaces the schedule.
         offload: where theta_0 and theta~ live, bit-identical: see `smat_fn.mat.simulated.simulated_gradient`.
         engine: as in `smat_fn.value_and_grad`.
@@ -124,24 +143,28 @@ def build(
         Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` params that do not match base.
+        ValueError: lists every bad argument, and in ``init`` params that do not match base, and an optimizer without
+            a momentum to climb along.
 
-    Source: paper sections 4.1 to 4.3.
+    Source: paper sections 4.1 to 4.3; the climb is no part of it.
     """
-    problems = offload_problems(loss_fn, offload, engine)
+    problems = offload_problems(loss_fn, offload, engine) + sigma_problems(sigma_of, offload)
     at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
         loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
     )  # fmt: skip
+    if at_simulated is not None:
+        at_simulated = relative_gradient(loss_fn, at_simulated, base, where=where, of=sigma_of, engine=engine)
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return build_from(
         loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
-        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, lam=lam, engine=engine, donate=donate,
-        problems=problems,
+        drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, alpha_max=alpha_max, climb=climb, rho=rho,
+        lam=lam, engine=engine, donate=donate, problems=problems,
     )  # fmt: skip
 
 
+# over 60 lines: one closure a step, and the checks of every argument
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -155,6 +178,9 @@ def build_from(
     sigma: float = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
+    alpha_max: float = 1.0,
+    climb: Climb | None = None,
+    rho: float = 0.5,
     lam: float | None = None,
     engine: Engine = "autograd",
     donate: bool = False,
@@ -171,36 +197,55 @@ def build_from(
         problems: errors found before, raised together with those found here.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
-    found += draw_problems(alpha_min, drop_prob, sigma, noise)
+    found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += mask_problems(where, tree.flatten(like), drop_prob)
     found += [] if lam is None else problems_of(check_lam, lam)
+    found += step.check_not_negative(rho=rho)
+    if climb not in (None, *get_args(Climb)):
+        found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
+    if lam is not None and climb == "clean":
+        found.append("climb 'clean' is of clean steps, lam has none: take climb 'both', or a period instead of lam")
     if found:
         raise_problems(["smat: " + found[0], *found[1:]])
     assert at_simulated is not None
     gradient, simulated = value_and_grad(loss_fn, engine=engine), at_simulated
-    off = all_off(alpha_min, drop_prob, sigma) or lam == 0
+    off = (all_off(alpha_min, drop_prob, sigma) and alpha_max == 1) or lam == 0
     if lam is not None:
         period = 1
         simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
 
+    operations: dict[str, Any] = {
+        "alpha_min": alpha_min, "alpha_max": alpha_max, "drop_prob": drop_prob, "sigma": sigma, "noise": noise,
+    }  # fmt: skip
+    start = step.init(optimizer, like, donate=donate)
+
+    def init(params: Params) -> State:
+        state = start(params)
+        if climb is not None:
+            momentum_of(state.opt_state, state.params)  # raises before the first step
+        return state
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        drawn = None
-        if off or not is_simulated(state.step, period):
+        drawn, point = None, state.params
+        clean = off or not is_simulated(state.step, period)
+        if climb == "both" or (climb == "clean" and clean):
+            point = asam.climb(point, momentum_of(state.opt_state, point), rho=rho)
+        if clean:
             if not off:
                 simulated.prepare(state.params)
-            loss, aux, grads = accumulate(gradient, state.params, batch)
+            loss, aux, grads = accumulate(gradient, point, batch)
         else:
             own = key_of(fold_in(key, state.step))
-            drawn = draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
-            loss, aux, grads = simulated(state.params, batch, drawn)
+            drawn = draw(own, **operations)
+            loss, aux, grads = simulated(point, batch, drawn)
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
         return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
 
-    return Method(step.init(optimizer, like, donate=donate), update)
+    return Method(init, update)
 
 
 class _Mixed:
@@ -246,6 +291,14 @@ class Smat:
     """Every period-th step is simulated; 1: every step."""
     noise: Noise | None = None
     """Distribution of the noise."""
+    alpha_max: float | None = None
+    """Scale: alpha is uniform on [alpha_min, alpha_max]."""
+    sigma_of: SigmaOf | None = None
+    """Units of sigma: the weights, the RMS of the whole update so far, or that of each leaf's."""
+    climb: Climb | None = None
+    """Take the gradients of clean steps, or of both kinds, uphill along the optimizer's momentum, as msam does."""
+    rho: float | None = None
+    """Radius of the climb."""
     lam: float | None = None
     """Mixed objective instead of the period: weight of the simulated loss in every step."""
     offload: Offload | None = None

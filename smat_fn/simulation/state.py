@@ -27,11 +27,20 @@ class Draw(NamedTuple):
     noise: Tensor  # quantiles of unit noise by 16-bit field, shape=(65536,), float32; empty for uniform noise
 
 
-def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise: Noise = "uniform") -> Draw:
+def draw(
+    key: Tensor,
+    *,
+    alpha_min: float,
+    drop_prob: float,
+    sigma: float,
+    noise: Noise = "uniform",
+    alpha_max: float = 1.0,
+) -> Draw:
     r"""Draw the simulated state of one step.
 
-    ``alpha ~ U[alpha_min, 1]``, ``m_k = 0`` with probability p and else ``1 / (1 - p)``, ``epsilon_k`` of mean 0 and
-    RMS sigma, all independent. alpha comes from the child 0 of the key, mask and noise from its children by leaf path.
+    ``alpha ~ U[alpha_min, alpha_max]``, ``m_k = 0`` with probability p and else ``1 / (1 - p)``, ``epsilon_k`` of
+    mean 0 and RMS sigma, all independent. alpha comes from the child 0 of the key, mask and noise from its children
+    by leaf path.
 
     Args:
         key: int64 (2,), used for nothing else.
@@ -40,6 +49,7 @@ def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise
         sigma: RMS of the noise, >= 0, in units of the weights.
         noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch Scale, Mask
             and Perturb off.
+        alpha_max: 1 in the paper; above it, merges whose coefficients add up to more.
 
     Returns:
         Draw on the key's device; can be vmapped over keys.
@@ -49,11 +59,11 @@ def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise
 
     Source: paper Eqs. smat-state and smat-mask.
     """
-    problems = draw_problems(alpha_min, drop_prob, sigma, noise)
+    problems = draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
     if problems:
         raise ValueError("draw: " + "; ".join(problems))
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
-    scale = (alpha_min + (1.0 - alpha_min) * unit).to(torch.float32)
+    scale = (alpha_min + (alpha_max - alpha_min) * unit).to(torch.float32)
 
     def number(value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=key.device)
@@ -62,11 +72,13 @@ def draw(key: Tensor, *, alpha_min: float, drop_prob: float, sigma: float, noise
     return Draw(key, scale, number(drop_prob), number(sigma), table.to(key.device))
 
 
-def draw_problems(alpha_min: float, drop_prob: float, sigma: float, noise: str) -> list[str]:
+def draw_problems(alpha_min: float, drop_prob: float, sigma: float, noise: str, alpha_max: float = 1.0) -> list[str]:
     """Errors for hyperparameters of the three operations that are out of range."""
     problems = []
     if not 0 <= alpha_min <= 1:
         problems.append(f"alpha_min is {alpha_min}, must lie in [0, 1] (1 switches Scale off)")
+    if not (math.isfinite(alpha_max) and alpha_max >= min(alpha_min, 1)):
+        problems.append(f"alpha_max is {alpha_max}, must be finite and at least alpha_min, {alpha_min}")
     if not 0 <= drop_prob < 1:
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")
     if not (math.isfinite(sigma) and sigma >= 0):

@@ -20,6 +20,7 @@ def headline(
     parts.append("epochs by task" if training.steps is None else f"{training.steps} steps")
     parts += [f"precision {training.precision}"] if training.precision else []
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
+    parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
     parts += [f"{processes} processes"] if processes > 1 else []
     return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"

@@ -43,11 +43,19 @@ def schedules(training: Training) -> dict[str, Schedule]:
 
 
 def make_optimizer(training: Training, where: Where | None = None) -> Optimizer:
-    """The optimizer and schedule of a training configuration, with torch's fused kernels.
+    """The optimizer and schedule of a training configuration, with torch's fused kernels, and its average over steps.
 
     Args: where: the masked set, whose matrices Muon takes.
     Raises: ValueError for numbers that the optimizer cannot use.
     """
+    optimizer = _optimizer(training, where)
+    if training.average is None:
+        return optimizer
+    assert training.steps is not None, "budget gives them"
+    return optim.averaged(optimizer, optim.averaging(training.average, training.steps))
+
+
+def _optimizer(training: Training, where: Where | None) -> Optimizer:
     rates, decay = schedules(training), training.weight_decay
     if (training.optimizer == "muon") != (training.muon_lr is not None):
         raise ValueError(
@@ -134,9 +142,17 @@ def train_expert(
             if saver is not None and log is not None and step + 1 < training.steps and saver.due(step + 1):
                 saver.save(state, log.progress())
                 log.watch.skip()
+    params = _result(state, training)
     if training.lora is not None:
+        return params
+    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), params, suite.base)
+
+
+def _result(state: Any, training: Training) -> Params:
+    """The parameters that a run ends with: the last ones, or their average over steps."""
+    if training.average is None:
         return state.params
-    return tree.tree_map(lambda leaf, origin: leaf.to(origin.dtype), state.params, suite.base)
+    return tree.tree_map(lambda mean, leaf: mean.to(leaf.dtype), state.opt_state.average, state.params)
 
 
 def _start(

@@ -233,7 +233,7 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
 
 def numbers(training: Training) -> dict[str, Any]:
     """The settings as JSON values, without those that are off."""
-    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices")
+    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average")
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 

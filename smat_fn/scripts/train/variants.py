@@ -43,7 +43,9 @@ def problems(method: MethodConfig, training: Training, world: World) -> list[str
     alone = "independent draws" if training.independent_draws else ""
     alone = "adapters at the merged weight" if training.lora and training.lora.simulate == "merged" else alone
     if alone and method.name == "smat":
-        found += [f"{name} {own[name]} is not known for {alone}" for name in ("lam", "offload") if name in own]
+        found += [
+            f"{name} {own[name]} is not known for {alone}" for name in ("lam", "sigma_of", "offload") if name in own
+        ]
     if training.lora is not None and "offload" in own and not alone:
         found.append(f"offload {own['offload']} is not known for adapters")
     if world.size > 1 and own.get("offload") in ("recompute", "stream"):
