@@ -9,7 +9,7 @@ time. The functions have the names of their modules: ``smat_fn.merge.ties`` is t
 
 from .breadcrumbs import breadcrumbs, breadcrumbs_vector
 from .coefs import Rules, apply_rules, coef_of, coefs_of
-from .common import Merger, apply_vector, task_vector
+from .common import COEFS, WIDE, Merger, apply_vector, task_vector
 from .dare import dare, dare_vector
 from .dare_ties import dare_ties, dare_ties_vector
 from .della import della, della_vector
@@ -17,7 +17,7 @@ from .inputs import Experts
 from .magmax import magmax, magmax_vector
 from .model_stock import model_stock, model_stock_ratios, model_stock_vector
 from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, vector_by
-from .select import CALIBRATION_COEFS, COEFS, DROP_PROBS, TIES_KEEPS, Selection, choose, select_coef
+from .select import CALIBRATION_COEFS, DROP_PROBS, TIES_KEEPS, Selection, beyond, choose, edge_of, select_coef
 from .slerp import slerp
 from .task_arithmetic import task_arithmetic, task_arithmetic_vector
 from .ties import ties, ties_density, ties_vector
@@ -27,9 +27,9 @@ from .weighted_average import weighted_average
 from .wise_ft import wise_ft, wise_ft_vector
 
 __all__ = [
-    "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS",
-    "Experts", "Merger", "Rules", "Selection", "apply_rules", "apply_vector", "breadcrumbs", "breadcrumbs_vector",
-    "choose", "coef_of", "coefs_of", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "della", "della_vector",
+    "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
+    "Experts", "Merger", "Rules", "Selection", "apply_rules", "apply_vector", "beyond", "breadcrumbs",
+    "breadcrumbs_vector", "choose", "coef_of", "coefs_of", "edge_of", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "della", "della_vector",
     "magmax", "magmax_vector", "merge_by", "model_stock", "model_stock_ratios", "model_stock_vector", "select_coef",
     "slerp", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector",
     "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector",

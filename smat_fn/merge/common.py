@@ -19,6 +19,8 @@ Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of 
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
 BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
 BYTES_PER_COORDINATE = 80  # of a chunk, at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
+COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
+WIDE = tuple(i / 5 for i in range(1, 11))  # of mergers whose vector is short: as many candidates, up to 2
 # reasons in `Merger.semantics`
 L1_NORMS = "mergekit rescales what it keeps by a ratio of L1 norms, here each entry is divided by its keep probability"
 UNKNOWN = "mergekit has no such merger"
@@ -84,6 +86,7 @@ class Merger:
     function: ClassVar[Callable[..., Any]]  # `<name>_vector`; of a merger without a base, the merger
     based: ClassVar[bool] = True  # chunks hold task vectors and give one; else they hold weights and give weights
     random: ClassVar[bool] = False  # ``function`` takes a key first
+    grid: ClassVar[tuple[float, ...]] = COEFS  # coefficients that a search tries, unless it is given others
     semantics: ClassVar[
         Mapping[str, Mapping[str, Any] | str]
     ] = {}  # options of other definitions, or why there are none

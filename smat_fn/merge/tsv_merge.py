@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
+from .common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
 from .inputs import Experts, Leaves, check, coef_problems
 
 
@@ -73,6 +73,7 @@ class TsvMerge(Merger):
     name = "tsv_merge"
     function = staticmethod(tsv_merge_vector)
     semantics: ClassVar = {"mergekit": UNKNOWN}
+    grid: ClassVar = WIDE
     coef: float | None = None
     """gamma. No preset holds one: --search chooses it on dev."""
 

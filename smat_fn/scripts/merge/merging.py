@@ -35,6 +35,7 @@ def merge_run(
     overwrite: bool = False,
     options: Mapping[str, Any] | None = None,
     coefs: Sequence[float] = (),
+    widen: bool = False,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
@@ -51,7 +52,8 @@ def merge_run(
         seed: of random masks.
         overwrite: merge again where a folder exists.
         options: of the suite, instead of those in the experts' manifests.
-        coefs: that a search tries (default: `merge.COEFS`).
+        coefs: that a search tries (default: the merger's own, `Merger.grid`).
+        widen: try more as long as the best one is at an edge of those, ten at most.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
@@ -62,10 +64,12 @@ def merge_run(
         sources = _sources(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-    asked = {"search": search, "suite": dict(options or {}), **({"coefs": sorted(coefs)} if coefs else {})}
+    asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
     facts, calibration = dict[str, dict[str, Any]](), calibration or {}
     for config in configs:
         own = {"settings": settings(config), "calibration": calibration.get(config.name)}
+        tried = coefs or (config.grid if search and config.grid != merge.COEFS else ())
+        own |= {"coefs": sorted(tried)} if tried else {}
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
@@ -73,8 +77,8 @@ def merge_run(
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                at, grid = calibration.get(config.name), coefs or merge.COEFS
-                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=grid, calibration=at)
+                at, grid = calibration.get(config.name), {"coefs": coefs, "widen": widen}
+                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, calibration=at, **grid)
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
     return {out / config.name: kept[out / config.name] for config in configs}
 
@@ -83,6 +87,7 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
     """A line for each merged model: its folder, its coefficient and its mean dev score."""
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
+        coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
 
@@ -112,7 +117,8 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             params, manifest = checkpoint.load_leaves(folder)
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
             curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
-            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True)
+            edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
+            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, edge=edge)
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
@@ -176,6 +182,7 @@ def _write(
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
+        **({"dev_edge": merged.edge} if merged.edge else {}),
     }
     if isinstance(config, Ties):
         options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
