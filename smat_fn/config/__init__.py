@@ -20,6 +20,8 @@ from ..merge.breadcrumbs import Breadcrumbs
 from ..merge.dare import Dare
 from ..merge.dare_ties import DareTies
 from ..merge.della import Della
+from ..merge.iso_c import IsoC
+from ..merge.iso_cts import IsoCts
 from ..merge.magmax import MagMax
 from ..merge.model_stock import ModelStock
 from ..merge.slerp import Slerp
@@ -29,14 +31,16 @@ from ..merge.tsv_merge import TsvMerge
 from ..merge.weight_average import WeightAverage
 from ..merge.weighted_average import WeightedAverage
 from ..merge.wise_ft import WiseFt
+from ..merge.wudi import Wudi
 from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs",
-    "Dare", "DareTies", "Della", "Finetune", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "ModelStock",
-    "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp", "Smat", "TaskArithmetic", "Ties", "Training",
-    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "preset_of", "resolve", "settings", "with_semantics",
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs", "Dare",
+    "DareTies", "Della", "Finetune", "IsoC", "IsoCts", "MagMax", "MergerConfig", "Mergopt", "MethodConfig",
+    "ModelStock", "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp", "Smat", "TaskArithmetic", "Ties",
+    "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings",
+    "with_semantics",
 ]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della

@@ -24,7 +24,7 @@ def chunk_of(memory: int) -> int:
 
 def memory_bound(job: Job) -> int:
     """Bytes of anonymous memory at the peak: see `merge_folders`."""
-    least = job.config.memory(list(job.base.leaves.values()), len(job.experts))
+    least = job.config.memory(job.base.leaves, len(job.experts))
     return job.workers * max(BYTES_PER_COORDINATE * job.chunk, least) + FIXED
 
 

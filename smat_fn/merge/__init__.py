@@ -14,6 +14,8 @@ from .dare import dare, dare_vector
 from .dare_ties import dare_ties, dare_ties_vector
 from .della import della, della_vector
 from .inputs import Experts
+from .iso_c import iso_c, iso_c_vector
+from .iso_cts import iso_cts, iso_cts_vector
 from .magmax import magmax, magmax_vector
 from .model_stock import model_stock, model_stock_ratios, model_stock_vector
 from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, vector_by
@@ -25,12 +27,14 @@ from .tsv_merge import tsv_merge, tsv_merge_vector
 from .weight_average import weight_average
 from .weighted_average import weighted_average
 from .wise_ft import wise_ft, wise_ft_vector
+from .wudi import wudi, wudi_vector
 
 __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
     "Experts", "Merger", "Rules", "Selection", "apply_rules", "apply_vector", "beyond", "breadcrumbs",
-    "breadcrumbs_vector", "choose", "coef_of", "coefs_of", "edge_of", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "della", "della_vector",
-    "magmax", "magmax_vector", "merge_by", "model_stock", "model_stock_ratios", "model_stock_vector", "select_coef",
-    "slerp", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector",
-    "tsv_merge", "tsv_merge_vector", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector",
+    "breadcrumbs_vector", "choose", "coef_of", "coefs_of", "dare", "dare_ties", "dare_ties_vector", "dare_vector",
+    "della", "della_vector", "edge_of", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector", "magmax", "magmax_vector",
+    "merge_by", "model_stock", "model_stock_ratios", "model_stock_vector", "select_coef", "slerp", "task_arithmetic",
+    "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "tsv_merge", "tsv_merge_vector",
+    "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",
 ]  # fmt: skip

@@ -71,7 +71,7 @@ class Rule(NamedTuple):
     total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
     add: Callable[..., tuple[Tensor, bool]] | None = None  # adds one expert's weights, see `dare.add_dropped`
     rows: bool = False  # no row is cut
-    whole: bool = False  # no leaf is cut
+    whole: Callable[[str], bool] | None = None  # which leaves are not cut
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Merger:
         """The arithmetic of ``function`` on chunks, bit for bit."""
         raise NotImplementedError
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         """Bytes that one worker needs at least, where some leaves do not fit a chunk."""
         return 0
 
@@ -353,9 +353,9 @@ def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[
     return total.tolist()
 
 
-def gram_memory(leaves: Sequence[Tensor], experts: int) -> int:
+def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
     """`Merger.memory` of what calls `Mapped.gram`."""
-    return 32 * experts * min(max((leaf.numel() for leaf in leaves), default=0), BLOCK)
+    return 32 * experts * min(max((leaf.numel() for leaf in leaves.values()), default=0), BLOCK)
 
 
 def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:

@@ -1,7 +1,7 @@
 """Model Stock: towards the experts' mean, as far as the angle between the experts says."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -76,5 +76,5 @@ class ModelStock(Merger):
 
         return Rule(fuse)
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return gram_memory(leaves, experts)

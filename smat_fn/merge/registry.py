@@ -20,6 +20,9 @@ _MORE = (
     "breadcrumbs",
     "magmax",
     "tsv_merge",
+    "iso_c",
+    "iso_cts",
+    "wudi",
 )
 
 

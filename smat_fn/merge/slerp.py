@@ -1,7 +1,7 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -63,5 +63,5 @@ class Slerp(Merger):
 
         return Rule(fuse)
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return gram_memory(leaves, experts)

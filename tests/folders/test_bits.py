@@ -11,6 +11,8 @@ from smat_fn.config import (
     Dare,
     DareTies,
     Della,
+    IsoC,
+    IsoCts,
     MagMax,
     ModelStock,
     Slerp,
@@ -20,6 +22,7 @@ from smat_fn.config import (
     WeightAverage,
     WeightedAverage,
     WiseFt,
+    Wudi,
 )
 from smat_fn.folders import chunks, merge_folders, survey
 from smat_fn.merge import BASELESS, common
@@ -46,6 +49,12 @@ MORE = {
     "breadcrumbs, none of the smallest": Breadcrumbs(coef=0.3, drop_smallest=0.0, drop_largest=0.5),
     "magmax": MagMax(coef=0.7),
     "tsv_merge": TsvMerge(coef=0.7),
+    "tsv_merge, all of it": TsvMerge(coef=0.7, share=1.0, others="zero"),
+    "tsv_merge, one matrix skipped": TsvMerge(coef=0.7, skip=("row", "col*")),
+    "iso_c": IsoC(coef=1.3),
+    "iso_cts": IsoCts(coef=1.3, common=0.5),
+    "wudi": Wudi(coef=0.7),
+    "act_mat": Wudi(coef=0.7, norms=False, ridge=0.0),
 }
 COUNTS = {"wise_ft": 1, "slerp": 2}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -9,7 +9,7 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral"}
 
 
 def some(experts, count):
@@ -59,7 +59,19 @@ RUNS = {
         )
     },
     "magmax": {"magmax": lambda base, experts, key: merge.magmax(base, experts, coef=0.5)},
-    "tsv_merge": {"tsv": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5)},
+    "tsv_merge": {
+        "tsv": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5),
+        "tsv-all": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5, others="zero", share=1.0),
+    },
+    "iso_c": {"iso-c": lambda base, experts, key: merge.iso_c(base, experts, coef=0.5)},
+    "iso_cts": {
+        "iso-cts": lambda base, experts, key: merge.iso_cts(base, experts, coef=0.5),
+        "iso-cts-zero": lambda base, experts, key: merge.iso_cts(base, experts, coef=0.5, others="zero", common=0.3),
+    },
+    "wudi": {
+        "wudi": lambda base, experts, key: merge.wudi(base, experts, coef=0.5),
+        "act-mat": lambda base, experts, key: merge.wudi(base, experts, coef=0.5, ridge=0.0, norms=False),
+    },
 }
 ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
@@ -87,9 +99,16 @@ VECTORS = {
     ),
     "magmax": lambda base, experts, key: merge.magmax_vector(base, experts),
     "tsv": lambda base, experts, key: merge.tsv_merge_vector(base, experts),
+    "tsv-all": lambda base, experts, key: merge.tsv_merge_vector(base, experts, others="zero", share=1.0),
+    "iso-c": lambda base, experts, key: merge.iso_c_vector(base, experts),
+    "iso-cts": lambda base, experts, key: merge.iso_cts_vector(base, experts),
+    "iso-cts-zero": lambda base, experts, key: merge.iso_cts_vector(base, experts, others="zero", common=0.3),
+    "wudi": lambda base, experts, key: merge.wudi_vector(base, experts),
+    "act-mat": lambda base, experts, key: merge.wudi_vector(base, experts, ridge=0.0, norms=False),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
-JOINT = {"wise-ft", "model-stock", "tsv"}
+SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat"}
+JOINT = {"wise-ft", "model-stock", *SPECTRAL}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
@@ -146,8 +165,16 @@ def test_the_key_decides_everything_random(run, family, request):
     assert is_random != torch.equal(other["matrix"], run(base, experts, KEY)["matrix"])
 
 
+def test_the_order_of_experts_plays_a_part_in_the_rounding_of_matrices_alone(family):
+    base, experts = family(torch.float64)
+    for name in SPECTRAL:
+        merged = [ALL[name](base, dict(order), KEY) for order in (experts.items(), reversed(experts.items()))]
+        for path, leaf in merged[0].items():
+            torch.testing.assert_close(leaf, merged[1][path], msg=f"{name}: {path}")
+
+
 # the quotients of della do not stay on the grid, singular vectors are rounded in the order of their columns
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", "tsv")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", *SPECTRAL)])
 def test_the_order_of_named_experts_plays_no_part(name, family):
     base, experts = family(grid=2**-6)
     same(ALL[name](base, experts, KEY), ALL[name](base, dict(reversed(experts.items())), KEY))

@@ -15,12 +15,15 @@ from smat_fn.config import (
     Breadcrumbs,
     Dare,
     DareTies,
+    IsoC,
+    IsoCts,
     MagMax,
     ModelStock,
     TaskArithmetic,
     Ties,
     TsvMerge,
     WeightAverage,
+    Wudi,
 )
 from smat_fn.folders import writing
 from smat_fn.scripts.evaluate import evaluation
@@ -39,6 +42,9 @@ MORE = [
     Breadcrumbs(0.3, 0.1, coef=0.4),
     MagMax(coef=0.4),
     TsvMerge(coef=0.4),
+    IsoC(coef=0.4),
+    IsoCts(coef=0.4),
+    Wudi(coef=0.4),
 ]
 
 
