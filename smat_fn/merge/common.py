@@ -300,13 +300,15 @@ def delta_of(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(start.device, dtype) - start.to(dtype)
 
 
-def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[Iterator[Tensor]], Tensor]) -> Params:
-    """A merged tree without a base: ``fuse(weights)`` of every floating-point leaf, rounded once.
+def merge_weights(
+    experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[str, Iterator[Tensor]], Tensor]
+) -> Params:
+    """A merged tree without a base: ``fuse(path, weights)`` of every floating-point leaf, rounded once.
 
     Args:
         experts: whose first has the structure and the other leaves of the merged tree.
         flat: their leaves by `check_alone`.
-        fuse: of a leaf's weights in compute dtype, which it must not write to, one for each expert.
+        fuse: of a leaf's path, and its weights in compute dtype, which it must not write to, one for each expert.
     """
     start = next(iter(flat.values()))
 
@@ -314,7 +316,7 @@ def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[
         if not leaf.is_floating_point():
             return leaf.clone()
         dtype = tree.compute_dtype(leaf)
-        return fuse(leaves[path].to(leaf.device, dtype) for leaves in flat.values()).to(leaf.dtype)
+        return fuse(path, (leaves[path].to(leaf.device, dtype) for leaves in flat.values())).to(leaf.dtype)
 
     first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
     return tree.unflatten(first, {path: merged(path, leaf) for path, leaf in start.items()})

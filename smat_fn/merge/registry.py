@@ -23,6 +23,14 @@ _MORE = (
     "iso_c",
     "iso_cts",
     "wudi",
+    "nuslerp",
+    "karcher",
+    "sce",
+    "arcee_fusion",
+    "multislerp",
+    "cart",
+    "consensus",
+    "tall_mask",
 )
 
 

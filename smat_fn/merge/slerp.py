@@ -29,7 +29,7 @@ def slerp(experts: Experts, *, coef: float) -> Params:
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
     flat = all_at_once(problems, lambda: check_alone(experts))
 
-    def between(values: Iterator[Tensor]) -> Tensor:
+    def between(_: str, values: Iterator[Tensor]) -> Tensor:
         one, two = values
         return arc(gram([one, two]), float(coef))(one, two)
 

@@ -7,15 +7,23 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.config import (
+    ArceeFusion,
     Breadcrumbs,
+    Cart,
+    Consensus,
     Dare,
     DareTies,
     Della,
     IsoC,
     IsoCts,
+    Karcher,
     MagMax,
     ModelStock,
+    MultiSlerp,
+    NuSlerp,
+    Sce,
     Slerp,
+    TallMask,
     TaskArithmetic,
     Ties,
     TsvMerge,
@@ -55,8 +63,19 @@ MORE = {
     "iso_cts": IsoCts(coef=1.3, common=0.5),
     "wudi": Wudi(coef=0.7),
     "act_mat": Wudi(coef=0.7, norms=False, ridge=0.0),
+    **{f"nuslerp {along}": NuSlerp(t=0.3, along=along) for along in ("leaf", "first", "last")},
+    "karcher": Karcher(),
+    "sce": Sce(),
+    "sce half": Sce(coef=0.7, density=0.5, floor=0.0),
+    "arcee_fusion": ArceeFusion(),
+    "multislerp": MultiSlerp(weights=(0.5, 2.0, 0.3)),
+    "cart": Cart(coef=1.3, share=0.3),
+    "cart, one matrix skipped": Cart(coef=1.3, share=0.3, skip=("row",)),
+    "consensus": Consensus(coef=0.7, ratio=0.4),
+    "tall_mask": TallMask(task="qa", ratio=0.4),
 }
-COUNTS = {"wise_ft": 1, "slerp": 2}  # experts, where not three
+PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
+COUNTS = {"wise_ft": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 

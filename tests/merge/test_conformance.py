@@ -72,11 +72,30 @@ RUNS = {
         "wudi": lambda base, experts, key: merge.wudi(base, experts, coef=0.5),
         "act-mat": lambda base, experts, key: merge.wudi(base, experts, coef=0.5, ridge=0.0, norms=False),
     },
+    "nuslerp": {
+        f"nuslerp-{along}": lambda base, experts, key, along=along: merge.nuslerp(
+            base, some(experts, 2), coef=0.5, t=0.25, along=along
+        )
+        for along in ("leaf", "first", "last")
+    },
+    "karcher": {"karcher": lambda base, experts, key: merge.karcher(experts)},
+    "sce": {
+        "sce": lambda base, experts, key: merge.sce(base, experts, coef=0.5),
+        "sce-half": lambda base, experts, key: merge.sce(base, experts, coef=0.5, density=0.5, floor=0.0),
+    },
+    "arcee_fusion": {"arcee": lambda base, experts, key: merge.arcee_fusion(some(experts, 2), coef=0.5)},
+    "multislerp": {"multislerp": lambda base, experts, key: merge.multislerp(base, experts, coef=0.5)},
+    "cart": {"cart": lambda base, experts, key: merge.cart(experts, coef=0.5, share=0.3)},
+    "consensus": {"consensus": lambda base, experts, key: merge.consensus(base, experts, coef=0.5, ratio=0.4, least=1)},
+    "tall_mask": {
+        "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
+    },
 }
 ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
-NO_BASE = {"wa", "weighted", "weighted-sum", "slerp"}
-TWO_OR_MORE = {"slerp", "model-stock"}
+NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
+NUSLERP = {"nuslerp-leaf", "nuslerp-first", "nuslerp-last"}
+TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", *NUSLERP}
 VECTORS = {
     "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
     "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
@@ -105,10 +124,22 @@ VECTORS = {
     "iso-cts-zero": lambda base, experts, key: merge.iso_cts_vector(base, experts, others="zero", common=0.3),
     "wudi": lambda base, experts, key: merge.wudi_vector(base, experts),
     "act-mat": lambda base, experts, key: merge.wudi_vector(base, experts, ridge=0.0, norms=False),
+    **{
+        f"nuslerp-{along}": lambda base, experts, key, along=along: merge.nuslerp_vector(
+            base, some(experts, 2), t=0.25, along=along
+        )
+        for along in ("leaf", "first", "last")
+    },
+    "sce": lambda base, experts, key: merge.sce_vector(base, experts),
+    "sce-half": lambda base, experts, key: merge.sce_vector(base, experts, density=0.5, floor=0.0),
+    "multislerp": lambda base, experts, key: merge.multislerp_vector(base, experts),
+    "consensus": lambda base, experts, key: merge.consensus_vector(base, experts, ratio=0.4, least=1),
+    "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
 SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat"}
-JOINT = {"wise-ft", "model-stock", *SPECTRAL}
+ROUNDED = {*SPECTRAL, "cart", "karcher", "multislerp", "sce", "sce-half"}  # sums of products
+JOINT = {"wise-ft", "model-stock", "multislerp", "sce", "sce-half", "consensus", "tall-mask", *NUSLERP, *SPECTRAL}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
@@ -165,16 +196,16 @@ def test_the_key_decides_everything_random(run, family, request):
     assert is_random != torch.equal(other["matrix"], run(base, experts, KEY)["matrix"])
 
 
-def test_the_order_of_experts_plays_a_part_in_the_rounding_of_matrices_alone(family):
+def test_the_order_of_experts_plays_a_part_in_rounding_alone(family):
     base, experts = family(torch.float64)
-    for name in SPECTRAL:
+    for name in ROUNDED:
         merged = [ALL[name](base, dict(order), KEY) for order in (experts.items(), reversed(experts.items()))]
         for path, leaf in merged[0].items():
             torch.testing.assert_close(leaf, merged[1][path], msg=f"{name}: {path}")
 
 
 # the quotients of della do not stay on the grid, singular vectors are rounded in the order of their columns
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", *SPECTRAL)])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", *ROUNDED)])
 def test_the_order_of_named_experts_plays_no_part(name, family):
     base, experts = family(grid=2**-6)
     same(ALL[name](base, experts, KEY), ALL[name](base, dict(reversed(experts.items())), KEY))

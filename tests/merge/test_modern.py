@@ -1,5 +1,6 @@
 """The mergers of singular vectors, angles and masks: their formulas in NumPy, closed forms, errors."""
 
+import functools
 import re
 
 import numpy as np
@@ -58,6 +59,92 @@ def plain_wudi(*changes, ridge=1e-8, norms=True):
     return left @ (np.linalg.inv(right) if ridge else np.linalg.pinv(right, hermitian=True))
 
 
+def plain_nuslerp(one, two, t=0.3):
+    cos = np.vdot(one, two) / np.linalg.norm(one) / np.linalg.norm(two)
+    if abs(cos) > 1 - 1e-14:
+        return (1 - t) * one + t * two
+    omega = np.arccos(cos)
+    return (np.sin((1 - t) * omega) * one + np.sin(t * omega) * two) / np.sin(omega)
+
+
+def plain_nuslerp_rows(one, two):
+    if one.ndim < 2:
+        return plain_nuslerp(one, two)
+    rows = [plain_nuslerp(*pair) for pair in zip(*(x.reshape(-1, x.shape[-1]) for x in (one, two)), strict=True)]
+    return np.stack(rows).reshape(one.shape)
+
+
+def plain_karcher(*leaves):
+    units = [leaf / np.linalg.norm(leaf) for leaf in leaves]
+    mean = sum(units) / np.linalg.norm(sum(units))
+    for _ in range(10):
+        angles = [np.arccos(np.vdot(mean, unit)) for unit in units]
+        step = sum(a / np.sin(a) * (u - np.cos(a) * mean) for a, u in zip(angles, units, strict=True)) / len(units)
+        length = np.linalg.norm(step)
+        if length < 1e-5:
+            break
+        mean = np.cos(length) * mean + np.sin(length) * step / length
+    return np.mean([np.linalg.norm(leaf) for leaf in leaves]) * mean
+
+
+def plain_multislerp(*changes, weights=(0.5, 2.0, 0.3)):
+    weights = np.array(weights) / sum(weights)
+    units = np.stack([change / np.linalg.norm(change) for change in changes])
+    mean = np.tensordot(weights, units, 1)
+    mean /= np.linalg.norm(mean)
+    tangents = np.stack([unit - np.vdot(unit, mean) * mean for unit in units])
+    tangent = np.tensordot(weights, tangents, 1)
+    length = np.linalg.norm(tangent) + 1e-8
+    end = np.cos(length) * mean + np.sin(length) / length * tangent
+    return end * sum(w * np.linalg.norm(change) for w, change in zip(weights, changes, strict=True))
+
+
+def plain_sce(*changes, density=0.4):
+    every = np.stack(changes)
+    variance = every.var(0).reshape(-1)
+    kept = np.argsort(-variance, kind="stable")[: int(density * np.count_nonzero(variance))]
+    every = every * np.isin(np.arange(variance.size), kept).reshape(every.shape[1:])
+    squares = (every**2).reshape(len(every), -1).mean(1)
+    sign = np.where(every.sum(0) >= 0, 1, -1)
+    weights = (squares / squares.sum()).reshape(-1, *[1] * (every.ndim - 1)) * (np.sign(every) == sign)
+    return (every * weights).sum(0) / np.maximum(weights.sum(0), 1e-6)
+
+
+def softmax(rows):
+    values = np.exp(rows - rows.max(-1, keepdims=True))
+    return values / values.sum(-1, keepdims=True) + 1e-8
+
+
+def plain_arcee(one, two):
+    p, q = softmax(two), softmax(one)
+    importance = np.abs(two - one) * (p * np.log(p / q)).sum(-1, keepdims=True)
+    ordered = np.sort(importance.reshape(-1))
+    low, middle, high = (ordered[int(q * (ordered.size - 1))] for q in (0.25, 0.5, 0.75))
+    return one + COEF * (two - one) * (importance >= middle + 1.5 * (high - low))
+
+
+def plain_cart(*leaves):
+    mean = sum(leaves) / len(leaves)
+    if mean.ndim != 2:
+        return mean
+    total = np.zeros_like(mean)
+    for leaf in leaves:
+        _, vectors = np.linalg.eigh((leaf - mean).T @ (leaf - mean))
+        leading = vectors[:, -int(np.ceil(0.3 * min(mean.shape))) :]
+        total += (leaf - mean) @ leading @ leading.T
+    return mean + COEF * total
+
+
+def plain_consensus(*changes, ratio=0.4, least=2):
+    total = sum(changes)
+    return total * (sum(np.abs(change) > ratio * np.abs(total - change) for change in changes) >= least)
+
+
+def plain_tall(*changes, ratio=0.4):
+    total = sum(changes)
+    return total * (np.abs(changes[0]) > ratio * np.abs(total - changes[0]))
+
+
 # name of a merger -> runs: (merger, plain formula, number of experts)
 PLAIN = {
     "iso_c": {"": (lambda b, e: merge.iso_c(b, e, coef=COEF), plain_iso_c, 3)},
@@ -71,6 +158,34 @@ PLAIN = {
             2,
         ),
     },
+    "nuslerp": {
+        "": (lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3), plain_nuslerp, 2),
+        " rows": (lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3, along="last"), plain_nuslerp_rows, 2),
+        " columns": (
+            lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3, along="first"),
+            lambda *d: plain_nuslerp_rows(*(x.swapaxes(0, -1) for x in d)).swapaxes(0, -1),
+            2,
+        ),
+    },
+    "karcher": {"": (lambda b, e: merge.karcher(e), plain_karcher, 3)},
+    "sce": {
+        "": (lambda b, e: merge.sce(b, e, coef=COEF), functools.partial(plain_sce, density=1.0), 3),
+        " selected": (lambda b, e: merge.sce(b, e, coef=COEF, density=0.4), plain_sce, 3),
+    },
+    "arcee_fusion": {"": (lambda b, e: merge.arcee_fusion(e, coef=COEF), plain_arcee, 2)},
+    "multislerp": {"": (lambda b, e: merge.multislerp(b, e, coef=COEF, weights=(0.5, 2.0, 0.3)), plain_multislerp, 3)},
+    "cart": {"": (lambda b, e: merge.cart(e, coef=COEF, share=0.3), plain_cart, 3)},
+    "consensus": {
+        "": (lambda b, e: merge.consensus(b, e, coef=COEF, ratio=0.4), plain_consensus, 4),
+        " of what one needs": (
+            lambda b, e: merge.consensus(b, e, coef=COEF, ratio=1.5, least=1),
+            functools.partial(plain_consensus, ratio=1.5, least=1),
+            2,
+        ),
+    },
+    "tall_mask": {
+        "": (lambda b, e: merge.tall_mask(b, e, coef=COEF, ratio=0.4, task=next(iter(e), "")), plain_tall, 3),
+    },
 }
 RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
 
@@ -83,7 +198,8 @@ def test_close_to_the_plain_formula(name, dtype, error, family):
     merged = merger(base, experts)
     for path in ("vector", "matrix", "conv", "column"):
         start, *leaves = [leaf[path].double().numpy() for leaf in (base, *experts.values())]
-        expected = start + COEF * plain(*(leaf - start for leaf in leaves))
+        changes = [leaf - start for leaf in leaves]
+        expected = plain(*leaves) if name in merge.BASELESS else start + COEF * plain(*changes)
         np.testing.assert_allclose(merged[path].double().numpy(), expected, rtol=error, atol=4 * error, err_msg=path)
 
 
@@ -91,14 +207,14 @@ def test_close_to_the_plain_formula(name, dtype, error, family):
 def test_trees_without_floating_coordinates_and_experts_that_do_not_fit(name):
     merger, _, count = RUNS[name]
     base = {"n": torch.tensor([1, 2]), "empty": torch.zeros(0, 3)}
-    merged = merger(base, [base] * count)
+    merged = merger(base, {str(i): base for i in range(count)})
     assert merged["n"].tolist() == [1, 2]
     assert merged["empty"].shape == (0, 3)
     base = {"w": torch.zeros(2), "v": torch.zeros(3)}
     with raises("experts is empty"):
         merger(base, {})
     with raises("lacks leaf 'v' of", "leaf 'w' has shape (4,) in expert 'x'"):
-        merger(base, {"x": {"w": torch.zeros(4)}, **{str(i): base for i in range(count - 1)}})
+        merger(base, {**{str(i): base for i in range(count - 1)}, "x": {"w": torch.zeros(4)}})
 
 
 def raises(*parts):
@@ -206,6 +322,142 @@ def test_tsv_of_all_singular_values():
     assert torch.equal(of(merge.tsv_merge, one, two, share=0.1), (one + two) / 2)
 
 
+ONE = {
+    "ties": lambda b, e: merge.ties(b, e, coef=1.0, keep=1.0),
+    "tsv_merge": lambda b, e: merge.tsv_merge(b, e, coef=1.0, share=1.0),
+    "wudi": lambda b, e: merge.wudi(b, e, coef=1.0),
+    "act_mat": lambda b, e: merge.wudi(b, e, coef=1.0, norms=False, ridge=0.0),
+    "karcher": lambda b, e: merge.karcher(e),
+    "multislerp": lambda b, e: merge.multislerp(b, e),
+    "sce": lambda b, e: merge.sce(b, e),
+    "cart": lambda b, e: merge.cart(e, coef=1.0),
+    "consensus": lambda b, e: merge.consensus(b, e, coef=1.0, ratio=0.4, least=1),
+    "tall_mask": lambda b, e: merge.tall_mask(b, e, ratio=0.4, task=min(e)),
+}
+MEANS = "wudi", "act_mat", "karcher", "multislerp", "sce", "cart"  # of equal experts they are the expert
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_expert_at_one_and_equal_experts_are_the_expert(name, family):
+    base, experts = family(torch.float64, count=1)
+    expert = experts["sum"]
+    for count in (1, 3) if name in MEANS else (1,):
+        merged = ONE[name](base, {str(i): expert for i in range(count)})
+        for path, leaf in expert.items():
+            torch.testing.assert_close(merged[path], leaf, rtol=1e-6, atol=1e-7, msg=f"{count}: {path}")
+
+
+def test_nuslerp_of_parallel_opposite_and_zero_vectors_is_linear():
+    one = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+    for along in ("leaf", "first", "last"):
+        for left, right in ((one, 3 * one), (one, -one), (one, 0 * one), (0 * one, 0 * one)):
+            merged = of(merge.nuslerp, left, right, t=0.25, along=along)
+            if right is not left and not right.any():  # no angle counts as a right one, as in mergekit
+                assert torch.equal(merged, left * np.sin(0.75 * np.pi / 2))
+            else:
+                torch.testing.assert_close(merged, 0.75 * left + 0.25 * right)
+    assert of(merge.nuslerp, one, -one, t=0.5).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nuslerp_keeps_the_norm_and_takes_rows_and_columns_by_themselves():
+    one, two = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    rows = of(merge.nuslerp, one, two, along="last")
+    torch.testing.assert_close(rows, torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, 2.0]]))
+    torch.testing.assert_close(of(merge.nuslerp, one.mT, two.mT, along="first"), rows.mT)
+    whole = of(merge.nuslerp, torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0]), t=1 / 3)
+    torch.testing.assert_close(whole, torch.tensor([1.5 * 3**0.5, 1.5]))
+
+
+def test_karcher_is_the_middle_of_an_arc_and_of_a_corner():
+    trees = [{"w": leaf} for leaf in torch.diag(torch.tensor([1.0, 2.0, 3.0]))]
+    middle = merge.karcher(trees[:2])["w"]
+    torch.testing.assert_close(middle, 1.5 * torch.tensor([0.5**0.5, 0.5**0.5, 0.0]))
+    torch.testing.assert_close(merge.karcher(trees)["w"], 2 * torch.full((3,), 3**-0.5))
+
+
+def test_karcher_of_opposite_and_of_zero_experts():
+    one, zero = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}
+    assert merge.karcher([one, {"w": -one["w"]}])["w"].tolist() == [3.0, 4.0]  # any direction is as good
+    torch.testing.assert_close(merge.karcher([one, zero])["w"], one["w"] / 2)
+    assert torch.equal(merge.karcher([zero, zero])["w"], zero["w"])
+
+
+def test_karcher_minimises_the_squared_arcs():
+    leaves = torch.nn.functional.normalize(matrices(4, (6,)) + 0.5, dim=1)
+
+    def arcs(point):
+        return (leaves @ point / point.norm()).acos().square().sum()
+
+    point = merge.karcher([{"w": leaf} for leaf in leaves], max_iter=50, tol=1e-9)["w"].requires_grad_()
+    arcs(point).backward()
+    assert point.grad.abs().max() < 1e-7
+
+
+def test_multislerp_where_directions_cancel_out():
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([-6.0, -8.0])
+    torch.testing.assert_close(of(merge.multislerp, one, two), (one + two) / 2)
+    with raises("leaf 'w': the directions of the task vectors cancel out: give other weights"):
+        of(merge.multislerp, one, two, one, -one)
+    torch.testing.assert_close(of(merge.multislerp, one, two, one), one * 20 / 15)
+    assert of(merge.multislerp, 0 * one, 0 * one, 0 * one).tolist() == [0.0, 0.0]
+    with raises("weights holds 1 numbers for 2 experts"):
+        of(merge.multislerp, one, two, weights=[1.0])
+
+
+def test_sce_by_hand():
+    one, two = torch.tensor([4.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, -1.0, 2.0, 1.0])
+    # squares 18 and 10; signs +, + (a sum of 0), +, +
+    expected = [(18 * 4 + 10 * 2) / 28, 1.0, 2.0, 1.0]
+    torch.testing.assert_close(of(merge.sce, one, two), torch.tensor(expected))
+    # variances 1, 1, 1, 0: of three that are not 0 two stay; squares 17 and 5
+    torch.testing.assert_close(
+        of(merge.sce, one, two, density=0.7), torch.tensor([(17 * 4 + 5 * 2) / 22, 1.0, 0.0, 0.0])
+    )
+    assert of(merge.sce, one, two, density=0.3).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_sce_of_small_changes_has_equal_weights_unless_told_otherwise():
+    one, two = 1e-4 * torch.tensor([4.0, 2.0]), 1e-4 * torch.tensor([2.0, 1.0])
+    torch.testing.assert_close(of(merge.sce, one, two), (one + two) / 2)
+    torch.testing.assert_close(of(merge.sce, one, two, floor=0.0), (20 * one + 5 * two) / 25)
+
+
+def test_arcee_fusion_takes_what_stands_out():
+    one = {"w": torch.zeros(2, 8), "s": torch.tensor(1.0), "n": torch.tensor(3)}
+    two = {"w": 0.01 * torch.arange(16.0).reshape(2, 8), "s": torch.tensor(2.0), "n": torch.tensor(3)}
+    two["w"][1, 7] = 5.0
+    merged = merge.arcee_fusion([one, two])
+    assert merged["w"].nonzero().tolist() == [[1, 7]]
+    assert merged["w"][1, 7] == 5.0
+    assert merged["s"] == 2.0  # a single entry is its own quartile
+    assert torch.equal(merge.arcee_fusion([one, one])["w"], one["w"])
+
+
+def test_cart_of_all_singular_values_is_task_arithmetic_around_the_mean(family):
+    _, experts = family(torch.float64)
+    mean = merge.weight_average(experts)
+    merged, expected = merge.cart(experts, coef=0.4, share=1.0), merge.task_arithmetic(mean, experts, coef=0.4)
+    for path in ("matrix", "row", "column"):
+        torch.testing.assert_close(merged[path], expected[path])
+    assert all(torch.equal(merged[path], mean[path]) for path in ("vector", "conv", "scalar"))
+    assert torch.equal(merge.cart(experts, coef=0.4, skip=["mat*"])["matrix"], mean["matrix"])
+
+
+def test_consensus_and_tall_masks_by_hand():
+    one, two, three = (
+        torch.tensor(row) for row in ([4.0, 1.0, 2.0, 0.0], [1.0, 1.0, -2.0, 0.0], [-1.0, 1.0, 0.1, 1.0])
+    )
+    # the others add up to 0, 2, -1.9, 1 | 3, 2, 2.1, 1 | 5, 2, 0, 0
+    options = {"ratio": 0.5}
+    assert of(merge.tall_mask, one, two, three, task="0", **options).tolist() == [4.0, 0.0, pytest.approx(0.1), 0.0]
+    assert of(merge.tall_mask, one, two, three, task="2", **options).tolist() == [0.0, 0.0, pytest.approx(0.1), 1.0]
+    kept = {least: of(merge.consensus, one, two, three, least=least, **options) for least in range(5)}
+    assert kept[0].tolist() == [4.0, 3.0, pytest.approx(0.1), 1.0]
+    assert kept[1].tolist() == [4.0, 0.0, pytest.approx(0.1), 1.0]
+    assert kept[2].tolist() == kept[3].tolist() == [0.0, 0.0, pytest.approx(0.1), 0.0]
+    assert kept[4].tolist() == [0.0] * 4
+
+
 def test_options_out_of_range():
     one = {"w": torch.ones(2, 2)}
     with raises("coef is inf", "share is -1, must be in [0, 1]"):
@@ -214,6 +466,21 @@ def test_options_out_of_range():
         merge.iso_cts(one, [one], coef=float("nan"), common=1.5)
     with raises("ridge is -1.0, must be a finite number of at least 0"):
         merge.wudi(one, [one], coef=1.0, ridge=-1.0)
+    with raises("coef is nan", "t is inf, must be finite", "along is 'row': leaf, first or last"):
+        merge.nuslerp(one, [one, one], coef=float("nan"), t=float("inf"), along="row")
+    with raises("max_iter is -1, must be at least 0", "tol is 0, must be above 0 and finite"):
+        merge.karcher([one], max_iter=-1, tol=0)
+    with raises("density is 2, must be in [0, 1]", "floor is -1, must be finite and at least 0"):
+        merge.sce(one, [one], density=2, floor=-1)
+    with raises("coef is nan", "share is 0, must be in (0, 1]", "skip is the text 'w'"):
+        merge.cart([one], coef=float("nan"), share=0, skip="w")
+    with raises("ratio is -1, must be finite and at least 0", "least is -1, must be at least 0"):
+        merge.consensus(one, [one], coef=1.0, ratio=-1, least=-1)
+    with raises("task 'b' is no expert, choose one of a"):
+        merge.tall_mask(one, {"a": one}, task="b", ratio=0.4)
+    for merger in (merge.arcee_fusion, functools.partial(merge.nuslerp, one)):
+        with raises("experts holds 1 trees:", "takes exactly 2"):
+            merger([one])
 
 
 def test_every_merger_is_tested_here():

@@ -57,17 +57,19 @@ def merge_run(
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    problems, sources = _option_problems(configs, len(experts), search, coefs), dict[str, Any]()
+    problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     try:
         inputs = load_inputs(base, experts)
+        names = list(inputs.experts)
         suite = common_suite(inputs, options or {}) if search or calibration else None
         sources = _sources(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
+    problems = [*_option_problems(configs, names, search, coefs), *problems]
     asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
     facts, calibration = dict[str, dict[str, Any]](), calibration or {}
     for config in configs:
-        own = {"settings": settings(config), "calibration": calibration.get(config.name)}
+        own: dict[str, Any] = {"settings": settings(config), "calibration": calibration.get(config.name)}
         tried = coefs or (config.grid if search and config.grid != merge.COEFS else ())
         own |= {"coefs": sorted(tried)} if tried else {}
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
@@ -77,8 +79,10 @@ def merge_run(
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                at, grid = calibration.get(config.name), {"coefs": coefs, "widen": widen}
-                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, calibration=at, **grid)
+                at = calibration.get(config.name)
+                kept[folder] = merge_one(
+                    config, inputs, seed=seed, scorer=scorer, coefs=coefs, widen=widen, calibration=at
+                )
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
     return {out / config.name: kept[out / config.name] for config in configs}
 
@@ -92,11 +96,13 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
 
 
-def _option_problems(configs: Sequence[MergerConfig], experts: int, search: bool, coefs: Sequence[float]) -> list[str]:
+def _option_problems(
+    configs: Sequence[MergerConfig], experts: Sequence[str], search: bool, coefs: Sequence[float]
+) -> list[str]:
     problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
     problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
     one = {"w": torch.zeros(1)}
-    several = {str(i): one for i in range(max(1, experts))}
+    several = dict.fromkeys(experts, one)
     for config in configs:
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
