@@ -32,6 +32,7 @@ from ..merge.multislerp import MultiSlerp
 from ..merge.nuslerp import NuSlerp
 from ..merge.sce import Sce
 from ..merge.slerp import Slerp
+from ..merge.svc import Svc
 from ..merge.tall_mask import TallMask
 from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
@@ -47,7 +48,7 @@ __all__ = [
     "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "ArceeFusion", "Asam",
     "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Finetune", "IsoC", "IsoCts", "Karcher", "MagMax",
     "MergerConfig", "Mergopt", "MethodConfig", "ModelStock", "MultiSlerp", "NuSlerp", "Orthoreg", "PaperMerger",
-    "Preset", "Sce", "Semantics", "Slerp", "Smat", "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge",
+    "Preset", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge",
     "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .common import UNKNOWN, Fuse, Mapped, Merger, Rule, add, merge_weights
+from .common import UNKNOWN, Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone, coef_problems
-from .spectral import is_matrix, of_matrix, other_problems
+from .spectral import HELD, Mix, is_matrix, largest, matrix_rule, of_matrix, other_problems
 
 
 def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[str] = ()) -> Params:
@@ -84,20 +84,13 @@ class Cart(Merger):
     """Globs of matrices that are averaged only, as embeddings too large for a decomposition: "*embed*"."""
 
     def rule(self, leaves: Mapped) -> Rule:
-        def whole(path: str) -> bool:
-            return is_matrix(path, leaves.shape(path), self.skip)
+        def mix(path: str) -> Mix:
+            return partial(centred, coef=leaves.coefs[path], share=self.share)
 
-        def fuse(path: str) -> Fuse:
-            if not whole(path):
-                return lambda piece: _mean(piece.deltas)
-            shape, mix = leaves.shape(path), partial(centred, coef=leaves.coefs[path], share=self.share)
-            return lambda piece: of_matrix(path, [part.view(shape) for part in piece.deltas], mix).reshape(-1)
-
-        return Rule(fuse, whole=whole)
+        return matrix_rule(leaves, self.skip, mix, _mean)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        sizes = (leaf.numel() for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip))
-        return (4 * experts + 64) * max(sizes, default=0)
+        return (4 * experts + HELD) * largest(leaves, self.skip)
 
     def work(self, shape: Sequence[int]) -> float:
         return super().work(shape) * (min(shape) if len(shape) == 2 else 1)

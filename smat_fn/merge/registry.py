@@ -31,6 +31,7 @@ _MORE = (
     "cart",
     "consensus",
     "tall_mask",
+    "svc",
 )
 
 

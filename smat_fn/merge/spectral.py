@@ -13,6 +13,7 @@ from .common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, merge_leaves
 from .inputs import Experts, Leaves, check
 
 Others: TypeAlias = Literal["mean", "zero"]
+HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors
 Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matrix, from its task vectors
 
 
@@ -64,6 +65,26 @@ def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:
         raise ValueError(f"leaf {path!r} has no singular values, are all of its values finite? {error}") from error
 
 
+def matrix_rule(leaves: Mapped, skip: Sequence[str], mix: Callable[[str], Mix], other: Mix) -> Rule:
+    """``mix(path)`` of whole matrices, ``other`` of chunks of other leaves and of matrices named by ``skip``."""
+
+    def whole(path: str) -> bool:
+        return is_matrix(path, leaves.shape(path), skip)
+
+    def fuse(path: str) -> Fuse:
+        if not whole(path):
+            return lambda piece: other(piece.deltas)
+        shape, own = leaves.shape(path), mix(path)
+        return lambda piece: of_matrix(path, [delta.view(shape) for delta in piece.deltas], own).reshape(-1)
+
+    return Rule(fuse, whole=whole)
+
+
+def largest(leaves: Mapping[str, Tensor], skip: Sequence[str]) -> int:
+    """Coordinates of the largest matrix."""
+    return max((leaf.numel() for path, leaf in leaves.items() if is_matrix(path, leaf.shape, skip)), default=0)
+
+
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, the diagonal of Σ, Vᵀ; singular values that are 0 up to rounding are set to 0, and their vectors too."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -91,7 +112,6 @@ class Spectral(Merger):
 
     semantics: ClassVar = {"mergekit": UNKNOWN}
     grid: ClassVar = WIDE
-    held: ClassVar[int] = 64  # bytes per coordinate of a matrix that its decomposition takes, beside the task vectors
     coef: float | None = None
     """gamma. No preset holds one: --search chooses it on dev."""
     others: Others = "mean"
@@ -104,20 +124,10 @@ class Spectral(Merger):
         raise NotImplementedError
 
     def rule(self, leaves: Mapped) -> Rule:
-        def whole(path: str) -> bool:
-            return is_matrix(path, leaves.shape(path), self.skip)
-
-        def fuse(path: str) -> Fuse:
-            if not whole(path):
-                return lambda piece: rest(piece.deltas, self.others)
-            shape, mix = leaves.shape(path), self.mix()
-            return lambda piece: of_matrix(path, [delta.view(shape) for delta in piece.deltas], mix).reshape(-1)
-
-        return Rule(fuse, whole=whole)
+        return matrix_rule(leaves, self.skip, lambda _: self.mix(), lambda deltas: rest(deltas, self.others))
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        sizes = (leaf.numel() for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip))
-        return (4 * experts + self.held) * max(sizes, default=0)
+        return (4 * experts + HELD) * largest(leaves, self.skip)
 
     def work(self, shape: Sequence[int]) -> float:
         return super().work(shape) * (min(shape) if len(shape) == 2 else 1)

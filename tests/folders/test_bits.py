@@ -23,6 +23,7 @@ from smat_fn.config import (
     NuSlerp,
     Sce,
     Slerp,
+    Svc,
     TallMask,
     TaskArithmetic,
     Ties,
@@ -72,6 +73,7 @@ MORE = {
     "cart": Cart(coef=1.3, share=0.3),
     "cart, one matrix skipped": Cart(coef=1.3, share=0.3, skip=("row",)),
     "consensus": Consensus(coef=0.7, ratio=0.4),
+    "svc": Svc(coef=0.7, alpha=0.2, skip=("row",)),
     "tall_mask": TallMask(task="qa", ratio=0.4),
 }
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"

@@ -9,12 +9,17 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms"}
 
 
 def some(experts, count):
     """The first experts by name."""
     return {name: experts[name] for name in sorted(experts)[:count]}
+
+
+def in_order(experts):
+    """Experts by name."""
+    return some(experts, len(experts))
 
 
 def weighted(experts, total, normalize):
@@ -87,6 +92,7 @@ RUNS = {
     "multislerp": {"multislerp": lambda base, experts, key: merge.multislerp(base, experts, coef=0.5)},
     "cart": {"cart": lambda base, experts, key: merge.cart(experts, coef=0.5, share=0.3)},
     "consensus": {"consensus": lambda base, experts, key: merge.consensus(base, experts, coef=0.5, ratio=0.4, least=1)},
+    "svc": {"svc": lambda base, experts, key: merge.svc(base, in_order(experts), coef=0.5, alpha=0.2)},
     "tall_mask": {
         "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
     },
@@ -95,7 +101,7 @@ ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
 NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
 NUSLERP = {"nuslerp-leaf", "nuslerp-first", "nuslerp-last"}
-TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", *NUSLERP}
+TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", "svc", *NUSLERP}
 VECTORS = {
     "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
     "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
@@ -134,12 +140,13 @@ VECTORS = {
     "sce-half": lambda base, experts, key: merge.sce_vector(base, experts, density=0.5, floor=0.0),
     "multislerp": lambda base, experts, key: merge.multislerp_vector(base, experts),
     "consensus": lambda base, experts, key: merge.consensus_vector(base, experts, ratio=0.4, least=1),
+    "svc": lambda base, experts, key: merge.svc_vector(base, in_order(experts), alpha=0.2),
     "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
 SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat"}
 ROUNDED = {*SPECTRAL, "cart", "karcher", "multislerp", "sce", "sce-half"}  # sums of products
-JOINT = {"wise-ft", "model-stock", "multislerp", "sce", "sce-half", "consensus", "tall-mask", *NUSLERP, *SPECTRAL}
+JOINT = {"wise-ft", "model-stock", "svc", "multislerp", "consensus", "tall-mask", *NUSLERP, *ROUNDED}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)

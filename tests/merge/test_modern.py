@@ -145,6 +145,16 @@ def plain_tall(*changes, ratio=0.4):
     return total * (np.abs(changes[0]) > ratio * np.abs(total - changes[0]))
 
 
+def plain_svc(merged, *changes, alpha=0.2):
+    if merged.ndim != 2:
+        return merged
+    u, s, vt = svd(merged)
+    for r in range(s.size):
+        ratios = [(u[:, r] @ merged) @ (u[:, r] @ d) / max(((u[:, r] @ d) ** 2).sum(), 1e-12) for d in changes]
+        s[r] /= np.mean([max(ratio, alpha) for ratio in ratios])
+    return u @ np.diag(s) @ vt
+
+
 # name of a merger -> runs: (merger, plain formula, number of experts)
 PLAIN = {
     "iso_c": {"": (lambda b, e: merge.iso_c(b, e, coef=COEF), plain_iso_c, 3)},
@@ -185,6 +195,10 @@ PLAIN = {
     },
     "tall_mask": {
         "": (lambda b, e: merge.tall_mask(b, e, coef=COEF, ratio=0.4, task=next(iter(e), "")), plain_tall, 3),
+    },
+    "svc": {
+        "": (lambda b, e: merge.svc(b, e, coef=COEF, alpha=0.2), plain_svc, 3),
+        " of the paper": (lambda b, e: merge.svc(b, e, coef=COEF), functools.partial(plain_svc, alpha=1.0), 4),
     },
 }
 RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
@@ -456,6 +470,21 @@ def test_consensus_and_tall_masks_by_hand():
     assert kept[1].tolist() == [4.0, 0.0, pytest.approx(0.1), 1.0]
     assert kept[2].tolist() == kept[3].tolist() == [0.0, 0.0, pytest.approx(0.1), 0.0]
     assert kept[4].tolist() == [0.0] * 4
+
+
+def test_svc_undoes_a_sum_of_equal_experts_and_leaves_strangers_alone():
+    one, two = matrices(2, (6, 9))
+    torch.testing.assert_close(of(merge.svc, 3 * one, one, one, one), one)
+    torch.testing.assert_close(of(merge.svc, one, one), one)
+    left, right = one.clone(), two.clone()
+    left[3:], right[:3] = 0, 0  # they change other outputs: no direction is shared
+    torch.testing.assert_close(of(merge.svc, left, left, right), left)
+    lowered = torch.linalg.svdvals(of(merge.svc, one + two, one, two))
+    assert (lowered <= torch.linalg.svdvals(one + two) * (1 + 1e-12)).all()
+    assert torch.equal(of(merge.svc, 3 * one, one, skip=("w",)), 3 * one)
+    assert torch.equal(of(merge.svc, 0 * one, one), 0 * one)
+    with raises("experts holds 1 trees: svc takes at least 2", "alpha is 0, must be above 0 and finite"):
+        of(merge.svc, one, alpha=0)
 
 
 def test_options_out_of_range():

@@ -53,6 +53,7 @@ class Merged(NamedTuple):
     tried: Tried | None = None
     calibration: Calibration | None = None
     kept: bool = False  # it was there before
+    notes: tuple[str, ...] = ()  # what a user should know of the experts
     edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
 
 

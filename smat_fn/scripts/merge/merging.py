@@ -75,6 +75,7 @@ def merge_run(
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
+    note = merge.unequal(merge.norms(inputs.base, inputs.experts)) if len(kept) < len(configs) else ""
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
@@ -83,6 +84,7 @@ def merge_run(
                 kept[folder] = merge_one(
                     config, inputs, seed=seed, scorer=scorer, coefs=coefs, widen=widen, calibration=at
                 )
+                kept[folder] = kept[folder]._replace(notes=(note,) if note and config.based else ())
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
     return {out / config.name: kept[out / config.name] for config in configs}
 
@@ -94,6 +96,7 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
+        yield from (f"note: {note}" for note in model.notes)
 
 
 def _option_problems(
@@ -124,7 +127,8 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
             curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
             edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
-            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, edge=edge)
+            notes = tuple(manifest.get("notes", ()))
+            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge)
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
@@ -189,6 +193,7 @@ def _write(
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
+        **({"notes": list(merged.notes)} if merged.notes else {}),
     }
     if isinstance(config, Ties):
         options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
