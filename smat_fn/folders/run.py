@@ -15,7 +15,7 @@ from .. import __version__, errors
 from ..checkpoint import write_text
 from ..merge.common import Merger, Rule
 from .chunks import Job, Written, in_order, target, write_order
-from .estimate import memory_bound, seconds_of
+from .estimate import memory_bound, memory_problems, seconds_of
 from .prepare import Options, prepare
 from .survey import Survey
 from .writing import (
@@ -99,6 +99,7 @@ def merge_folders(
     """
     begin = time.perf_counter()
     job, shards = prepare(config, base, experts, out, **options)
+    errors.raise_problems(memory_problems(job))
     size = sum(sum(_nbytes(job, path) for path in shard.offsets) for shard in shards)
     with exclusive(out):
         folder = work_folder(out)
@@ -133,7 +134,7 @@ def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **o
     """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
     job, shards = prepare(config, base, experts, out, **options)
     disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
-    errors.raise_problems(_room_problems(work_folder(out), shards))
+    errors.raise_problems([*memory_problems(job), *_room_problems(work_folder(out), shards)])
     return Plan(
         memory_bound(job),
         sum(file.stat().st_size for opened in (job.base, *job.experts.values()) for file in opened.stores),

@@ -23,6 +23,7 @@ __all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "me
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
 
 
+# over 60 lines: its docstring explains every argument
 def merge_run(
     configs: Sequence[MergerConfig],
     base: Path,
