@@ -23,6 +23,7 @@ from ..merge.consensus import Consensus
 from ..merge.dare import Dare
 from ..merge.dare_ties import DareTies
 from ..merge.della import Della
+from ..merge.emr import Emr
 from ..merge.iso_c import IsoC
 from ..merge.iso_cts import IsoCts
 from ..merge.karcher import Karcher
@@ -46,10 +47,11 @@ from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
     "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "ArceeFusion", "Asam",
-    "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Finetune", "IsoC", "IsoCts", "Karcher", "MagMax",
-    "MergerConfig", "Mergopt", "MethodConfig", "ModelStock", "MultiSlerp", "NuSlerp", "Orthoreg", "PaperMerger",
-    "Preset", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge",
-    "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings", "with_semantics",
+    "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Emr", "Finetune", "IsoC", "IsoCts", "Karcher",
+    "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "ModelStock", "MultiSlerp", "NuSlerp", "Orthoreg",
+    "PaperMerger", "Preset", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties",
+    "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings",
+    "with_semantics",
 ]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della

@@ -57,6 +57,9 @@ class Mapped(Protocol):
     def gram(self, path: str) -> list[list[float]]:
         """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
 
+    def blocks(self, path: str) -> Iterator[list[Tensor]]:
+        """Flat task vectors of a leaf, `BLOCK` coordinates at a time."""
+
     def ranked(self, path: str, rank: int) -> list[tuple[Tensor, int]]:
         """For each expert, the ``rank``-th smallest (from 1) magnitude of a leaf's task vector, and its position.
 
@@ -345,14 +348,18 @@ def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[
     total = torch.zeros(count, count, dtype=torch.float64)
     for begin in range(0, size, BLOCK):
         rows = block(begin, min(begin + BLOCK, size)).double()
-        rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
         for index, row in enumerate(rows):
-            products = rows * row
-            while products.shape[1] > 1:
-                half = products.shape[1] // 2
-                products = products[:, :half] + products[:, half:]
-            total[index] += products[:, 0].cpu()
+            total[index] += halved(rows * row).cpu()
     return total.tolist()
+
+
+def halved(rows: Tensor) -> Tensor:
+    """The sum of each row, added by halves, coordinate i to coordinate i + half: no thread count changes a bit."""
+    rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
 
 
 def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:

@@ -32,6 +32,7 @@ _MORE = (
     "consensus",
     "tall_mask",
     "svc",
+    "emr",
 )
 
 

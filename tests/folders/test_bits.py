@@ -14,6 +14,7 @@ from smat_fn.config import (
     Dare,
     DareTies,
     Della,
+    Emr,
     IsoC,
     IsoCts,
     Karcher,
@@ -74,6 +75,7 @@ MORE = {
     "cart, one matrix skipped": Cart(coef=1.3, share=0.3, skip=("row",)),
     "consensus": Consensus(coef=0.7, ratio=0.4),
     "svc": Svc(coef=0.7, alpha=0.2, skip=("row",)),
+    "emr": Emr(task="qa"),
     "tall_mask": TallMask(task="qa", ratio=0.4),
 }
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"

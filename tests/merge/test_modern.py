@@ -145,6 +145,11 @@ def plain_tall(*changes, ratio=0.4):
     return total * (np.abs(changes[0]) > ratio * np.abs(total - changes[0]))
 
 
+def plain_emr(*changes):
+    sign = np.where(sum(changes) > 0, 1.0, -1.0)
+    return sign * np.maximum(np.max([change * sign for change in changes], 0), 0) * (changes[0] * sign > 0)
+
+
 def plain_svc(merged, *changes, alpha=0.2):
     if merged.ndim != 2:
         return merged
@@ -153,6 +158,20 @@ def plain_svc(merged, *changes, alpha=0.2):
         ratios = [(u[:, r] @ merged) @ (u[:, r] @ d) / max(((u[:, r] @ d) ** 2).sum(), 1e-12) for d in changes]
         s[r] /= np.mean([max(ratio, alpha) for ratio in ratios])
     return u @ np.diag(s) @ vt
+
+
+def scaled_back(base, experts, task):
+    """The merger without its scale, the only number that sees several leaves."""
+    vector = merge.emr_vector(base, experts, task=task)
+    sizes, scale = [0.0, 0.0], 1.0
+    for path, leaf in vector.items():
+        start, leaves = base[path].double().numpy(), [expert[path].double().numpy() for expert in experts.values()]
+        if leaf.numel():
+            changes = [expert - start for expert in leaves]
+            sizes[0] += np.abs(changes[0]).mean()
+            sizes[1] += np.abs(plain_emr(*changes)).mean()
+            scale = sizes[0] / sizes[1]
+    return merge.emr(base, experts, task=task, coef=COEF / scale)
 
 
 # name of a merger -> runs: (merger, plain formula, number of experts)
@@ -200,6 +219,7 @@ PLAIN = {
         "": (lambda b, e: merge.svc(b, e, coef=COEF, alpha=0.2), plain_svc, 3),
         " of the paper": (lambda b, e: merge.svc(b, e, coef=COEF), functools.partial(plain_svc, alpha=1.0), 4),
     },
+    "emr": {"": (lambda b, e: scaled_back(b, e, next(iter(e), "")), plain_emr, 3)},
 }
 RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
 
@@ -347,6 +367,7 @@ ONE = {
     "cart": lambda b, e: merge.cart(e, coef=1.0),
     "consensus": lambda b, e: merge.consensus(b, e, coef=1.0, ratio=0.4, least=1),
     "tall_mask": lambda b, e: merge.tall_mask(b, e, ratio=0.4, task=min(e)),
+    "emr": lambda b, e: merge.emr(b, e, task=min(e)),
 }
 MEANS = "wudi", "act_mat", "karcher", "multislerp", "sce", "cart"  # of equal experts they are the expert
 
@@ -485,6 +506,20 @@ def test_svc_undoes_a_sum_of_equal_experts_and_leaves_strangers_alone():
     assert torch.equal(of(merge.svc, 0 * one, one), 0 * one)
     with raises("experts holds 1 trees: svc takes at least 2", "alpha is 0, must be above 0 and finite"):
         of(merge.svc, one, alpha=0)
+
+
+def test_emr_by_hand():
+    base = {"a": torch.zeros(4), "b": torch.zeros(1)}
+    one = {"a": torch.tensor([4.0, 1.0, -2.0, 0.0]), "b": torch.tensor([1.0])}
+    two = {"a": torch.tensor([1.0, -3.0, -1.0, 1.0]), "b": torch.tensor([3.0])}
+    # of both: 4, -3, -2, 1 and 3; one agrees with the first, the third and the last
+    scale = (7 / 4 + 1) / (6 / 4 + 3)
+    merged = merge.emr(base, {"one": one, "two": two}, task="one")
+    torch.testing.assert_close(merged["a"], scale * torch.tensor([4.0, 0.0, -2.0, 0.0]))
+    torch.testing.assert_close(merged["b"], scale * torch.tensor([3.0]))
+    assert torch.equal(merge.emr(base, {"one": one}, task="one")["a"], one["a"])
+    with raises("task 'three' is no expert, choose one of one, two"):
+        merge.emr(base, {"one": one, "two": two}, task="three")
 
 
 def test_options_out_of_range():
