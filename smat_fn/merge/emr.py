@@ -31,8 +31,8 @@ from .tall_mask import place_of
 def emr(base: Params, experts: Experts, *, task: str, coef: float = 1.0) -> Params:
     """θ₀ + γ λ_t m_t ⊙ τ, τ = s max_i max(s Δ_i, 0), s the sign of Σ_i Δ_i (0 counts as −), m_t = 1 where s Δ_t > 0.
 
-    ``λ_t = Σ_l mean |Δ_t,l| / Σ_l mean |m_t ⊙ τ|_l`` over all leaves l, in float64. τ, a mask for each task and a number
-    for each task are all that the experts' models need: one model for each task.
+    ``λ_t = Σ_l mean |Δ_t,l| / Σ_l mean |m_t ⊙ τ|_l`` over all leaves l, in float64. τ, and a mask and a number for each
+    task, are all that the experts' models need: one model for each task.
 
     Args:
         base: tree that the experts were trained from.
