@@ -19,27 +19,41 @@ from ..mat.orthoreg import Orthoreg
 from ..mat.smat import Smat
 from ..merge import MERGERS, MORE_MERGERS
 from ..merge import Merger as MergerConfig
+from ..merge.arcee_fusion import ArceeFusion
 from ..merge.breadcrumbs import Breadcrumbs
+from ..merge.cart import Cart
+from ..merge.consensus import Consensus
 from ..merge.dare import Dare
 from ..merge.dare_ties import DareTies
 from ..merge.della import Della
+from ..merge.emr import Emr
+from ..merge.iso_c import IsoC
+from ..merge.iso_cts import IsoCts
+from ..merge.karcher import Karcher
 from ..merge.magmax import MagMax
 from ..merge.model_stock import ModelStock
+from ..merge.multislerp import MultiSlerp
+from ..merge.nuslerp import NuSlerp
+from ..merge.sce import Sce
 from ..merge.slerp import Slerp
+from ..merge.svc import Svc
+from ..merge.tall_mask import TallMask
 from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
 from ..merge.tsv_merge import TsvMerge
 from ..merge.weight_average import WeightAverage
 from ..merge.weighted_average import WeightedAverage
 from ..merge.wise_ft import WiseFt
+from ..merge.wudi import Wudi
 from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "Asam",
-    "Breadcrumbs", "Dare", "DareTies", "Della", "Finetune", "L2sp", "MagMax", "MergerConfig", "Mergopt",
-    "MethodConfig", "Mixout", "ModelStock", "Msam", "Orthoreg", "PaperMerger", "Preset", "Semantics", "Slerp",
-    "Smat", "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt",
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "ArceeFusion",
+    "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Emr", "Finetune", "IsoC", "IsoCts",
+    "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout", "ModelStock", "Msam",
+    "MultiSlerp", "NuSlerp", "Orthoreg", "PaperMerger", "Preset", "Sce", "Semantics", "Slerp", "Smat", "Svc",
+    "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi",
     "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip
 

@@ -161,7 +161,7 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
         return merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef
     score_tensor = suite.score_tensor
     vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
-    grid = merge.COEFS
+    grid = config.grid
     jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
     found = score_jobs(
         jobs,
