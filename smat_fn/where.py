@@ -5,19 +5,19 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from .types import Where
+from .types import Predicate
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _NOT_LINEAR = re.compile(r"Router|PatchMerging|PatchEmbed")
 
 
-def trainable(module: nn.Module) -> Where:
+def trainable(module: nn.Module) -> Predicate:
     """Leaves that are parameters with ``requires_grad``, under their ``named_parameters`` names (tied weights once)."""
     names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
     return lambda path, leaf: path in names
 
 
-def block_linear(module: nn.Module) -> Where:
+def block_linear(module: nn.Module) -> Predicate:
     """The set S of Eq. smat-mask: weights of linear layers inside transformer blocks, found by type and structure.
 
     A block is a module with children in an outermost ``nn.ModuleList``, or in an ``nn.Sequential`` of one type. Its
@@ -38,7 +38,7 @@ def block_linear(module: nn.Module) -> Where:
     return lambda path, leaf: path in names
 
 
-def muon_matrices(module: nn.Module) -> Where:
+def muon_matrices(module: nn.Module) -> Predicate:
     """The 2-D leaves of `block_linear`: the matrices that `smat_fn.optim.muon` takes (paper section 5.3)."""
     inside = block_linear(module)
     return lambda path, leaf: leaf.ndim == 2 and inside(path, leaf)

@@ -104,9 +104,9 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
-    origins, found = tree.flatten(base), {}
+    origins, found, picks = tree.flatten(base), {}, tree.predicate(where)
     for path, leaf in tree.flatten(params).items():
-        if leaf.ndim == 2 and leaf.numel() and (where is None or where(path, leaf)):
+        if leaf.ndim == 2 and leaf.numel() and (picks is None or picks(path, leaf)):
             dtype = tree.compute_dtype(leaf, origins[path])
             found[path] = leaf.to(dtype) - origins[path].to(dtype)
     return found

@@ -50,7 +50,7 @@ def simulated_gradient(
     Args:
         loss_fn: ``(params, batch) -> (loss, aux)``.
         base: theta_0, a tree like params.
-        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        where: the masked set S as a predicate on (path, leaf) or a tree of bools; None masks every leaf.
         offload: None keeps base as it is and makes a new tree for theta~. ``"cpu"``: theta_0 in pinned host memory,
             copied during clean steps into one reusable buffer that becomes theta~. ``"recompute"``: theta_0 on the
             device, theta~ rebuilt block by block in forward and backward, no second copy. ``"stream"``: the same with

@@ -107,7 +107,7 @@ def build(
         loss_fn: ``(params, batch) -> (loss, aux)``.
         optimizer: anything with ``init`` and ``update`` (`smat_fn.optim`).
         base: theta_0, a tree of params' structure and shapes.
-        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        where: the masked set S, a predicate on (path, leaf) or a tree of bools; None masks every leaf.
         max_grad_norm: clip by global norm after reweighting; None: no clipping.
         alpha_min: Scale, in [0, 1]; 1 switches it off.
         drop_prob: Mask, in [0, 1), the probability of removing a coordinate; 0 switches it off.
@@ -170,7 +170,7 @@ def build_from(
         problems: errors found before, raised together with those found here.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
-    found += draw_problems(alpha_min, drop_prob, sigma, noise)
+    found += [*draw_problems(alpha_min, drop_prob, sigma, noise), *problems_of(tree.predicate, where)]
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)

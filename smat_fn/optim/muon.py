@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
-from .. import tree
+from .. import errors, tree
 from ..types import Optimizer, Params, Schedule, Where
 from .schedules import schedule_of
 
@@ -39,7 +39,7 @@ def muon(
     Args:
         lr: learning rate >= 0 of the matrices, or a schedule ``step -> lr`` with steps counted from 0.
         rest: optimizer of all other parameters, usually `adamw`.
-        where: ``where(path, tensor) -> bool`` picks the matrices among 2-D parameters; None: all of them.
+        where: picks the matrices among 2-D parameters, a predicate or a tree of bools; None: all of them.
         momentum: decay rate of the momentum, in [0, 1).
         ns_steps: Newton-Schulz iterations, 1 to 99.
         weight_decay: decoupled weight decay >= 0 of the matrices.
@@ -59,11 +59,13 @@ def muon(
     )
     if not isinstance(rest, Optimizer):
         problems.append(f"rest is a {type(rest).__name__}: give an optimizer of smat_fn.optim for the other leaves")
+    problems += errors.problems_of(tree.predicate, where)
     schedule = schedule_of(lr, problems, weight_decay=weight_decay)
+    picks = tree.predicate(where)
 
     # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
-        return leaf.ndim == 2 and (where is None or where(path, leaf))
+        return leaf.ndim == 2 and (picks is None or picks(path, leaf))
 
     def init(params: Params) -> MuonState:
         tree.check_floating(tree.flatten(params), "params")

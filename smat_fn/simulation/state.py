@@ -100,7 +100,7 @@ def simulate(
         params: theta, any tree of floating-point tensors.
         base: theta_0, same structure and shapes.
         draw: from `smat_fn.draw`.
-        where: the masked set S as a predicate on (path, leaf), None masks every leaf.
+        where: the masked set S as a predicate on (path, leaf) or a tree of bools, None masks every leaf.
         out: tree whose tensors receive the result (no gradient flows), may be params or base.
         starts: path -> index of the leaf's first coordinate in the full leaf, for shards.
 
@@ -243,6 +243,7 @@ def parts_of(
 ) -> Iterator[Part]:
     """The leaves of each device, with the draw there."""
     devices: dict[torch.device, list[str]] = {}
+    picks = tree.predicate(where)
     for path, leaf in leaves.items():
         devices.setdefault(leaf.device, []).append(path)
     for device, paths in devices.items():
@@ -250,7 +251,7 @@ def parts_of(
         key, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in draw[:-1])
         noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
         numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
-        masked = [where is None or where(path, leaves[path]) for path in paths]
+        masked = [picks is None or picks(path, leaves[path]) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 
 
