@@ -1,6 +1,7 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from .. import tree
 from ..types import Aux, Engine, LossFn, Params
-from .modules import ModuleLoss
+from .modules import ModuleLoss, loss_and_aux
 
 
 def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
@@ -17,11 +18,14 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 
     ``engine="func"`` is ``torch.func.grad_and_value``: composable with every torch.func transform. ``"autograd"`` is
     ``torch.autograd.grad`` on fresh leaves: bit-identical to ``loss.backward()``, about half the memory, works with
-    gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`. They agree within rounding.
+    gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`, and under ``torch.inference_mode``. They
+    agree within rounding.
 
     Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch; the loss of "autograd" is detached, that of "func" if no leaf requires grad.
-    Raises: ValueError for an unknown engine, and for leaves that are no floating-point tensors.
+        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, aux (its tensors, in any
+        pytree) and grads of "autograd" are detached, those of "func" have the graph of transforms and leaves outside.
+    Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function that
+        does not return a pair (0-d loss, aux).
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
@@ -30,20 +34,21 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 
 def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
     def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
-        tree.check_floating(tree.flatten(params), "params")
+        flat = tree.flatten(params)
+        tree.check_floating(flat, "params")
         parts: list[Any] = []
 
-        def tensors_apart(params: Params, *args: Any) -> tuple[Tensor, list[Tensor]]:
-            loss, aux = loss_fn(params, *args)
+        def tensors_apart(leaves: dict[str, Tensor], *args: Any) -> tuple[Tensor, list[Tensor]]:
+            loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args))
             parts[:] = pytree.tree_flatten(aux)
             return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
 
-        # torch refuses aux leaves that are no tensors
-        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(params, *args)
+        # torch refuses leaves that are no tensors, in params and in aux
+        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(flat, *args)
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in parts[0]]
         aux = pytree.tree_unflatten(leaves, parts[1])
-        return (loss, aux), grads
+        return (loss, aux), tree.unflatten(params, grads)
 
     return run
 
@@ -52,20 +57,30 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
     def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
-        leaves = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
+            leaves = {path: _recorded(leaf).detach().requires_grad_() for path, leaf in flat.items()}
+            if inference:
+                args = pytree.tree_map_only(Tensor, _recorded, args)
 
-        def differentiate(loss: Tensor, aux: Aux) -> tuple[tuple[Tensor, Aux], tuple[Tensor, ...]]:
-            if not loss.requires_grad:  # it touches no leaf
-                return (loss, aux), tuple(torch.zeros_like(leaf) for leaf in flat.values())
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-            return (loss.detach(), aux), grads
+            def differentiate(result: Any) -> tuple[tuple[Tensor, Aux], tuple[Tensor, ...]]:
+                loss, aux = loss_and_aux(result)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                else:  # it touches no leaf
+                    grads = tuple(torch.zeros_like(leaf) for leaf in flat.values())
+                return (loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, aux)), grads
 
-        with torch.enable_grad():
             if isinstance(loss_fn, ModuleLoss):
                 # inside the swap of weights: checkpointed layers run again in backward and must meet the same weights
-                value, grads = loss_fn.within(leaves, lambda module: differentiate(*loss_fn.loss(module, *args)))
+                value, grads = loss_fn.within(leaves, lambda module: differentiate(loss_fn.loss(module, *args)))
             else:
-                value, grads = differentiate(*loss_fn(tree.unflatten(params, leaves), *args))
+                value, grads = differentiate(loss_fn(tree.unflatten(params, leaves), *args))
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 
     return run
+
+
+def _recorded(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that autograd cannot save since it was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
