@@ -1,4 +1,4 @@
-"""Parameter trees: any nesting of mappings, sequences, NamedTuples and pytree nodes, seen as one flat ``{path: tensor}``.
+"""Parameter trees: any nesting of mappings, sequences and pytree nodes, seen as one flat ``{path: tensor}``.
 
 A leaf's path joins mapping keys, indices and field names with "."; a flat dict's key is its own path. None has no
 leaves. Other types are nodes once they are registered with ``torch.utils._pytree`` (dataclasses by its
@@ -110,7 +110,7 @@ _BUILT_IN = frozenset((dict, list, tuple, OrderedDict, defaultdict))
 
 
 def _registered(node: Any) -> Any:
-    """How torch's pytrees take a type of the user's apart, None for builtin types and for types that they do not know."""
+    """How torch's pytrees take a type of the user's apart; None for builtin types and those that they do not know."""
     return None if type(node) in _BUILT_IN else pytree.SUPPORTED_NODES.get(type(node))
 
 

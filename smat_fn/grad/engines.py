@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from .. import tree
 from ..types import Aux, Engine, LossFn, Params
-from .modules import ModuleLoss, loss_and_aux
+from .modules import ModuleLoss
 
 
 def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
@@ -22,10 +22,10 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     agree within rounding.
 
     Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, aux (its tensors, in any
-        pytree) and grads of "autograd" are detached, those of "func" have the graph of transforms and leaves outside.
-    Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function that
-        does not return a pair (0-d loss, aux).
+        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, grads and the tensors of
+        aux (any pytree) are detached by "autograd", those of "func" have the graph of transforms and leaves outside.
+    Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function
+        that does not return a pair (0-d loss, aux).
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
@@ -69,7 +69,7 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
                 else:  # it touches no leaf
                     grads = tuple(torch.zeros_like(leaf) for leaf in flat.values())
-                return (loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, aux)), grads
+                return (loss.detach(), detached(aux)), grads
 
             if isinstance(loss_fn, ModuleLoss):
                 # inside the swap of weights: checkpointed layers run again in backward and must meet the same weights
@@ -84,3 +84,20 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
 def _recorded(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of one that autograd cannot save since it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def detached(aux: Aux) -> Aux:
+    """aux with its tensors, in any pytree, off the graph."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, aux)
+
+
+def loss_and_aux(result: Any) -> tuple[Tensor, Aux]:
+    """What a loss function returned. Raises: ValueError unless it is a pair of a 0-d loss and anything."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+        raise ValueError(f"the loss function returned {got}: return (loss, aux), or (loss, None)")
+    loss, aux = result
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+        raise ValueError(f"the loss {got}: must be a 0-d tensor, take its mean or sum")
+    return loss, aux

@@ -86,18 +86,6 @@ class _Reparametrised(ModuleLoss):
         self._inner.check(self._weights(params))
 
 
-def loss_and_aux(result: Any) -> tuple[Tensor, Aux]:
-    """What a loss function returned. Raises: ValueError unless it is a pair of a 0-d loss and anything."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-        raise ValueError(f"the loss function returned {got}: return (loss, aux), or (loss, None)")
-    loss, aux = result
-    if not isinstance(loss, Tensor) or loss.ndim:
-        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
-        raise ValueError(f"the loss {got}: must be a 0-d tensor, take its mean or sum")
-    return loss, aux
-
-
 class _Shell(nn.Module):
     """Runs any function of the module where ``functional_call`` has put the weights in place."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, tree
-from ..grad import MasterWeights, ModuleLoss, value_and_grad
+from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
@@ -258,11 +258,11 @@ class _Rebuilt:
             leaves = {path: self._stand_in(leaf).requires_grad_() for path, leaf in params.items()}
             try:
                 with torch.enable_grad(), rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))):
-                    loss, aux = self._loss_fn.loss(module, batch)
+                    loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
             finally:
                 source.rewind()
-            return (loss.detach(), aux), dict(zip(leaves, grads, strict=True))
+            return (loss.detach(), detached(aux)), dict(zip(leaves, grads, strict=True))
 
         return accumulate(_as_wide_as(params, at), params, batch)
 

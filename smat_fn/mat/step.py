@@ -41,18 +41,18 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:
-    """(loss, aux, grads), averaged over a list of micro-batches; aux is then the list of theirs.
+    """(loss, aux, grads), averaged over a list of `Micro`; aux is then the list of theirs. Any other batch is one.
 
-    ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`, or equal ones. With the number of examples or tokens of
-    each micro-batch as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves)
-    and are rounded once to the gradient's dtype.
+    ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`. With the number of examples or tokens of each micro-batch
+    as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves) and are rounded
+    once to the gradient's dtype.
+
+    Raises: ValueError for an empty list, for a list of which only a part is `Micro`, and for a `Micro` outside a list.
     """
-    if not isinstance(batch, list):
+    parts = micro_batches(batch)
+    if parts is None:
         (loss, aux), grads = gradient(params, batch)
         return loss, aux, grads
-    parts = [part if isinstance(part, Micro) else Micro(part, 1.0) for part in batch]
-    if not parts:
-        raise ValueError("the list of micro-batches is empty: give one batch, or at least one micro-batch")
     if bad := [part.weight for part in parts if not (math.isfinite(part.weight) and part.weight > 0)]:
         raise ValueError(f"weights of micro-batches are {bad}: must be positive, leave out what weighs nothing")
     even = len({part.weight for part in parts}) == 1
@@ -71,6 +71,22 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         return torch.stack(losses).mean(), auxes, mean
     terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
     return functools.reduce(torch.add, terms) / sum(weights), auxes, mean
+
+
+def micro_batches(batch: Batch) -> list[Micro] | None:
+    """The micro-batches of a step, None for one batch: micro-batches are a list whose members are all `Micro`.
+
+    Raises: ValueError as `accumulate`.
+    """
+    if isinstance(batch, list) and batch and all(isinstance(part, Micro) for part in batch):
+        return batch
+    if isinstance(batch, list) and not batch:
+        raise ValueError("the batch is an empty list: give one batch, or a list of at least one Micro(batch, weight)")
+    if isinstance(batch, Micro) or (
+        isinstance(batch, (list, tuple)) and any(isinstance(part, Micro) for part in batch)
+    ):
+        raise ValueError("micro-batches are a list whose members are all Micro(batch, weight), and nothing else is")
+    return None
 
 
 def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:

@@ -18,14 +18,14 @@ BUCKET = 1 << 24  # numbers reduced together, 64 MiB of float32
 
 
 class Share(NamedTuple):
-    """A micro-batch of one process, and its factor in the average over the whole batch."""
+    """A micro-batch of one process, and its factor in the average over the whole batch: the batch of a `Micro`."""
 
     batch: Batch
     factor: float
 
 
-def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Share]:
-    """The micro-batches of one process, as many for each: those at ``rank``, ``rank + size``, ...
+def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Micro]:
+    """The micro-batches of one process, as many for each: those at ``rank``, ``rank + size``, ..., each a `Share`.
 
     The mean over processes and shares of ``factor * loss`` is ``sum_i w_i loss_i / sum_i w_i`` over all parts, w the
     weights of `Micro`. Processes without a part get one of factor 0, since all of them take part in every average.
@@ -33,7 +33,7 @@ def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Share]:
     each = -(-len(parts) // size)
     total = sum(part.weight for part in parts)
     own = [parts[i] if i < len(parts) else Micro(parts[0].batch, 0.0) for i in range(rank, each * size, size)]
-    return [Share(part.batch, part.weight * each * size / total) for part in own]
+    return [Micro(Share(part.batch, part.weight * each * size / total)) for part in own]
 
 
 def replicated(loss_fn: LossFn) -> LossFn:
@@ -56,7 +56,7 @@ def independent_smat(
     process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
 
     Args:
-        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are `Share`s.
+        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are those of `share`.
     """
     rank = dist.get_rank()
 
