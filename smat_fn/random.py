@@ -161,18 +161,27 @@ def uniform(
 ) -> Tensor:
     """Uniform numbers in [minval, maxval): ``minval + (maxval - minval) * u``, u = the low 24 bits of a word / 2**24.
 
+    What rounds to maxval becomes the number of the dtype before it.
+
     Args:
         key: int64 (2,).
         shape: of the result, word n of the key's blocks at flat index n.
+        dtype: of the result, in which the bounds are taken.
     """
     _check_one(key)
     if not maxval >= minval:
         raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"uniform: dtype {dtype} is no floating-point dtype")
     size = math.prod(shape)
     counters = torch.arange(-(-size // 4), device=key.device)
     words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
     unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
-    return (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
+    drawn = (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
+    if (minval, maxval) == (0, 1) and torch.finfo(dtype).eps <= 2.0**-23:  # u has as many bits as float32
+        return drawn
+    low, high = (torch.full((), bound, dtype=dtype, device=key.device) for bound in (minval, maxval))
+    return drawn.minimum(torch.nextafter(high, low))
 
 
 def name_hashes(names: tuple[str, ...]) -> list[int]:
