@@ -22,8 +22,8 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     agree within rounding.
 
     Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, grads and tensors of aux
-        (any pytree) are detached by "autograd", those of "func" have the graph of transforms and leaves outside.
+        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, grads and tensors of
+        aux (any pytree) are detached by "autograd", those of "func" have the graph of transforms and leaves outside.
     Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function
         that does not return a pair (0-d loss, aux).
     """

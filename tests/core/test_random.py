@@ -186,7 +186,9 @@ def test_uniform_is_the_low_24_bits_of_the_words(dtype):
 def test_uniform_scales_before_it_rounds(dtype):
     key = random.key(12)
     unit = random.uniform(key, (64,), dtype=torch.float64)
-    assert torch.equal(random.uniform(key, (64,), dtype=dtype, minval=-3.0, maxval=5.0), (-3 + 8 * unit).to(dtype))
+    below = torch.nextafter(torch.tensor(5.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
+    rounded = (-3 + 8 * unit).to(dtype).minimum(below)
+    assert torch.equal(random.uniform(key, (64,), dtype=dtype, minval=-3.0, maxval=5.0), rounded)
     assert (random.uniform(key, (4,), minval=2.0, maxval=2.0) == 2).all()
 
 
