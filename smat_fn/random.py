@@ -100,7 +100,7 @@ def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     Returns:
         int64 (size,) in [0, 65536).
     """
-    _check_one(key)
+    check_key(key)
     return streams(key[None], (size,), starts=(start,))[0]
 
 
@@ -136,7 +136,7 @@ def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     Args: key: int64 (2,); paths: n leaf paths.
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
-    _check_one(key)
+    check_key(key)
     hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64)
     hashes = hashes.to(key.device, non_blocking=key.device.type == "cuda")  # the host does not wait
     return split(fold_in(key, hashes))
@@ -168,7 +168,7 @@ def uniform(
         shape: of the result, word n of the key's blocks at flat index n.
         dtype: of the result, in which the bounds are taken.
     """
-    _check_one(key)
+    check_key(key)
     if not maxval >= minval:
         raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
     if not dtype.is_floating_point:
@@ -210,7 +210,8 @@ def _check_key(key: Tensor) -> None:
         raise ValueError(f"a key is an int64 tensor of shape (..., 2), got {got}: make one by smat_fn.random.key(seed)")
 
 
-def _check_one(key: Tensor) -> None:
+def check_key(key: Tensor) -> None:
+    """Raises: ValueError unless this is one key, int64 of shape (2,)."""
     _check_key(key)
     if key.ndim != 1:
         raise ValueError(

@@ -44,6 +44,7 @@ class Training:
     precision: Precision | None = None  # of training; None: the dtype of the suite
     lora: Adapters | None = None  # None: all weights
     independent_draws: bool = False  # with several processes: each draws for itself
+    dropout: bool = False  # the model in train mode
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

@@ -1,16 +1,18 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import tree
-from ..types import Aux, Engine, LossFn, Params
-from .modules import ModuleLoss
+from .. import random, tree
+from ..types import Aux, Batch, Engine, LossFn, Params
+from .master_weights import MasterWeights, with_master_weights
+from .modules import ModuleLoss, takes_key
 
 
 def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
@@ -21,9 +23,10 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`, and under ``torch.inference_mode``. They
     agree within rounding.
 
-    Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch. Nothing that comes back holds the graph of this gradient: loss, grads and tensors of
-        aux (any pytree) are detached by "autograd", those of "func" have the graph of transforms and leaves outside.
+    Returns: a function of (params, *args), and of ``key`` for a loss that takes one; grads have the structure, shapes
+        and dtypes of params, zero for leaves that the loss does not touch. Nothing that comes back holds the graph of
+        this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
+        graph of transforms and leaves outside.
     Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function
         that does not return a pair (0-d loss, aux).
     """
@@ -33,13 +36,13 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 
 
 def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
-    def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
+    def run(params: Params, *args: Any, **options: Any) -> tuple[tuple[Tensor, Aux], Params]:
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
         parts: list[Any] = []
 
         def tensors_apart(leaves: dict[str, Tensor], *args: Any) -> tuple[Tensor, list[Tensor]]:
-            loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args))
+            loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
             parts[:] = pytree.tree_flatten(aux)
             return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
 
@@ -54,7 +57,7 @@ def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Par
 
 
 def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
-    def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
+    def run(params: Params, *args: Any, **options: Any) -> tuple[tuple[Tensor, Aux], Params]:
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
         inference = torch.is_inference_mode_enabled()
@@ -73,9 +76,11 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
 
             if isinstance(loss_fn, ModuleLoss):
                 # inside the swap of weights: checkpointed layers run again in backward and must meet the same weights
-                value, grads = loss_fn.within(leaves, lambda module: differentiate(loss_fn.loss(module, *args)))
+                value, grads = loss_fn.within(
+                    leaves, lambda module: differentiate(loss_fn.loss(module, *args, **options))
+                )
             else:
-                value, grads = differentiate(loss_fn(tree.unflatten(params, leaves), *args))
+                value, grads = differentiate(loss_fn(tree.unflatten(params, leaves), *args, **options))
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 
     return run
@@ -84,6 +89,38 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
 def _recorded(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of one that autograd cannot save since it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+class Keyed(NamedTuple):
+    """A batch with what the key of its loss is made of: the run key, the step, the number of the micro-batch."""
+
+    batch: Batch
+    run_key: Tensor
+    step: int | Tensor
+    part: int
+
+    @property
+    def key(self) -> Tensor:
+        """``fold_in(fold_in(run key, step), "loss:<part>")``: one for all passes of a step over this micro-batch."""
+        step = self.step.to(self.run_key.device) if isinstance(self.step, Tensor) else self.step
+        return random.fold_in(random.fold_in(self.run_key, step), f"loss:{self.part}")
+
+
+def keyed(loss_fn: LossFn) -> LossFn:
+    """The loss as a loss of `Keyed` batches: one that takes a ``key`` gets theirs, made where it is needed."""
+    if isinstance(loss_fn, MasterWeights):
+        return with_master_weights(keyed(loss_fn.loss_fn), loss_fn.dtype)
+    if isinstance(loss_fn, ModuleLoss):
+        own, inner = copy.copy(loss_fn), loss_fn
+
+        def loss(module: nn.Module, one: Keyed, **_: Any) -> tuple[Tensor, Aux]:
+            return inner.loss(module, one.batch, key=one.key if inner.wants_key() else None)
+
+        own.loss = loss  # type: ignore[method-assign, assignment]
+        return own
+    if takes_key(loss_fn):
+        return lambda params, one: loss_fn(params, one.batch, key=one.key)
+    return lambda params, one: loss_fn(params, one.batch)
 
 
 def detached(aux: Aux) -> Aux:

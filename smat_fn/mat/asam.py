@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..grad import value_and_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -58,7 +58,7 @@ def build(
     problems += step.check_not_negative(rho=rho)
     if problems:
         raise ValueError("asam: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = step.accumulate(at, state.params, batch)
@@ -67,7 +67,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 @torch.no_grad()

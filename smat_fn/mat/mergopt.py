@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..grad import value_and_grad
+from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from ..where import never
@@ -65,7 +65,7 @@ def build(
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
     if problems:
         raise ValueError("mergopt: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         drawn = offset(random.fold_in(key, state.step), b=b, k_max=k_max)
@@ -76,7 +76,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, drawn.sigma / (math.sqrt(2) * b) if b else drawn.sigma)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 def offset(key: Tensor, *, b: float, k_max: int) -> Draw:

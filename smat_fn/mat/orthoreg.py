@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..grad import value_and_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -59,7 +59,7 @@ def build(
     problems += step.check_not_negative(lambda_reg=lambda_reg)
     if problems:
         raise ValueError("orthoreg: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
@@ -71,7 +71,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, value)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tensor:

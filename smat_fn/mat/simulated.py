@@ -257,7 +257,11 @@ class _Rebuilt:
         def at(params: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
             leaves = {path: self._stand_in(leaf).requires_grad_() for path, leaf in params.items()}
             try:
-                with torch.enable_grad(), rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))):
+                with (
+                    self._loss_fn.running(),
+                    torch.enable_grad(),
+                    rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))),
+                ):
                     loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
             finally:

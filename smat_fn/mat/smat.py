@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import problems_of, raise_problems
-from ..grad import value_and_grad
+from ..grad import Keyed, keyed, value_and_grad
 from ..optim.chain import clip
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
@@ -60,7 +60,8 @@ def literal_step(
         batch: one batch.
         hyperparameters: alpha_min, drop_prob, sigma, noise of `smat_fn.draw`; the others as in `build`.
     """
-    params, gradient = state.params, value_and_grad(loss_fn, engine=engine)
+    params, gradient = state.params, value_and_grad(keyed(loss_fn), engine=engine)
+    batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
     simulated, scale = is_simulated(state.step, period), torch.ones(())
     if simulated:
         drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
@@ -129,7 +130,7 @@ def build(
     """
     problems = offload_problems(loss_fn, offload, engine)
     at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
-        loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
+        keyed(loss_fn), base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
     )  # fmt: skip
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
@@ -164,7 +165,7 @@ def build_from(
 
     Args:
         loss_fn: the clean loss.
-        at_simulated: the gradient at simulated states.
+        at_simulated: the gradient at simulated states, of `keyed` batches.
         like: tree of the parameters' names and shapes.
         key_of: from the step's key to that of its draw.
         problems: errors found before, raised together with those found here.
@@ -177,7 +178,7 @@ def build_from(
     if found:
         raise_problems(["smat: " + found[0], *found[1:]])
     assert at_simulated is not None
-    gradient, simulated = value_and_grad(loss_fn, engine=engine), at_simulated
+    gradient, simulated = value_and_grad(keyed(loss_fn), engine=engine), at_simulated
     off = all_off(alpha_min, drop_prob, sigma) or lam == 0
     if lam is not None:
         period = 1
@@ -198,7 +199,7 @@ def build_from(
         state = step.advance(optimizer, state, grads, donate=donate)
         return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
 
-    return Method(step.init(optimizer, like, donate=donate), update)
+    return Method(step.init(optimizer, like, donate=donate), step.with_keys(update))
 
 
 class _Mixed:

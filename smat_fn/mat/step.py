@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import random, tree
+from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
 from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
@@ -87,6 +88,23 @@ def micro_batches(batch: Batch) -> list[Micro] | None:
     ):
         raise ValueError("micro-batches are a list whose members are all Micro(batch, weight), and nothing else is")
     return None
+
+
+def with_keys(update: Callable[[Tensor, State, Batch], Any]) -> Callable[[Tensor, State, Batch], Any]:
+    """A method's update whose loss is `smat_fn.grad.keyed`: every batch of a step comes with the key of its loss.
+
+    Raises: ValueError for a run key of another type than `smat_fn.random.key` gives, before anything else.
+    """
+
+    def run(key: Tensor, state: State, batch: Batch) -> Any:
+        random.check_key(key)
+        parts = micro_batches(batch)
+        if parts is None:
+            return update(key, state, Keyed(batch, key, state.step, 0))
+        given = [Micro(Keyed(part, key, state.step, i), weight) for i, (part, weight) in enumerate(parts)]
+        return update(key, state, given)
+
+    return run
 
 
 def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:

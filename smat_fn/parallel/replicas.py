@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import random, tree
-from ..grad import ModuleLoss, reparametrised
+from ..grad import ModuleLoss, keyed, loss_and_aux, reparametrised, takes_key
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
 from ..simulation import Draw, simulate
@@ -40,11 +40,18 @@ def replicated(loss_fn: LossFn) -> LossFn:
     """The loss averaged over the processes of the default group, its gradient too: takes a `Share` as its batch.
 
     For any method with the "autograd" engine. Gradients are summed in float32 (float64 for float64 leaves), a bucket at
-    a time when the backward pass has ended, and rounded once; all processes get bit-identical ones. aux is local.
+    a time when the backward pass has ended, and rounded once; all processes get bit-identical ones. aux is local, and
+    so is the key of a loss that takes one.
     """
     if isinstance(loss_fn, ModuleLoss):
         return reparametrised(_AveragedModule(loss_fn), _averaging)
-    return lambda params, one: _averaged(*loss_fn(_averaging(params), one.batch), one.factor)
+
+    def loss(params: Params, one: Share, **options: Tensor) -> tuple[Tensor, Aux]:
+        own = {name: _of_this_process(key) for name, key in options.items()}
+        return _averaged(*loss_and_aux(loss_fn(_averaging(params), one.batch, **own)), one.factor)
+
+    loss.takes_key = takes_key(loss_fn)  # type: ignore[attr-defined]
+    return loss
 
 
 def independent_smat(
@@ -62,7 +69,7 @@ def independent_smat(
 
     def at(drawn: Draw) -> LossFn:
         inside = reparametrised(loss_fn, lambda params: simulate(params, base, drawn, where=where))
-        return replicated(inside)
+        return keyed(replicated(inside))
 
     return smat.build_from(
         replicated(loss_fn),
@@ -78,17 +85,27 @@ class _AveragedModule(ModuleLoss):
     """A module's loss on a share, averaged over the processes."""
 
     def __init__(self, inner: ModuleLoss) -> None:
-        super().__init__(inner.module, self._shared)
+        super().__init__(inner.module, inner.loss, training=inner.training)
         self._inner = inner
 
-    def _shared(self, module: nn.Module, one: Share) -> tuple[Tensor, Aux]:
-        return _averaged(*self._inner.loss(module, one.batch), one.factor)
+    def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
+        (one,) = args
+        own = None if key is None else _of_this_process(key)
+        return _averaged(*loss_and_aux(self._inner.loss(module, one.batch, key=own)), one.factor)
+
+    def wants_key(self) -> bool:
+        return self._inner.wants_key()
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         return self._inner.within(params, fn)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         self._inner.check(params)
+
+
+def _of_this_process(key: Tensor) -> Tensor:
+    """A loss's key here: processes see other examples, with randomness of their own."""
+    return random.fold_in(key, f"rank:{dist.get_rank()}")
 
 
 def _averaged(loss: Tensor, aux: Aux, factor: float) -> tuple[Tensor, Aux]:

@@ -16,7 +16,7 @@ from ...suites import Suite
 from ...types import Params
 from . import snapshots
 from .logs import Log
-from .loop import budget, schedules, train_expert
+from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
@@ -84,8 +84,9 @@ def _experts(suite: Suite, method: MethodConfig, training: Training, run: RunOpt
         "base_fingerprint": checkpoint.fingerprint(suite.base),
     }
     budgets = {task: budget(suite, task, training) for task in run.tasks}
+    losses = {task: loss_of(suite, task, training) for task in run.tasks}
     return [
-        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": _numbers(own)}))
+        Expert(task, own, adapters_of(losses[task], training), _as_json({**facts, "training": _numbers(own)}))
         for task, own in budgets.items()
     ]
 
@@ -209,7 +210,7 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
 
 
 def _numbers(training: Training) -> dict[str, Any]:
-    left_out = ("epochs", "lora", "independent_draws")  # unless they say something
+    left_out = ("epochs", "lora", "independent_draws", "dropout")  # unless they say something
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 
