@@ -3,7 +3,8 @@
 - *Params*: any pytree of tensors (mappings, sequences, NamedTuples, None, types registered with
   ``torch.utils._pytree``); canonically the flat ``dict[str, Tensor]`` of ``module.named_parameters()``, with tied
   weights once.
-- *LossFn*: ``loss_fn(params, *args) -> (loss, aux)`` with a scalar loss.
+- *LossFn*: ``loss_fn(params, *args) -> (loss, aux)`` with a scalar loss. One with a parameter named ``key`` gets from
+  methods a key of its own: a child of the step's, the same in all passes of a step, another for each micro-batch.
 - *Where*: ``where(path, tensor) -> bool`` picks leaves, or a tree of bools that is like the parameters; ``None`` picks
   every leaf.
 - *Optimizer*: ``init(params) -> state``; ``update(grads, state, params) -> (params, state)``.
