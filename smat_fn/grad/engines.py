@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import tree
+from ..compiled import transformed
 from ..types import Aux, Engine, LossFn, Params
 from .modules import ModuleLoss
 
@@ -50,6 +51,8 @@ def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Par
 
 def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
     def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
+        if transformed():
+            raise ValueError("engine 'autograd' cannot be transformed or compiled: take engine='func'")
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
         leaves = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
