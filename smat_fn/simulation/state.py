@@ -61,7 +61,8 @@ def draw(key: Tensor, *, alpha_min: Number, drop_prob: Number, sigma: Number, no
         raise ValueError("draw: " + "; ".join(problems))
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
-    table = constant(_NOTHING, _KEPT, noise) if noise == "uniform" else quantiles(noise)
+    known = noise == "uniform" and not torch.compiler.is_compiling()  # which takes the other function as a constant
+    table = constant(_NOTHING, _KEPT, noise) if known else quantiles(noise)
 
     def number(value: Number) -> Tensor:
         if isinstance(value, Tensor):
