@@ -4,7 +4,10 @@ A cell of the matrix holds what a plain run gives, or is refused with its reason
 """
 
 import importlib
+import re
+import runpy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,9 @@ from smat_fn.mat import finetune, smat
 from smat_fn.mat.step import as_tensors
 from smat_fn.testing import assert_trees_close, assert_trees_equal, random_tree
 from smat_fn.types import Micro
+
+# torch's own: Inductor's passes import modules of torch.jit
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 SHAPES = {"w": (4, 6), "b": (6,), "v": (6, 2)}
 HYPER = {
@@ -32,6 +38,7 @@ RUNS |= {
 }
 each = pytest.mark.parametrize("run", RUNS)
 KEY = random.key(3)
+ROOT = Path(__file__).resolve().parents[2]
 NO_CXX = shutil.which("g++") is None and shutil.which("clang++") is None
 
 
@@ -258,3 +265,10 @@ def test_offloaded_bases_and_adapters_say_why():
         method.update(KEY, as_tensors(method.init(start)), batch)
     clean = finetune.build(lambda p, b: loss(p, b), optim.adam(1e-3), base, engine="func")
     assert vmap(lambda x: clean.update(KEY, clean.init(base), (x, batch[1]))[0].step)(batch[0][None]).tolist() == [1]
+
+
+def test_the_example_trains_experts_as_the_loop_does(capsys):
+    runpy.run_path(str(ROOT / "examples" / "batched_experts.py"))["main"](2, 4)
+    shown = capsys.readouterr().out
+    assert float(re.search(r"largest difference of a weight (\S+)", shown)[1]) < 1e-5
+    assert re.search(r"one batched program: [\d.]+ ms a step of all, [\d.]+ times as fast", shown)
