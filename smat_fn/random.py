@@ -137,7 +137,7 @@ def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
     check_key(key)
-    hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64)
+    hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64, device="cpu")
     hashes = hashes.to(key.device, non_blocking=key.device.type == "cuda")  # the host does not wait
     return split(fold_in(key, hashes))
 

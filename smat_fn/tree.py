@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .compiled import transformed, valueless
 from .errors import raise_problems, shortened
 from .types import Params, Predicate, Where
 
@@ -215,6 +216,22 @@ def compute_dtype(*leaves: Tensor) -> torch.dtype:
     return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
 
+def counter(number: int | Tensor, params: Params) -> int | Tensor:
+    """Steps done, as a state holds them: an integer, and 0-d int64 beside params inside vmap and torch.compile."""
+    if isinstance(number, Tensor) or not valueless():
+        return number
+    first = next(iter(flatten(params).values()), None)
+    return torch.full((), number, dtype=torch.int64, device=None if first is None else first.device)
+
+
+def root(values: Tensor) -> Tensor:
+    """Square roots; inside transforms with the derivative 0 at 0, where torch's is infinite."""
+    if not transformed():
+        return values.sqrt()
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), values)
+
+
 def cast(tree: Params, dtype: torch.dtype) -> Params:
     """Floating-point leaves in another dtype; other leaves as they are."""
     return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
@@ -285,7 +302,7 @@ def global_norm(tree: Params) -> Tensor:
             rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
         sums.append(sum_by_halves(block * block).double().to(leaves[0].device))
-    return sum_by_halves(torch.cat(sums)).sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)
+    return root(sum_by_halves(torch.cat(sums))) if sums else leaves[0].new_zeros((), dtype=torch.float64)
 
 
 def sum_by_halves(values: Tensor) -> Tensor:

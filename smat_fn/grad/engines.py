@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
+from ..compiled import transformed
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
 from .modules import ModuleLoss, takes_key
@@ -58,6 +59,8 @@ def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Par
 
 def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
     def run(params: Params, *args: Any, **options: Any) -> tuple[tuple[Tensor, Aux], Params]:
+        if transformed():
+            raise ValueError("engine 'autograd' cannot be transformed or compiled: take engine='func'")
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
         inference = torch.is_inference_mode_enabled()

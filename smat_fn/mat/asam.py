@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import tree
+from ..compiled import no_grad
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -70,7 +70,7 @@ def build(
     return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
-@torch.no_grad()
+@no_grad
 def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random
+from ..compiled import no_grad
 from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -68,10 +69,9 @@ def build(
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        drawn = offset(random.fold_in(key, state.step), b=b, k_max=k_max)
-        with torch.no_grad():
-            # base = theta leaves theta + epsilon of the simulated state
-            moved = simulate(state.params, state.params, drawn, where=never)
+        drawn = offset(step.key_of(key, state.step), b=b, k_max=k_max)
+        # base = theta leaves theta + epsilon of the simulated state
+        moved = no_grad(simulate)(state.params, state.params, drawn, where=never)
         loss, aux, grads = step.accumulate(at, moved, batch)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, drawn.sigma / (math.sqrt(2) * b) if b else drawn.sigma)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..compiled import no_grad, transformed
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -83,7 +84,7 @@ def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tens
     return _sum(terms)
 
 
-@torch.no_grad()
+@no_grad
 def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """`penalty` and its gradient ``2 dW (dW^T dW - I) / || . ||_F`` by path, of the leaves that have one.
 
@@ -94,7 +95,11 @@ def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None
         excess = _excess(delta)
         terms.append(torch.linalg.matrix_norm(excess))
         product = excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess
-        pull[path] = product.mul_(torch.where(terms[-1] > 0, 2 / terms[-1], 0))
+        if transformed():
+            positive = terms[-1] > 0
+            pull[path] = product * torch.where(positive, 2 / torch.where(positive, terms[-1], 1.0), 0.0)
+        else:
+            pull[path] = product.mul_(torch.where(terms[-1] > 0, 2 / terms[-1], 0))
     return _sum(terms), pull
 
 

@@ -14,10 +14,17 @@ from ..optim.chain import clip
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
-from ..simulation.state import all_off, draw_problems
+from ..simulation.state import Number, all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from . import step
-from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
+from .simulated import (
+    EitherGradient,
+    Result,
+    SimulatedGradient,
+    either_gradient,
+    offload_problems,
+    simulated_gradient,
+)
 from .step import Gradient, State, accumulate
 
 __all__ = ["Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
@@ -30,10 +37,10 @@ class Info(NamedTuple):
     aux: Aux
     grad_norm: Tensor  # shape=(), float32, after reweighting, before clipping
     scale: Tensor  # alpha, shape=(), float32; 1 on a clean step
-    simulated: bool
+    simulated: bool | Tensor  # 0-d where the state's step is a tensor
 
 
-def is_simulated(step: int, period: int) -> bool:
+def is_simulated(step: Any, period: int) -> Any:
     """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
     return (step + 1) % period == 0
 
@@ -85,9 +92,9 @@ def build(
     *,
     where: Where | None = None,
     max_grad_norm: float | None = None,
-    alpha_min: float = 0.2,
-    drop_prob: float = 0.5,
-    sigma: float = 2e-3,
+    alpha_min: Number = 0.2,
+    drop_prob: Number = 0.5,
+    sigma: Number = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
     lam: float | None = None,
@@ -102,7 +109,8 @@ def build(
     ``alpha m (.) grad L(theta~)`` (Eq. smat-gradient) when ``(s + 1) % period == 0``, else ``grad L(theta)``: one
     forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
     The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
-    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`.
+    Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`. Where the state's step is a tensor
+    (inside vmap and torch.compile) both kinds of step are one program, which takes theta~ or theta by it.
 
     Args:
         loss_fn: ``(params, batch) -> (loss, aux)``.
@@ -112,7 +120,8 @@ def build(
         max_grad_norm: clip by global norm after reweighting; None: no clipping.
         alpha_min: Scale, in [0, 1]; 1 switches it off.
         drop_prob: Mask, in [0, 1), the probability of removing a coordinate; 0 switches it off.
-        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
+        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off. The three may be 0-d tensors,
+            as in `smat_fn.draw`.
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
         lam: lambda in [0, 1]; replaces the schedule.
@@ -129,19 +138,22 @@ def build(
     Source: paper sections 4.1 to 4.3.
     """
     problems = offload_problems(loss_fn, offload, engine)
-    at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
-        keyed(loss_fn), base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
-    )  # fmt: skip
+    at_simulated = at_either = None
+    if not (problems or step.check(optimizer, max_grad_norm, engine)):
+        own, slices = keyed(loss_fn), 1 if lam is not None else period
+        at_simulated = simulated_gradient(own, base, where=where, offload=offload, period=slices, engine=engine)
+        at_either = None if offload else either_gradient(own, base, where=where, engine=engine)
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return build_from(
         loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
         drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, lam=lam, engine=engine, donate=donate,
-        problems=problems,
+        at_either=at_either, problems=problems,
     )  # fmt: skip
 
 
+# over 60 lines: eighteen arguments, one a line, half of them hyperparameters
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -150,15 +162,16 @@ def build_from(
     *,
     where: Where | None = None,
     max_grad_norm: float | None = None,
-    alpha_min: float = 0.2,
-    drop_prob: float = 0.5,
-    sigma: float = 2e-3,
+    alpha_min: Number = 0.2,
+    drop_prob: Number = 0.5,
+    sigma: Number = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
     lam: float | None = None,
     engine: Engine = "autograd",
     donate: bool = False,
     key_of: Callable[[Tensor], Tensor] = lambda key: key,
+    at_either: EitherGradient | None = None,
     problems: list[str] | None = None,
 ) -> Method:
     """SMAT around a `SimulatedGradient`: what `build`, adapters and processes with draws of their own share.
@@ -168,6 +181,7 @@ def build_from(
         at_simulated: the gradient at simulated states, of `keyed` batches.
         like: tree of the parameters' names and shapes.
         key_of: from the step's key to that of its draw.
+        at_either: the gradient where a tensor says whether the step is simulated; None: such a state is refused.
         problems: errors found before, raised together with those found here.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
@@ -184,22 +198,55 @@ def build_from(
         period = 1
         simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
 
+    def drawn_for(key: Tensor, number: int | Tensor) -> Draw:
+        own = key_of(step.key_of(key, number))
+        return draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
+
+    update_either = _deciding(at_either, drawn_for, optimizer, period, max_grad_norm, donate)
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        if not off and period > 1 and (isinstance(state.step, Tensor) or torch.compiler.is_compiling()):
+            return update_either(key, step.as_tensors(state), batch)
         drawn = None
-        if off or not is_simulated(state.step, period):
+        if off or not (period == 1 or is_simulated(state.step, period)):
             if not off:
                 simulated.prepare(state.params)
             loss, aux, grads = accumulate(gradient, state.params, batch)
         else:
-            own = key_of(fold_in(key, state.step))
-            drawn = draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)
+            drawn = drawn_for(key, state.step)
             loss, aux, grads = simulated(state.params, batch, drawn)
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
-        return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
+        scale = torch.ones(()) if drawn is None else drawn.scale
+        return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
 
     return Method(step.init(optimizer, like, donate=donate), step.with_keys(update))
+
+
+def _deciding(
+    at_either: EitherGradient | None,
+    drawn_for: Callable[[Tensor, int | Tensor], Draw],
+    optimizer: Optimizer,
+    period: int,
+    max_grad_norm: float | None,
+    donate: bool,
+) -> Callable[[Tensor, State, Batch], tuple[State, Info]]:
+    """An update that learns from a tensor whether its step is simulated."""
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        if at_either is None:
+            raise ValueError(
+                "smat: whether a step is simulated is a tensor here, which only a loss of the weights themselves with "
+                "offload=None can follow: take period=1 or lam, and call smat_fn.mat.finetune's update for clean steps"
+            )
+        drawn, chosen = drawn_for(key, state.step), is_simulated(state.step, period)
+        loss, aux, grads = at_either(state.params, batch, drawn, chosen)
+        grads, norm = reweight_and_clip(grads, None, max_norm=max_grad_norm, donate=donate)
+        scale = torch.where(chosen, drawn.scale, 1.0)
+        return step.advance(optimizer, state, grads, donate=donate), Info(loss, aux, norm, scale, chosen)
+
+    return update
 
 
 class _Mixed:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .. import random, tree
+from ..compiled import transformed, unread, valueless
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -20,7 +22,7 @@ class State(NamedTuple):
 
     params: Params  # expert parameters theta
     opt_state: Any  # of the optimizer
-    step: int  # optimizer steps done
+    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
 
 
 Gradient = Callable[[Params, Batch], tuple[tuple[Tensor, Aux], Params]]
@@ -35,8 +37,9 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
         origins = tree.flatten(base)
         tree.check_floating(origins, "base")
         tree.check_same(origins, "base", params=leaves)
-        params = tree.clone(params) if donate else tree.tree_map(Tensor.detach, params)
-        return State(params, optimizer.init(params), 0)
+        if not transformed():
+            params = tree.clone(params) if donate else tree.tree_map(Tensor.detach, params)
+        return State(params, optimizer.init(params), tree.counter(0, params))
 
     return start
 
@@ -67,7 +70,8 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         dtypes = {path: g.dtype for path, g in tree.flatten(grads).items()}
         total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
         del grads  # not to be there beside those of the next micro-batch
-    mean = tree.unflatten(params, {path: s.div_(sum(weights)).to(dtypes[path]) for path, s in total.items()})
+    divide = torch.div if transformed() else Tensor.div_
+    mean = tree.unflatten(params, {path: divide(s, sum(weights)).to(dtypes[path]) for path, s in total.items()})
     if even:
         return torch.stack(losses).mean(), auxes, mean
     terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
@@ -111,6 +115,8 @@ def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
     """``total + weight * grad`` in place; without a total, a new one."""
     wide = grad.to(tree.compute_dtype(grad), copy=total is None)
     wide = wide if weight == 1 else wide * weight
+    if transformed():
+        return wide if total is None else total + wide
     return wide if total is None else total.add_(wide)
 
 
@@ -126,15 +132,38 @@ def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) 
     """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
-    return State(params, opt_state, state.step + 1)
+    return State(params, opt_state, tree.counter(state.step + 1, params))
 
 
-def check_not_negative(**numbers: float) -> list[str]:
-    """Errors for hyperparameters that are not finite or negative."""
+def as_tensors(state: State) -> State:
+    """The state with every integer in it as a 0-d int64 tensor: for torch.compile, vmap, and stacks of states.
+
+    ``update`` then decides by tensors what a step is, one program for all steps, and returns such a state.
+    """
+    device = next(iter(tree.flatten(state.params).values())).device
+
+    def tensor(leaf: Any) -> Any:
+        return torch.full((), leaf, dtype=torch.int64, device=device) if type(leaf) is int else leaf
+
+    return pytree.tree_map(tensor, state)
+
+
+def flag(value: bool) -> bool | Tensor:
+    """A truth value of an Info: a tensor where torch returns no others."""
+    return torch.tensor(value) if valueless() else value
+
+
+def key_of(key: Tensor, step: int | Tensor) -> Tensor:
+    """The key of a step: its number folded into the run key."""
+    return random.fold_in(key, step.to(key.device) if isinstance(step, Tensor) else step)
+
+
+def check_not_negative(**numbers: float | Tensor) -> list[str]:
+    """Errors for hyperparameters that are not finite or negative; tensors inside transforms are not looked at."""
     return [
         f"{name} is {value}, must be finite and not negative"
         for name, value in numbers.items()
-        if not (math.isfinite(value) and value >= 0)
+        if not (unread(value) or (math.isfinite(value) and value >= 0))
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import tree
+from ..compiled import refuse_donation
 from ..types import Optimizer, Params
 
 
@@ -51,6 +52,7 @@ def from_transformation(transformation: _Transformation) -> Optimizer:
     pure = {"inplace": False} if "inplace" in inspect.signature(transformation.update).parameters else {}
 
     def update(grads: Params, state: Any, params: Params, *, donate: bool = False) -> tuple[Params, Any]:
+        refuse_donation("from_transformation", donate)
         leaves, slopes = tree.flatten(params), tree.flatten(grads)
         tree.check_same(leaves, "params", grads=slopes)
         found, state = transformation.update(slopes, state, params=leaves, **pure)
