@@ -133,10 +133,8 @@ def test_an_update_compiles_as_one_graph(run, few_rounds):
 @pytest.mark.slow
 @pytest.mark.skipif(NO_CXX, reason="slow: Inductor needs a C++ compiler")
 @each
-def test_an_update_compiles_by_inductor(run):
-    torch._dynamo.reset()
+def test_an_update_compiles_by_inductor(run, few_rounds):
     compiles(run, "inductor")
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
