@@ -102,6 +102,8 @@ class Train:
     """SMAT simulates on the merged weight, or on the two factors themselves, which is cheaper."""
     independent_draws: bool = False
     """With torchrun: each process has its own draws, and the gradients are averaged."""
+    dropout: bool = False
+    """Train in train mode: the model's own dropout is on, drawn from the run's key. Default: eval mode."""
     label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
     """Name of these experts in tables."""
     log_every: int = 1
@@ -212,7 +214,7 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         raise ValueError("--lora-alpha and --lora-targets require --lora-rank")
     if args.decay_matrices:
         given["decay_matrices"] = True
-    return replace(training, independent_draws=args.independent_draws, **given)
+    return replace(training, independent_draws=args.independent_draws, dropout=args.dropout, **given)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Training:
     warmup: int = 0  # first steps, over which the learning rate rises linearly
     decay_matrices: bool = False  # weight decay on matrices alone: not on norms and biases
     average: str | None = None  # over steps: ema:0.999, swa:25%; None: the last parameters
+    dropout: bool = False  # the model in train mode
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 

@@ -208,6 +208,60 @@ def test_the_autograd_engine_detaches_and_works_under_no_grad():
     assert params["a"].requires_grad
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("inside", [False, True], ids=["made before", "made inside"])
+def test_gradients_under_inference_mode_are_the_same(engine, inside):
+    def trees():
+        return {"a": torch.tensor([1.0, 2.0]), "n": None}, torch.tensor([3.0, -1.0])
+
+    run = grad.value_and_grad(lambda p, x: ((p["a"] ** 2 * x).sum(), p["a"] * x), engine=engine)
+    given = None if inside else trees()
+    with torch.inference_mode():
+        (loss, aux), grads = run(*(given or trees()))
+    assert loss.item() == -1
+    assert aux.tolist() == [3, -2]
+    assert grads["a"].tolist() == [6, -4]
+    assert grads["n"] is None
+
+
+def test_a_modules_gradient_under_inference_mode_is_that_of_backward():
+    module, (x, y) = mlp(), CASES["mlp"][2]
+    params, run = away(module), grad.value_and_grad(grad.ModuleLoss(module, mlp_loss), engine="autograd")
+    with torch.inference_mode():
+        (_, _), grads = run(params, x.clone(), y)
+    want = by_backward(module, params, mlp_loss, (x, y))[2]
+    assert all(torch.equal(g, want[name]) for name, g in grads.items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_comes_back_has_no_graph(engine):
+    def loss_fn(p, x):
+        kept = p["a"] * x
+        return (kept**2).sum(), {"kept": kept, "list": [kept.sum(), "text"]}
+
+    params, x = {"a": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, -1.0])
+    (loss, aux), grads = grad.value_and_grad(loss_fn, engine=engine)(params, x)
+    assert aux["kept"].tolist() == [3, -2]
+    assert aux["list"][1] == "text"
+    assert not any(t.requires_grad for t in (loss, grads["a"], aux["kept"], aux["list"][0]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (lambda p: (p["a"] ** 2).sum(), r"returned a Tensor: return \(loss, aux\), or \(loss, None\)"),
+        (lambda p: {"loss": p["a"].sum()}, "returned a dict: return"),
+        (lambda p: (p["a"].sum(), None, None), "returned 3 values: return"),
+        (lambda p: (p["a"], None), r"the loss has shape \(2,\): must be a 0-d tensor, take its mean or sum"),
+        (lambda p: (1.0, None), "the loss is a float: must be a 0-d tensor"),
+    ],
+)
+def test_a_loss_without_aux_or_of_another_shape_is_one_sentence(engine, result, told):
+    with pytest.raises(ValueError, match=told):
+        grad.value_and_grad(result, engine=engine)({"a": torch.ones(2)})
+
+
 def test_the_func_engine_composes():
     def inner(v):
         return grad.value_and_grad(lambda p: ((p["a"] ** 3).sum(), None))({"a": v})[1]["a"]

@@ -201,7 +201,7 @@ def test_shares_add_up_to_the_weighted_mean(weights, size):
     parts = [Micro(float(i + 1), weight) for i, weight in enumerate(weights)]
     shares = [parallel.share(parts, rank=rank, size=size) for rank in range(size)]
     assert len({len(own) for own in shares}) == 1
-    means = [sum(one.factor * one.batch for one in own) / len(own) for own in shares]
+    means = [sum(one.batch.factor * one.batch.batch for one in own) / len(own) for own in shares]
     wanted = sum(part.weight * part.batch for part in parts) / sum(weights)
     assert sum(means) / size == pytest.approx(wanted, rel=1e-14)
 

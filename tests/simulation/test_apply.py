@@ -324,7 +324,7 @@ GOOD = {"a": torch.zeros(2), "b": torch.zeros(3)}
         ),
         (GOOD, GOOD | {"a": torch.zeros(2, dtype=torch.bool)}, None, "leaf 'a' of base has dtype bool"),
         ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, GOOD, None, "two leaves have the path 'a.b': rename one"),
-        ({"a": {"b": 1.0}, "c": None}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a NoneType"),
+        ({"a": {"b": 1.0}, "c": "x"}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a str"),
     ],
     ids=["structure", "out", "integers", "bool base", "duplicates", "no tensors"],
 )

@@ -17,7 +17,7 @@ from ...suites import Suite
 from ...types import Params
 from . import snapshots
 from .logs import Log
-from .loop import budget, schedules, train_expert
+from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
@@ -87,8 +87,9 @@ def _experts(suite: Suite, method: MethodConfig, training: Training, run: RunOpt
     }
     budgets = {task: budget(suite, task, training) for task in run.tasks}
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
+    losses = {task: loss_of(suite, task, training) for task in run.tasks}
     return [
-        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": numbers(own)}))
+        Expert(task, own, adapters_of(losses[task], training), _as_json({**facts, "training": numbers(own)}))
         for task, own in budgets.items()
     ]
 
@@ -233,7 +234,7 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
 
 def numbers(training: Training) -> dict[str, Any]:
     """The settings as JSON values, without those that are off."""
-    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average")
+    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average", "dropout")
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 
