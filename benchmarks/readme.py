@@ -41,7 +41,8 @@ def digits_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "strength of each method were chosen among six candidates on dev of three other seeds, by a "
         "[protocol](docs/protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
-        f"intervals are optimistic. {beside('digits_methods', result)} From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
+        f"intervals are optimistic. {beside('digits_methods', result)} "
+        f"From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
         "[the whole report](docs/results/digits_methods/report.md).\n"
     )
 
@@ -53,7 +54,8 @@ def minilm_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over five tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "strength of each method were chosen among four candidates on dev of another seed, by a "
         "[protocol](docs/protocols/minilm.md) fixed before the runs. Model, tasks and rows are the same for all seeds, "
-        f"so intervals do not cover their choice. {beside('minilm_methods', result)} From `{result['command']}` at commit {result['commit'][:7]} on "
+        f"so intervals do not cover their choice. {beside('minilm_methods', result)} "
+        f"From `{result['command']}` at commit {result['commit'][:7]} on "
         f"{result['hardware']}: [the whole report](docs/results/minilm_methods/report.md).\n"
     )
 
@@ -78,9 +80,10 @@ def methods(name: str, result: dict[str, Any]) -> str:
 def beside(name: str, result: dict[str, Any]) -> str:
     """What the table does not show: SMAT against ASAM, and choices at an edge of their grid."""
     found = paired(result["test"]["SMAT"]["Avg"], result["test"]["ASAM"]["Avg"])
+    low, high = found["interval"]
     tuning = json.loads((RESULTS / f"{name}_tuning.json").read_text(encoding="utf-8"))
     return (
-        f"ASAM - SMAT, paired by seed: {found['mean']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f}). "
+        f"ASAM - SMAT, paired by seed: {found['mean']:+.2f} ({low:+.2f} to {high:+.2f}). "
         f"The choices of {', '.join(at_edge(tuning))} lie at an edge of their grid, beyond which better ones may lie."
     )
 
