@@ -91,8 +91,8 @@ DIGITS = Preset(
     family="vision",
     seed=21,
     training=Training(steps=400, lr=2.5e-4),
-    # chosen on dev: FT's and SMAT's rates by docs/protocols/digits.md; the other rates and the strengths of ASAM, MergOPT
-    # and OrthoReg by docs/protocols/digits_methods.md, which chose 1.25e-4 for FT and SMAT
+    # chosen on dev: FT's and SMAT's rates by docs/protocols/digits.md; the other rates and the strengths of ASAM,
+    # MergOPT and OrthoReg by docs/protocols/digits_methods.md, which chose 1.25e-4 for FT and SMAT
     lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 1.25e-4, "orthoreg": 1.25e-4},
     lr_grid=(1.25e-4, 2.5e-4, 5e-4),
     methods=_methods(alpha_min=0.1, sigma=0.01, rho=0.5, b=4e-3, k_max=4, lambda_reg=0.2),
