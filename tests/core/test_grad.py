@@ -374,3 +374,23 @@ def test_master_weights_meet_the_loss_rounded_and_their_gradient_is_upcast(of_a_
     assert value == rounded.square().sum().float()
     assert grads["weight"].dtype == torch.float32
     assert torch.equal(grads["weight"], (2 * rounded).float())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("of_a_module", [False, True], ids=["function", "module"])
+def test_a_reparametrised_loss_is_that_of_the_weights_with_the_chain_rule(of_a_module, engine):
+    phi, x = {"half": torch.tensor([[0.5, -1.0]], dtype=torch.float64)}, torch.tensor([3.0, 2.0], dtype=torch.float64)
+    if of_a_module:
+        module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        loss_fn = grad.ModuleLoss(module, lambda module, x: (module(x).square().sum(), {}))
+    else:
+
+        def loss_fn(params, x):
+            return (params["weight"] @ x).square().sum(), {}
+
+    doubled = grad.reparametrised(loss_fn, lambda phi: {"weight": 2 * phi["half"]})
+    assert isinstance(doubled, grad.ModuleLoss) == of_a_module
+    (loss, _), grads = grad.value_and_grad(doubled, engine=engine)(phi, x)
+    # (2 phi x)^2 = 1 and 2 (2 phi x) 2 x
+    assert loss == (2 * (1.5 - 2.0)) ** 2
+    assert torch.equal(grads["half"], 4 * -1.0 * x[None])
