@@ -18,6 +18,7 @@ BENCHMARKS = {
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",
     "fuzz": "malformed folders and flags for merge.py: a line each, never a traceback (300 cases, about a minute)",
+    "mutants": "small faults put into the library, each of which a test of its folder must find (an hour on one core)",
     "readme": "tables of README.md from the stored results (runs nothing)",
     "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }

@@ -179,6 +179,14 @@ def test_nested_trees_aux_and_unused_leaves(engine):
     assert aux == {"name": "aux", "none": None, "count": 3}
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_touches_no_leaf_has_zeros_as_its_gradient(engine):
+    params = {"a": torch.ones(2, 3), "b": torch.ones((), dtype=torch.float64)}
+    (loss, _), grads = grad.value_and_grad(lambda p: (torch.tensor(2.5), None), engine=engine)(params)
+    assert loss == 2.5
+    assert all(torch.equal(grads[path], torch.zeros_like(leaf)) for path, leaf in params.items())
+
+
 @pytest.mark.parametrize("aux", [None, "text", 1.5, (), [torch.ones(2), {"x": 1}]], ids=repr)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_aux_is_anything_and_comes_back_as_it_was(engine, aux):
@@ -395,3 +403,48 @@ def test_apply_fn_passes_keywords():
     params, (tokens,) = away(module), CASES["llama"][2]
     out = grad.apply_fn(module)(params, input_ids=tokens, labels=tokens)
     assert torch.equal(out.loss, grad.ModuleLoss(module, llama_loss)(params, tokens)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("of_a_module", [False, True], ids=["function", "module"])
+def test_master_weights_meet_the_loss_rounded_and_their_gradient_is_upcast(of_a_module, engine):
+    params = {"weight": torch.tensor([[1.001, -2.003, 0.3337]])}
+    rounded = params["weight"].bfloat16()
+    assert not torch.equal(rounded.float(), params["weight"])
+
+    def loss(weight):
+        return weight.square().sum().float(), weight.detach().clone()
+
+    if of_a_module:
+        module = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+        loss_fn = grad.ModuleLoss(module, lambda module: loss(module.weight))
+    else:
+
+        def loss_fn(params):
+            return loss(params["weight"])
+
+    (value, met), grads = grad.value_and_grad(grad.with_master_weights(loss_fn), engine=engine)(params)
+    assert torch.equal(met, rounded)
+    assert value == rounded.square().sum().float()
+    assert grads["weight"].dtype == torch.float32
+    assert torch.equal(grads["weight"], (2 * rounded).float())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("of_a_module", [False, True], ids=["function", "module"])
+def test_a_reparametrised_loss_is_that_of_the_weights_with_the_chain_rule(of_a_module, engine):
+    phi, x = {"half": torch.tensor([[0.5, -1.0]], dtype=torch.float64)}, torch.tensor([3.0, 2.0], dtype=torch.float64)
+    if of_a_module:
+        module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        loss_fn = grad.ModuleLoss(module, lambda module, x: (module(x).square().sum(), {}))
+    else:
+
+        def loss_fn(params, x):
+            return (params["weight"] @ x).square().sum(), {}
+
+    doubled = grad.reparametrised(loss_fn, lambda phi: {"weight": 2 * phi["half"]})
+    assert isinstance(doubled, grad.ModuleLoss) == of_a_module
+    (loss, _), grads = grad.value_and_grad(doubled, engine=engine)(phi, x)
+    # (2 phi x)^2 = 1 and 2 (2 phi x) 2 x
+    assert loss == (2 * (1.5 - 2.0)) ** 2
+    assert torch.equal(grads["half"], 4 * -1.0 * x[None])

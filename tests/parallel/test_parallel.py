@@ -21,7 +21,8 @@ from .worker import KEY, STEPS, STRENGTHS
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.parallel.worker"]
     running = [
         subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=root, stderr=subprocess.PIPE)

@@ -9,7 +9,7 @@ import torch
 from smat_fn import random
 from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
 from smat_fn.simulation import noise as noise_tables
-from smat_fn.simulation.state import quantiles, table_on
+from smat_fn.simulation.state import all_off, quantiles, table_on
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
 OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
@@ -319,3 +319,8 @@ def test_writing_into_out_inside_a_transform_is_refused():
     tree = {"w": torch.ones(3)}
     with pytest.raises(ValueError, match="and no out, inside"):
         torch.func.vmap(lambda key: simulate(tree, tree, draw(key, **FULL), out=tree))(random.split(random.key(0)))
+
+
+def test_all_is_off_only_if_each_operation_is():
+    assert all_off(1.0, 0.0, 0.0)
+    assert not any(all_off(*strengths) for strengths in ((0.5, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, 1e-9)))
