@@ -5,7 +5,6 @@ pretrained one. Three sweeps of `smat_fn.analyses`, on one CPU thread: by a loop
 memory budgets, of which the first is the default on a CPU.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -27,12 +26,11 @@ BUDGETS = {"loop": 0, "vmap, 8 MiB": 1 << 23, "vmap, 64 MiB": 1 << 26}
 UPDATE = 2e-3  # RMS of an expert's update, about that of FT on this suite
 
 
-def main(arguments: list[str]) -> None:
-    """Time the sweeps, print a table, write the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks vmap")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+def main(*, rounds: int = 7, out: Path = RESULTS) -> None:
+    """Time the sweeps, print a table, write the results.
+
+    Args: rounds: of every sweep; out: file of the results.
+    """
     torch.set_num_threads(1)
     facts = timing.describe("python -m benchmarks vmap")
     rows = []
@@ -41,14 +39,14 @@ def main(arguments: list[str]) -> None:
         gap = max(float((found - values["loop"]).abs().max()) for found in values.values())
         times = timing.interleaved(
             {label: partial(run, memory) for label, memory in BUDGETS.items()},
-            rounds=options.rounds,
+            rounds=rounds,
             clock=timing.cpu_time,
         )
         row: dict[str, Any] = {"sweep": name, "evaluations": count, "loop s": timing.quartiles(times["loop"])}
         row |= {f"{label} / loop": timing.ratios(t, times["loop"]) for label, t in times.items() if label != "loop"}
         rows.append({**row, "largest difference": gap})
         print(timing.markdown(rows[-1:]), flush=True)
-    write_text(options.out, json.dumps({**facts, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    write_text(out, json.dumps({**facts, "rounds": rounds, "rows": rows}, indent=1) + "\n")
     print(timing.markdown(rows))
 
 
