@@ -51,6 +51,7 @@ def main(args: Eval) -> None:
     import torch
     from rich.console import Console
 
+    from smat_fn.checkpoint import write_bytes
     from smat_fn.report.plots import main_plot
     from smat_fn.report.tables import main_table, terminal
     from smat_fn.scripts.evaluate import evaluation
@@ -64,8 +65,7 @@ def main(args: Eval) -> None:
         evaluation.write_report(args.out, rows, table, checkpoints=folders)
         print(f"results: {args.out}")
     if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        main_plot(table, args.plot, title=f"{args.split} score, mean over tasks")
+        write_bytes(args.plot, main_plot(table, title=f"{args.split} score, mean over tasks"))
         print(f"plot: {args.plot}")
     print(evaluation.verdict(table))
 

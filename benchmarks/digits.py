@@ -12,7 +12,7 @@ from tyro.conf import Positional
 
 from benchmarks.study.study import as_json, paired, run_study
 from smat_fn import machine
-from smat_fn.checkpoint import write_text
+from smat_fn.checkpoint import write_bytes, write_text
 from smat_fn.config import DIGITS
 from smat_fn.evaluate import read_results, write_results
 from smat_fn.report.tables import main_table, markdown
@@ -63,8 +63,7 @@ def publish() -> None:
     table = main_table(read_results(ROOT / "benchmarks/results/digits.jsonl"))
     text = paragraph(result, markdown(table))
     fill(ROOT / "README.md", "digits", text)
-    (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)
-    main_plot(table, ROOT / "docs/results/digits.png", title=f"digits, {len(result['seeds'])} seeds")
+    write_bytes(ROOT / "docs/results/digits.png", main_plot(table, title=f"digits, {len(result['seeds'])} seeds"))
     print(text)
 
 

@@ -1,7 +1,6 @@
 """The findings: sentences, the main table, paired differences, ablations and noise; None where nothing is to show."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from itertools import product
 
 from ..evaluate.statistics import Estimate
@@ -58,6 +57,8 @@ def _alone(found: Found, labels: list[str]) -> list[str]:
 
 def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
     """The paper's main table, and its bars."""
+    from .plots import drawable, main_plot
+
     table = found.part(found.labels("main", muon=muon))
     if not table.cells:
         return None
@@ -99,7 +100,7 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
         "Expert - Avg, what merging costs. Mean ± standard deviation over seeds; the best of each column in bold, "
         "whatever its interval."
     )
-    return Section(title, text, Table(head, rows, records), _bars(table, title))
+    return Section(title, text, Table(head, rows, records), main_plot(table, title=title) if drawable(table) else None)
 
 
 def _drop(line: Mapping[str, Cell]) -> Cell | None:
@@ -111,16 +112,6 @@ def _drop(line: Mapping[str, Cell]) -> Cell | None:
 
 def _has(table: MainTable, column: str) -> bool:
     return any(column in line for line in table.cells.values())
-
-
-def _bars(table: MainTable, title: str) -> bytes | None:
-    from .plots import drawable, main_plot
-
-    if not drawable(table):
-        return None
-    file = BytesIO()
-    main_plot(table, file, title=title)
-    return file.getvalue()
 
 
 def paired_differences(found: Found) -> Section | None:
