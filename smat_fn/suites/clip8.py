@@ -125,9 +125,7 @@ class Clip8(EncoderSuite):
             task: model.loss_fn(head.to(self.device), lambda values: pixels.look_up(table, values))
             for task, head in self._heads.items()
         }
-        super().__init__(
-            tasks=tasks, base=model.params, where=model.where, recipe=own.recipe(self.name, seed), seed=seed
-        )
+        super().__init__(tasks=tasks, base=model.params, where=model.where, seed=seed)
 
     @classmethod
     def task_names(

@@ -133,9 +133,7 @@ class ShortText(EncoderSuite):
             task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
             for task, head in self._heads.items()
         }
-        super().__init__(
-            tasks=tasks, base=encoder.params, where=encoder.where, recipe=own.recipe(self.name, seed), seed=seed
-        )
+        super().__init__(tasks=tasks, base=encoder.params, where=encoder.where, seed=seed)
 
     @classmethod
     def task_names(cls, *, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:

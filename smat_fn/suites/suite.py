@@ -62,10 +62,12 @@ class SuiteOptions:
 class BaseSuite:
     """Base class of suites, as `types.Suite` describes them; optional methods are None.
 
-    Args: members: attributes and, for a suite made of functions, methods.
+    Args: members: attributes and, for a suite made of functions, methods; of a suite with ``options`` its recipe is
+        theirs.
     """
 
     Options: ClassVar[type[SuiteOptions]]
+    options: Any = None
 
     name: str
     tasks: tuple[str, ...]
@@ -87,6 +89,8 @@ class BaseSuite:
     dev_batches: Any = None
 
     def __init__(self, **members: Any) -> None:
+        if self.options is not None:
+            members["recipe"] = self.options.recipe(self.name, members["seed"])
         vars(self).update(members)
 
     def replace(self, **members: Any) -> Self:

@@ -155,14 +155,8 @@ class Trace(BaseSuite):
         self._pair = bool(getattr(config, "is_encoder_decoder", False))
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
-        super().__init__(
-            tasks=tasks,
-            base=lm.params,
-            where=lm.where,
-            recipe=own.recipe(self.name, seed),
-            seed=seed,
-            repeats={task: s.repeats for task, s in self._settings.items() if s.repeats > 1},
-        )
+        repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
+        super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
 
     @classmethod
     def task_names(
