@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 
 from smat_fn.scripts import cli
 from smat_fn.scripts.analyse import scores, weights
-from smat_fn.scripts.analyse.commands import command
+from smat_fn.scripts.analyse.commands import SUITE, command
 from smat_fn.scripts.evaluate.reporting import Report, report
 
 
@@ -36,10 +36,7 @@ class Eval:
     """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
     """Split to score."""
-    suite_options: Annotated[
-        dict[str, bool | int | float | str | None],
-        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
-    ] = field(default_factory=dict)
+    suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
     """Other options of model and data: model FOLDER device cpu; train.py --preset NAME --help lists them."""
     threads: int = 1
     """CPU threads."""

@@ -42,11 +42,7 @@ class Candidate(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            "method": self.method.name,
-            "hyperparameters": settings(self.method),
-            "training": asdict(self.training),
-        }
+        return {"method": self.method.name, "hyperparameters": settings(self.method), "training": asdict(self.training)}
 
     def is_stored(self, facts: Facts) -> bool:
         """Whether these are its facts; what training could not be told when they were stored is at its default."""

@@ -137,13 +137,7 @@ def _beside(what: str, variant: Running, other: Running) -> dict[str, Any]:
     return {f"time / {what}": round(ratio, 4), f"time / {what}, 95 %": f"{low:.3f} to {high:.3f}"}
 
 
-def main(
-    *,
-    seconds: float = 35.0,
-    only: tuple[int, ...] = EVERY,
-    dry_run: bool = False,
-    out: Path = RESULTS,
-) -> None:
+def main(*, seconds: float = 35.0, only: tuple[int, ...] = EVERY, dry_run: bool = False, out: Path = RESULTS) -> None:
     """Measure, print a table a group, write the results.
 
     Args:

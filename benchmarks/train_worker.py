@@ -217,14 +217,7 @@ VARIANTS = {
     "Trainer, SMAT attached": Variant(trainer(True), "Trainer"),
 }
 GROUPS = (
-    (
-        "FT",
-        "plain PyTorch loop",
-        "SMAT",
-        "FT, 4 micro-batches",
-        "SMAT, 4 micro-batches",
-        "SMAT, saved every 8 steps",
-    ),
+    ("FT", "plain PyTorch loop", "SMAT", "FT, 4 micro-batches", "SMAT, 4 micro-batches", "SMAT, saved every 8 steps"),
     ("FT", "FT, bf16", "SMAT, bf16", "FT, mixed", "SMAT, mixed"),
     ("FT", "FT, adapters", "SMAT, adapters, at the merged weight", "SMAT, adapters, at the factors"),
     ("FT", "FT, 2 replicas", "SMAT, 2 replicas", "SMAT, 2 replicas, own draws"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smat_fn import merge, random
-from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, score_jobs
+from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, scores_of
 from smat_fn.checkpoint import write_text
 from smat_fn.suites import load_suite
 
@@ -38,9 +38,7 @@ def main(*, rounds: int = 7, out: Path = RESULTS) -> None:
         values = {label: torch.tensor(run(memory)) for label, memory in BUDGETS.items()}
         gap = max(float((found - values["loop"]).abs().max()) for found in values.values())
         times = timing.interleaved(
-            {label: partial(run, memory) for label, memory in BUDGETS.items()},
-            rounds=rounds,
-            clock=timing.cpu_time,
+            {label: partial(run, memory) for label, memory in BUDGETS.items()}, rounds=rounds, clock=timing.cpu_time
         )
         row: dict[str, Any] = {"sweep": name, "evaluations": count, "loop s": timing.quartiles(times["loop"])}
         row |= {f"{label} / loop": timing.ratios(t, times["loop"]) for label, t in times.items() if label != "loop"}
@@ -56,17 +54,9 @@ def sweeps() -> dict[str, tuple[int, Callable[[int], list[float]]]]:
     base, tasks, key = suite.base, suite.tasks, random.key(0)
     experts = {task: _moved(base, random.fold_in(key, task)) for task in tasks}
     vector = merge.task_arithmetic_vector(base, experts)
-    assert suite.score_tensor is not None
-    score_tensor = suite.score_tensor
 
     def scores(jobs: list[Job], memory: int) -> list[float]:
-        found = score_jobs(
-            jobs,
-            lambda params, task: suite.score(params, task, "dev"),
-            batched=lambda params, task: score_tensor(params, task, "dev"),
-            memory=memory,
-        )
-        return [value for job in found for value in job.values()]
+        return [value for job in scores_of(suite, "dev", memory=memory)(jobs) for value in job.values()]
 
     grid = [Job(partial(merge.apply_vector, base, vector, coef=c), tasks) for c in merge.COEFS]
     subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]

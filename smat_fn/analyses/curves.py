@@ -42,11 +42,7 @@ def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
 
 
 def experts_curve(
-    tasks: Sequence[str],
-    merge: Callable[[tuple[str, ...]], Params],
-    scores: Scores,
-    *,
-    reference: Mapping[str, float],
+    tasks: Sequence[str], merge: Callable[[tuple[str, ...]], Params], scores: Scores, *, reference: Mapping[str, float]
 ) -> list[Scored]:
     """Scores of merges of K = 2..N experts, the cyclic subsets of each K, on their own tasks alone.
 

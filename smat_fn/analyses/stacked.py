@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import tree
-from ..types import Params
+from ..types import Params, Suite
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,7 @@ def stack(trees: Sequence[Params]) -> Params:
 
 
 def evaluate(
-    fn: Callable[[Params], Tensor],
-    builds: Iterable[Build],
-    *,
-    memory: int | None = None,
-    done: Progress | None = None,
+    fn: Callable[[Params], Tensor], builds: Iterable[Build], *, memory: int | None = None, done: Progress | None = None
 ) -> list[float]:
     """``[fn(build()) for build in builds]``, as many models at a time as fit into ``memory``, without gradients.
 
@@ -78,6 +74,20 @@ def score_jobs(
     if batched is None:
         return _sweep(jobs, score, 0, done)
     return _sweep(jobs, batched, memory, done)
+
+
+def scores_of(
+    suite: Suite, split: str, *, memory: int | None = None, done: Progress | None = None
+) -> Callable[[Iterable[Job]], list[dict[str, float]]]:
+    """`score_jobs` by the scores of a suite on a split, batched where the suite allows it."""
+    tensor = suite.score_tensor
+    return partial(
+        score_jobs,
+        score=lambda params, task: suite.score(params, task, split),
+        batched=None if tensor is None else lambda params, task: tensor(params, task, split),
+        memory=memory,
+        done=done,
+    )
 
 
 def _sweep(

@@ -133,7 +133,7 @@ class Digits(EncoderSuite):
 
     Options = DigitsOptions
     name = "digits"
-    epoch_steps = None  # its budgets are in steps
+    epoch_steps = None  # type: ignore[assignment]  # its budgets are in steps
 
     def __init__(self, *, seed: int, **options: Any) -> None:
         self.options = own = DigitsOptions(**options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from ..cli import NONE, Command
+from ..cli import NONE, Command, Values
 
 if TYPE_CHECKING:
     from ...analyses.results import Result
@@ -24,7 +24,7 @@ class Shared:
 
     out: Annotated[Path | None, NONE] = None
     """Folder for the numbers (JSON, CSV) and the figure (PNG), named as the command."""
-    suite_options: Annotated[dict[str, bool | int | float | str | None], SUITE] = field(default_factory=dict)
+    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
     """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
     memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
     """MiB for models that are evaluated together by torch.func.vmap; 0: one by one."""

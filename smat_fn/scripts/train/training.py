@@ -153,8 +153,8 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
         rates=lambda step: {name: schedule(step) for name, schedule in rates.items()},
         rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
         start=0 if last is None else last.step,
-        progress=None if last is None else last.progress,
-        trackers=run.log_to,
+        before=None if last is None else last.progress,
+        trackers=run.log,
         run=f"{expert.facts['label']}-{task}-seed{run.seed}",
         config=expert.facts,
     )
