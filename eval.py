@@ -46,18 +46,17 @@ def main(args: Eval) -> None:
     if not args.checkpoints:
         raise ValueError("give at least one checkpoint, or a folder that holds some")
     import torch
-    from rich.console import Console
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.report.plots import main_plot
-    from smat_fn.report.tables import main_table, terminal
+    from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
     folders = evaluation.find_checkpoints(args.checkpoints)
     rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options, keep=args.out)
     table = main_table(rows, split=args.split)
-    Console(width=max(100, Console().width)).print(terminal(table))
+    show(terminal(table))
     if args.out:
         evaluation.write_report(args.out, rows, table, checkpoints=folders)
         print(f"results: {args.out}")

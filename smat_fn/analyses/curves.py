@@ -132,8 +132,7 @@ def gains(table: MainTable) -> dict[str, Gain]:
         for method, columns in lacking.items()
         if columns
     ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    errors.raise_problems(problems)
     found = {}
     for method, line in table.cells.items():
         expert, merged = line["Expert"], line["Avg"]

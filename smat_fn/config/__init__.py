@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
+from ..errors import raise_problems
 from ..mat import METHODS, MethodConfig
 from ..mat.asam import Asam
 from ..mat.finetune import Finetune
@@ -83,6 +84,5 @@ def with_semantics(config: M, semantics: Semantics) -> M:
         for name, value in given.items()
         if value != wanted[name]
     ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_problems(problems)
     return replace(config, **wanted)

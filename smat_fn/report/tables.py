@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..config import MORE_MERGERS
+from ..errors import raise_problems
 from ..evaluate.results import EXPERT, Result
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
             column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})
             for column, by_seed in mine.items()
         }
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_problems(problems)
     for line in cells.values():
         if all(merger in line for merger in MERGERS):
             five = [line[merger] for merger in MERGERS]
@@ -108,23 +108,35 @@ def markdown(table: MainTable, *, digits: int = 2) -> str:
 
 def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
-    from rich.table import Table
-
     best = {
         column: max((line[column].mean for line in table.cells.values() if column in line), default=None)
         for column in table.columns
     }
-    drawn = Table(title=f"mean {table.split} score over tasks, 0 to 100")
-    drawn.add_column("Method", no_wrap=True)
-    for column in table.columns:
-        drawn.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for method, line in table.cells.items():
-        texts = [
-            f"[bold]{text}[/bold]" if column in line and line[column].mean == best[column] else text
-            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint="\n"), strict=True)
-        ]
-        drawn.add_row(method, *texts)
+        texts = zip(table.columns, _texts(line, table.columns, digits, joint="\n"), strict=True)
+        top = {column for column in line if line[column].mean == best[column]}
+        rows.append([method, *(f"[bold]{text}[/bold]" if column in top else text for column, text in texts)])
+    return rich_table(f"mean {table.split} score over tasks, 0 to 100", ["Method", *table.columns], rows)
+
+
+def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> "RichTable":
+    """Texts as a table for ``rich.print``, all columns but the first to the right."""
+    from rich.table import Table
+
+    drawn = Table(title=title)
+    for place, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
+
+
+def show(table: "RichTable") -> None:
+    """Print it, at least 100 columns wide."""
+    from rich.console import Console
+
+    Console(width=max(100, Console().width)).print(table)
 
 
 def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:

@@ -44,21 +44,14 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         if args.memory is not None and args.memory < 0:
             raise ValueError(f"memory is {args.memory}, must not be negative")
         import torch
-        from rich.console import Console
-        from rich.table import Table
 
         from ...analyses.plots import write
         from ...analyses.results import summary
+        from ...report.tables import rich_table, show
 
         torch.set_num_threads(args.threads)
         result = compute(args)
-        title, columns, lines = summary(result)
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for line in lines:
-            table.add_row(*line)
-        Console(width=max(100, Console().width)).print(table)
+        show(rich_table(*summary(result)))
         if args.out:
             for path in write(args.out, result):
                 print(f"{path.suffix[1:]}: {path}")
