@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,12 @@ def record(*, dry_run: bool) -> list[Call]:
             return call
 
     def trees() -> Iterator[tuple[list[Any], list[Any], bool, str]]:
-        for dtype in DTYPES[: 1 if dry_run else None]:
-            for size in (8,) if dry_run else (8, 7):
-                for masked in (True,) if dry_run else (True, False):
-                    for noise in ("uniform",) if dry_run else ("uniform", "gaussian"):
-                        leaf = torch.zeros(size, dtype=getattr(torch, dtype))
-                        yield [leaf], [leaf.clone()], masked, noise
-                        if dtype == "float32":
-                            yield [leaf], [leaf.bfloat16()], masked, noise
+        every = product(DTYPES, (8, 7), (True, False), ("uniform", "gaussian"))
+        for dtype, size, masked, noise in islice(every, 1 if dry_run else None):
+            leaf = torch.zeros(size, dtype=getattr(torch, dtype))
+            yield [leaf], [leaf.clone()], masked, noise
+            if dtype == "float32":
+                yield [leaf], [leaf.bfloat16()], masked, noise
 
     originals = kernels.simulate_kernel, kernels.reweight_kernel
     kernels.simulate_kernel, kernels.reweight_kernel = (Recorded(kernel) for kernel in originals)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,11 @@ SPLITS = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
-class Clip8Options(SuiteOptions, local=("device", "eval_batch"), lowest={"batch_size": 1, "rows": 1}):
+class Clip8Options(SuiteOptions):
     """Options of suite ``clip8``."""
+
+    LOCAL = ("device", "eval_batch")
+    LOWEST: ClassVar = {"batch_size": 1, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""

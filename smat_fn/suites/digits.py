@@ -8,7 +8,7 @@ head of class means. Dev and test images are only ever scored.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,17 @@ class Examples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DigitsOptions(
-    SuiteOptions,
-    local=("progress",),
-    lowest={"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1, "pretrain_warmup": 0},
-):
+class DigitsOptions(SuiteOptions):
     """Options of suite ``digits``."""
+
+    LOCAL = ("progress",)
+    LOWEST: ClassVar = {
+        "images_per_task": 1,
+        "batch_size": 1,
+        "pretrain_steps": 1,
+        "pretrain_batch": 1,
+        "pretrain_warmup": 0,
+    }
 
     images_per_task: int = 300
     """Training images of one expert."""

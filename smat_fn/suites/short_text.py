@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,12 +39,11 @@ Ids = list[Tensor]
 
 
 @dataclass(frozen=True)
-class ShortTextOptions(
-    SuiteOptions,
-    local=("device", "eval_batch", "progress"),
-    lowest={"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1},
-):
+class ShortTextOptions(SuiteOptions):
     """Options of suite ``short_text``."""
+
+    LOCAL = ("device", "eval_batch", "progress")
+    LOWEST: ClassVar = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
@@ -51,12 +51,11 @@ SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source'
 
 
 @dataclass(frozen=True)
-class TraceOptions(
-    SuiteOptions,
-    local=("device", "device_map", "decode_batch", "engine"),
-    lowest={"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1},
-):
+class TraceOptions(SuiteOptions):
     """Options of suite ``trace``."""
+
+    LOCAL = ("device", "device_map", "decode_batch", "engine")
+    LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""
