@@ -19,6 +19,7 @@ from .. import optim, random
 from ..checkpoint import fingerprint
 from ..data.batching import batch_indices, permutation
 from ..data.cache import cached, versions
+from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..mat import finetune
 from ..models import FullLoss, features, parameters, tiny_vit
@@ -59,13 +60,7 @@ class DigitsOptions(SuiteOptions):
     """Options of suite ``digits``."""
 
     LOCAL = ("progress",)
-    LOWEST: ClassVar = {
-        "images_per_task": 1,
-        "batch_size": 1,
-        "pretrain_steps": 1,
-        "pretrain_batch": 1,
-        "pretrain_warmup": 0,
-    }
+    LOWEST: ClassVar = {"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1}
 
     images_per_task: int = 300
     """Training images of one expert."""
@@ -88,7 +83,8 @@ class DigitsOptions(SuiteOptions):
 
     def problems(self) -> list[str]:
         most, own = SIZES["train"], vars(self)
-        found = [
+        found = count_problem("pretrain_warmup", self.pretrain_warmup, 0)
+        found += [
             f"{name} is {own[name]}, must be at most {most}, the number of training images"
             for name in ("images_per_task", "batch_size", "pretrain_batch")
             if isinstance(own[name], int) and own[name] > most
