@@ -17,6 +17,7 @@ BENCHMARKS = {
     "steps": "steps of SMAT and FT, true shapes, every offload (a CUDA device, about 5 minutes)",
     "train-features": "every way to train beside plain fine-tuning: steps/s and memory (2 cores, about 7 minutes)",
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
+    "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",
     "readme": "tables of README.md from the stored results (runs nothing)",
     "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }
