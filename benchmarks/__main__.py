@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from inspect import signature
 
 import tyro
 
@@ -29,6 +30,9 @@ def main(arguments: list[str]) -> None:
         sys.exit(bool(arguments))
     name, *words = arguments
     module = importlib.import_module("." + name.replace("-", "_"), __package__)
+    if list(signature(module.main).parameters) == ["arguments"]:  # it reads the words itself
+        module.main(words)
+        return
     config = tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff
     tyro.cli(module.main, args=words, prog=f"python -m benchmarks {name}", description=module.__doc__, config=config)
 

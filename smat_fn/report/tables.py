@@ -1,6 +1,6 @@
 """The main table: one line per method, experts and mergers side by side."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,11 +49,15 @@ class MainTable(NamedTuple):
     cells: dict[str, dict[str, Cell]]
 
     @property
+    def scored(self) -> set[str]:
+        """Columns with a cell."""
+        return {column for line in self.cells.values() for column in line}
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """`COLUMNS`; where there are other mergers too, those that were scored."""
-        scored = {column for line in self.cells.values() for column in line}
-        shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in scored)
-        return shown if scored.intersection(MORE) else COLUMNS
+        shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in self.scored)
+        return shown if self.scored.intersection(MORE) else COLUMNS
 
 
 def cell_of(by_seed: Mapping[int, float]) -> Cell:
@@ -106,17 +110,22 @@ def markdown(table: MainTable, *, digits: int = 2) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def marked(table: MainTable, mark: Callable[[str], str], *, digits: int = 2, joint: str = " ") -> dict[str, list[str]]:
+    """The texts of every method's columns, the best of each column marked."""
+    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in table.scored}
+    return {
+        method: [
+            mark(text) if column in line and line[column].mean == best[column] else text
+            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint=joint), strict=True)
+        ]
+        for method, line in table.cells.items()
+    }
+
+
 def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
-    best = {
-        column: max((line[column].mean for line in table.cells.values() if column in line), default=None)
-        for column in table.columns
-    }
-    rows = []
-    for method, line in table.cells.items():
-        texts = zip(table.columns, _texts(line, table.columns, digits, joint="\n"), strict=True)
-        top = {column for column in line if line[column].mean == best[column]}
-        rows.append([method, *(f"[bold]{text}[/bold]" if column in top else text for column, text in texts)])
+    lines = marked(table, "[bold]{}[/bold]".format, digits=digits, joint="\n")
+    rows = [[method, *texts] for method, texts in lines.items()]
     return rich_table(f"mean {table.split} score over tasks, 0 to 100", ["Method", *table.columns], rows)
 
 
