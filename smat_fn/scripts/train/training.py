@@ -20,7 +20,6 @@ from .loop import budget, schedules, train_expert
 from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
-from .stopwatch import device_of
 from .variants import adapters_of
 
 
@@ -140,7 +139,7 @@ def _train_one(
 
 def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
-    device, task, training = device_of(suite.base), expert.task, expert.training
+    device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
     assert training.steps is not None, "budget gives them"
