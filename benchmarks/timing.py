@@ -3,12 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from smat_fn import machine
+from smat_fn.scripts.train.memory import process_memory
 
 Times = dict[str, list[float]]
 
@@ -66,11 +66,7 @@ def host_time(run: Callable[[], Any]) -> float:
 
 def anonymous_memory(pid: int) -> int:
     """Bytes of anonymous memory of a process, 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+    return process_memory("RssAnon", pid) or 0
 
 
 def quartiles(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
