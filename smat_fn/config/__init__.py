@@ -6,9 +6,8 @@ A merger's options stand beside its arithmetic in `smat_fn.merge`. A field that 
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar
 
-from ..errors import raise_problems
 from ..mat import METHODS, MethodConfig
 from ..mat.asam import Asam
 from ..mat.finetune import Finetune
@@ -31,6 +30,7 @@ from ..merge.weight_average import WeightAverage
 from ..merge.weighted_average import WeightedAverage
 from ..merge.wise_ft import WiseFt
 from .presets import DIGITS, PRESETS, Adapters, Preset, Training, preset_of
+from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
     "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "PRESETS", "Adapters", "Asam", "Breadcrumbs",
@@ -41,17 +41,6 @@ __all__ = [
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della
 C = TypeVar("C", bound=MethodConfig | MergerConfig)
-M = TypeVar("M", bound=MergerConfig)
-Semantics = Literal["paper", "mergekit", "original"]
-
-DIFFERENCES: Mapping[Semantics, Mapping[str, Mapping[str, Any] | str]] = {
-    semantics: {
-        merger.name: merger.semantics[semantics]
-        for merger in (*MERGERS, *MORE_MERGERS)
-        if semantics in merger.semantics
-    }
-    for semantics in get_args(Semantics)
-}
 
 
 def resolve(config: C, defaults: Mapping[str, Any]) -> C:
@@ -64,25 +53,3 @@ def resolve(config: C, defaults: Mapping[str, Any]) -> C:
 def settings(config: MethodConfig | MergerConfig) -> dict[str, Any]:
     """The values of a config that are set, as JSON values."""
     return {name: value for name, value in asdict(config).items() if value is not None}
-
-
-def with_semantics(config: M, semantics: Semantics) -> M:
-    """A merger with the options that make it the paper's, mergekit's (0.1.5, its defaults), or its own source's.
-
-    Where `DIFFERENCES` names nothing, the definitions agree. Strengths (``coef``, ``keep``, ``drop_prob``) are no part
-    of a definition: mergekit's ``lambda`` is ``coef``, with all weights 1, its ``density`` is ``keep``.
-    Raises: ValueError for an option that says otherwise, for a merger that is unavailable, and for unknown semantics.
-    """
-    if semantics not in DIFFERENCES:
-        raise ValueError(f"semantics {semantics!r} is unknown, choose one of {', '.join(DIFFERENCES)}")
-    wanted = DIFFERENCES[semantics].get(config.name, {})
-    if isinstance(wanted, str):
-        raise ValueError(f"{config.name} with the semantics of {semantics} is unavailable: {wanted}")
-    given = {name: value for name in wanted if (value := getattr(config, name)) is not None}
-    problems = [
-        f"{name} of {config.name} is {value!r}, but {wanted[name]!r} with the semantics of {semantics}: leave one out"
-        for name, value in given.items()
-        if value != wanted[name]
-    ]
-    raise_problems(problems)
-    return replace(config, **wanted)

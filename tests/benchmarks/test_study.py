@@ -24,7 +24,7 @@ from smat_fn.scripts.merge.choosing import calibrate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import training
 from smat_fn.suites import digits, load_suite
-from smat_fn.suites.digits import Examples
+from smat_fn.suites.digits_base import Examples
 
 METHODS, RATES = ("ft", "smat"), (1e-3, 1e-4)
 DIGITS_METHODS = digits_methods.PROTOCOL

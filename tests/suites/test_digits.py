@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from smat_fn import random
 from smat_fn.grad import value_and_grad
 from smat_fn.models import tiny_vit
-from smat_fn.suites import digits
-from smat_fn.suites.digits import SIZES, TASKS, VIEWS, DigitsOptions, Examples, affine, class_means, pretrain, splits
+from smat_fn.suites import digits, digits_base
+from smat_fn.suites.digits import SIZES, TASKS, DigitsOptions, class_means, splits
+from smat_fn.suites.digits_base import VIEWS, Examples, affine, pretrain
 
 PRETRAINING = {"steps": 2, "batch": 32, "lr": 1e-3, "warmup": 1, "decay": 0.01}
 
@@ -116,14 +117,14 @@ def test_pretraining_follows_its_seed_and_no_global_generator():
 
 
 def test_pretraining_lowers_its_loss(monkeypatch):
-    losses, label_loss = [], digits._label_loss
+    losses, label_loss = [], digits_base._label_loss
 
     def recorded(module, batch):
         loss, aux = label_loss(module, batch)
         losses.append(loss.item())
         return loss, aux
 
-    monkeypatch.setattr(digits, "_label_loss", recorded)
+    monkeypatch.setattr(digits_base, "_label_loss", recorded)
     pretrain(splits(0)["train"], 0, steps=80, batch=64, lr=1e-3, warmup=5, decay=0.01)
     # chance is log 10 = 2.3
     assert len(losses) == 80
@@ -133,9 +134,9 @@ def test_pretraining_lowers_its_loss(monkeypatch):
 def test_cache_hit_equals_rebuild_bit_for_bit(tmp_path, monkeypatch):
     train = splits(3)["train"]
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path / "a"))
-    built, hit = (digits.pretrained(train, 3, **PRETRAINING) for _ in range(2))
+    built, hit = (digits_base.base(train, 3, **PRETRAINING) for _ in range(2))
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path / "b"))
-    rebuilt = digits.pretrained(train, 3, **PRETRAINING)
+    rebuilt = digits_base.base(train, 3, **PRETRAINING)
     assert same(built, hit)
     assert same(hit, rebuilt)
     assert list(built) == list(hit)
@@ -143,7 +144,7 @@ def test_cache_hit_equals_rebuild_bit_for_bit(tmp_path, monkeypatch):
 
 def test_cache_tells_seeds_settings_and_training_images_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path))
-    monkeypatch.setattr(digits, "pretrain", lambda train, seed, **settings: {"x": torch.zeros(1)})
+    monkeypatch.setattr(digits_base, "pretrain", lambda train, seed, **settings: {"x": torch.zeros(1)})
     train = splits(3)["train"]
     other = Examples(train.images, train.labels.flip(0))
     for examples, seed, settings in (
@@ -152,7 +153,7 @@ def test_cache_tells_seeds_settings_and_training_images_apart(tmp_path, monkeypa
         (train, 3, PRETRAINING | {"lr": 2e-3}),
         (other, 3, PRETRAINING),
     ):
-        digits.pretrained(examples, seed, **settings)
+        digits_base.base(examples, seed, **settings)
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -165,7 +166,7 @@ def test_nothing_of_dev_and_test_reaches_base_heads_or_batches(suite, few, monke
 
     monkeypatch.setattr(digits, "splits", scrambled)
     # past the cache, which would hide a leak into the base
-    monkeypatch.setattr(digits, "pretrained", lambda train, seed, progress, **kw: pretrain(train, seed, **kw))
+    monkeypatch.setattr(digits, "base", lambda train, seed, progress, **kw: pretrain(train, seed, **kw))
     other = few()
     assert same(suite.base, other.base)
     key = random.key(7)
