@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Write every table whose results stand."""
     for name, text in TABLES.items():
         file = RESULTS / f"{name}.json"

@@ -21,7 +21,6 @@ from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
-from .stopwatch import device_of
 from .variants import adapters_of
 
 
@@ -164,7 +163,7 @@ def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
 
 def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
-    device, task, training = device_of(suite.base), expert.task, expert.training
+    device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
     assert training.steps is not None, "budget gives them"
@@ -177,8 +176,8 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
         rates=lambda step: {name: schedule(step) for name, schedule in rates.items()},
         rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
         start=0 if last is None else last.step,
-        progress=None if last is None else last.progress,
-        trackers=run.log_to,
+        before=None if last is None else last.progress,
+        trackers=run.log,
         run=f"{expert.facts['label']}-{task}-seed{run.seed}",
         config=expert.facts,
     )
