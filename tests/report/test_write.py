@@ -47,7 +47,7 @@ def test_one_page_markdown_csv_and_png(make, tmp_path):
     out = page.parent
     names = {file.name for file in out.iterdir()}
     assert names == {
-        "report.html", "report.md", "main-results.csv", "main-results.png", "paired-differences.csv",
+        "report.html", "report.md", "summary.csv", "main-results.csv", "main-results.png", "paired-differences.csv",
         "paired-differences.png", "own-part.csv", "own-part.png", "scores-by-task.csv", "coefficients.csv",
         "settings.csv", "scores.csv",
     }  # fmt: skip
