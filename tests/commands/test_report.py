@@ -22,8 +22,9 @@ def test_the_stored_study_becomes_a_report_that_says_what_it_found(call, tmp_pat
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     stored = json.loads(STUDY.with_suffix(".json").read_text(encoding="utf-8"))
     low, high = stored["paired"]["interval"]
-    assert f"{stored['paired']['mean']:+.2f} points on the mean of five mergers" in text
-    assert f"95 % interval {low:+.2f} to {high:+.2f} {'contains' if low < 0 < high else 'leaves out'} zero" in text
+    finding = "not established" if low < 0 < high else "above" if low > 0 else "below"
+    assert f"| SMAT | FT | Avg | {stored['paired']['mean']:+.2f} | {low:+.2f} to {high:+.2f} |" in text
+    assert f"| {finding} |" in text
     assert stored["commit"] in text
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<title>FT and SMAT</title>" in page
