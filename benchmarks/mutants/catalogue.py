@@ -155,7 +155,6 @@ MUTANTS = [
         ('if along == "momentum" else state.previous', 'if along != "momentum" else state.previous'),
         ("climbed, batch)", "state.params, batch)"),
         ("old.copy_(new), previous, grads)", "old, previous, grads)"),
-        ("return tree.clone(grads)", "return grads"),
     ),
     *_of(
         "mat/relative.py",

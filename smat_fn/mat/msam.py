@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad, transformed
+from ..compiled import no_grad
 from ..grad import keyed, value_and_grad
 from ..optim import momentum_of
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -102,12 +102,8 @@ def build(
 
 @no_grad
 def _kept(grads: Params, previous: Params, donate: bool) -> Params:
-    if transformed():
-        return grads  # nothing is written in place
-    # a copy: clipping may write into a gradient, and autograd may give out one tensor for two leaves
-    if donate:
-        return tree.tree_map(lambda old, new: old.copy_(new), previous, grads)
-    return tree.clone(grads)
+    # donated: clipping may write into a gradient, and autograd may give out one tensor for two leaves
+    return tree.tree_map(lambda old, new: old.copy_(new), previous, grads) if donate else grads
 
 
 @dataclass(frozen=True)
