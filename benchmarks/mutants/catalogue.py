@@ -30,13 +30,15 @@ MUTANTS = [
         ("* unit).to(torch.float32)", ").to(torch.float32)"),
         ("random.fold_in(key, 0)", "random.fold_in(key, 1)"),
         ("Draw(key, scale, number(drop_prob), number(sigma)", "Draw(key, scale, number(sigma), number(drop_prob)"),
-        ('if noise == "uniform"', 'if noise != "gaussian"'),
+        ("(alpha_max - least) * unit", "(1 - least) * unit"),
+        ('known = noise == "uniform"', 'known = noise != "gaussian"'),
     ),
     *_of(
         "simulation/state.py:draw_problems",
         ("0 <= alpha_min <= 1", "0 < alpha_min <= 1"),
         ("0 <= drop_prob < 1", "0 <= drop_prob <= 1"),
         ("sigma >= 0", "sigma > 0"),
+        ("alpha_max >= min(alpha_min, 1)", "alpha_max > min(alpha_min, 1)"),
     ),
     *_of(
         "simulation/state.py",
@@ -80,8 +82,14 @@ MUTANTS = [
         "simulation/noise.py",
         ("(32768.5 + i) / 65536", "(32768 + i) / 65536"),
         ("-math.log(2 * (1 - q))", "-math.log(1 - q)"),
-        ("(-positive.flip(0), positive)", "(positive.flip(0), positive)"),
+        ("(-positive[::-1], positive)", "(positive[::-1], positive)"),
         ("z / rms for z in half", "z for z in half"),
+    ),
+    *_of(
+        "simulation/relative.py",
+        ("max(1, sum(delta.numel() for delta in deltas.values()))", "len(deltas)"),
+        ("leaf.to(dtype) - origin.to(dtype)", "leaf.to(dtype)"),
+        ("sigma = draw.sigma * update_rms", "sigma = update_rms"),
     ),
     *_of(
         "simulation/probes.py",
@@ -94,6 +102,13 @@ MUTANTS = [
         "mat/smat.py",
         ("(step + 1) % period == 0", "step % period == 0"),
         ("or lam == 0", ""),
+        ("and alpha_max == 1)", ")"),
+        ('if climb == "both" or (climb == "clean" and clean)', 'if climb == "both" or climb == "clean"'),
+        ('if climb == "both" or (climb == "clean" and clean)', "if climb is not None and clean"),
+        (
+            "point, momentum_of(state.opt_state, point), rho=rho)",
+            "point, momentum_of(state.opt_state, point), rho=0.5)",
+        ),
         (
             "1 if lam is not None else period",
             "period",
@@ -129,14 +144,34 @@ MUTANTS = [
     ),
     *_of(
         "mat/asam.py",
-        ("(wide.abs() * s if adaptive else s) * length", "(s if adaptive else wide.abs() * s) * length"),
-        ("(wide + (wide.abs()", "(wide - (wide.abs()"),
-        ("rho / (tree.global_norm(slope) + 1e-12)", "rho * (tree.global_norm(slope) + 1e-12)"),
-        ("theta.to(dtype).abs() * g.to(dtype) if adaptive", "theta.to(dtype) * g.to(dtype) if adaptive"),
+        ("climb(state.params, grads, rho=rho, adaptive=adaptive)", "climb(state.params, grads, rho=rho)"),
         (
             "climbed_loss, _, grads = step.accumulate(at, climbed, batch)",
             "climbed_loss, _, _ = step.accumulate(at, climbed, batch)",
         ),
+    ),
+    *_of(
+        "mat/msam.py",
+        ('if along == "momentum" else state.previous', 'if along != "momentum" else state.previous'),
+        ("climbed, batch)", "state.params, batch)"),
+        ("old.copy_(new), previous, grads)", "old, previous, grads)"),
+    ),
+    *_of(
+        "mat/relative.py",
+        ("drawn.sigma * update_rms(params, self._base)", "update_rms(params, self._base)"),
+        ("drawn._replace(sigma=sigma)", "drawn"),
+        ("self._base, drawn, where=self._where", "self._base, drawn"),
+    ),
+    *_of(
+        "mat/l2sp.py",
+        ("+ pull * (theta", "- pull * (theta"),
+        ("theta.to(dtype) - theta_0.to(dtype)", "theta.to(dtype)"),
+    ),
+    *_of(
+        "mat/mixout.py",
+        ("drop_prob=drop_prob", "drop_prob=1 - drop_prob"),
+        ("period=1, engine", "period=2, engine"),
+        ("0 <= drop_prob < 1", "0 <= drop_prob <= 1"),
     ),
     *_of(
         "mat/mergopt.py",
@@ -160,9 +195,35 @@ MUTANTS = [
     # optimizers
     *_of(
         "optim/schedules.py",
-        ("lr * (step + 1) / warmup", "lr * step / warmup"),
-        ("if step < warmup", "if step <= warmup"),
-        ("0.5 * (1 + math.cos", "0.5 * (1 - math.cos"),
+        ("0.5 * (1 + _cos(", "0.5 * (1 - _cos("),
+        ("lr * ((total - done) / total)", "lr * (done / total)"),
+        ("decay(step - warmup, steps - warmup)", "decay(step, steps)"),
+        ("if step < steps else 0.0", "if step <= steps else 0.0"),
+    ),
+    *_of(
+        "optim/schedules.py:constant",
+        ("return lr * (step + 1) / warmup if", "return lr * step / warmup if"),
+        ("and step < warmup else lr", "and step <= warmup + 1 else lr"),
+    ),
+    *_of(
+        "optim/schedules.py:_decaying",
+        ("return lr * (step + 1) / warmup", "return lr * step / warmup"),
+        ("        if step < warmup:", "        if step <= warmup:"),
+    ),
+    *_of(
+        "optim/averaging.py",
+        ("state.step + 1, params)", "state.step, params)"),
+        ("step = (theta.to(mean.dtype) - mean)", "step = (mean - theta.to(mean.dtype))"),
+        ("else 1 / (step - first + 1)", "else 1 / (step - first + 2)"),
+        ("(1 - decay) / (1 - decay **", "(1 - decay) / (1 + decay **"),
+        ("max(1, round(share * steps))", "max(0, round(share * steps))"),
+        ('if options.get("donate") else mean + step', "if True else mean + step"),
+    ),
+    *_of(
+        "optim/partition.py",
+        ("for path in others}, state.rest", "for path in others}, state.chosen"),
+        ("PartitionState(first, second)", "PartitionState(second, first)"),
+        ("tree.combine(params, ours, others), P", "tree.combine(params, tree.partition(params, where)[0], others), P"),
     ),
     *_of(
         "optim/adam.py",
@@ -190,6 +251,8 @@ MUTANTS = [
     # mergers
     *_of(
         "merge/common.py",
+        ("COEFS = tuple(i / 10 for i in range(1, 11))", "COEFS = tuple(i / 10 for i in range(0, 11))"),
+        ("WIDE = tuple(i / 5 for i in range(1, 11))", "WIDE = tuple(i / 5 for i in range(1, 6))"),
         ("leaf.to(start.device, dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device, dtype)"),
         ("next(rest) if into_first else next(rest).clone()", "next(rest)"),
         ("add(tensors) >= 0", "add(tensors) > 0"),
@@ -248,23 +311,113 @@ MUTANTS = [
     *_of(
         "merge/model_stock.py",
         ("1 + (count - 1) * cos", "1 + count * cos"),
-        ("/ len(pairs), 0.0)", "/ len(pairs), -1.0)"),
-        ("count * cos / (1", "cos / (1"),
+        ("max(cos, 0.0) if clamp else cos", "cos"),
+        ("return count * cos / below", "return cos / below"),
+        ("min(max(products[left][right] / size, -1.0), 1.0)", "products[left][right] / size"),
     ),
     *_of("merge/magmax.py", ("high >= -low", "high > -low"), ("high >= -low", "high >= low")),
     *_of(
-        "merge/breadcrumbs.py:_masked",
+        "merge/breadcrumbs.py",
         (
-            "int(size * drop_smallest) : size - int(size * drop_largest)",
-            "int(size * drop_largest) : size - int(size * drop_smallest)",
+            "return int(size * drop_smallest), size - int(size * drop_largest)",
+            "return int(size * drop_largest), size - int(size * drop_smallest)",
         ),
-        ("argsort(stable=True)", "argsort(descending=True, stable=True)"),
+        ("kept = delta.abs().reshape(-1).argsort(stable=True)", "kept = delta.reshape(-1).argsort(stable=True)"),
+        ("size - kept - int(drop_largest * size)", "size - kept"),
     ),
     *_of(
         "merge/tsv_merge.py",
-        ("min(shape) // len(every)", "min(shape)"),
-        ("(_orthonormal(left) * values) @ _orthonormal(right).mT", "(left * values) @ right.mT"),
-        ("add(every).div_(len(every))", "add(every)"),
+        ("least // len(deltas)", "least"),
+        ("(orthonormal(left) * values) @ orthonormal(right).mT", "(left * values) @ right.mT"),
+        ("add(deltas).div_(len(deltas))", "add(deltas)"),
+        ("values[:count] * real", "values[:count]"),
+    ),
+    *_of(
+        "merge/iso_c.py",
+        ("values.mean()", "values[0]"),
+        ("svd(add(deltas))", "svd(add(deltas).div_(len(deltas)))"),
+    ),
+    *_of(
+        "merge/iso_cts.py",
+        ("delta - shared @ (shared.mT @ delta)", "delta"),
+        ("least - own * len(deltas)", "least - own"),
+        ("values.mean()", "values.sum()"),
+    ),
+    *_of(
+        "merge/spectral.py",
+        ("* max(matrix.shape) * values[0]", "* 0 * values[0]"),
+        ("add(deltas).div_(len(deltas)) if others", "add(deltas) if others"),
+    ),
+    *_of(
+        "merge/wudi.py",
+        ("size**0.5 if norms else 1", "size if norms else 1"),
+        ("if not ridge", "if ridge"),
+        (
+            "len(stacked) < stacked.shape[1]",
+            "len(stacked) <= stacked.shape[1]",
+            "two equal ways, of which the smaller system is chosen; for a square one they are as large",
+        ),
+    ),
+    *_of(
+        "merge/nuslerp.py",
+        ("math.sin(t * angle) / math.sin(angle)", "math.sin((1 - t) * angle) / math.sin(angle)"),
+        ('axis = 0 if along == "first" else -1', 'axis = -1 if along == "first" else 0'),
+        ("        return 1 - t, t", "        return t, 1 - t"),
+    ),
+    *_of(
+        "merge/multislerp.py",
+        ("zip(weights, norms, strict=True)) / size", "zip(weights, norms, strict=True)) * size"),
+        ("weight / (norm + _EPS)", "weight / (norm + 1)"),
+    ),
+    *_of(
+        "merge/karcher.py",
+        ("s - pull * cos * x", "s + pull * cos * x"),
+        ("angle / math.sin(angle) / len(live)", "angle / len(live)"),
+        ("math.fsum(norms) / len(norms)", "math.fsum(norms) / len(live)"),
+    ),
+    *_of(
+        "merge/sce.py",
+        ("add(every) >= 0", "add(every) > 0"),
+        ("below.clamp_(min=1e-6)", "1"),
+        ("total >= floor", "total < floor"),
+        ("argsort(descending=True, stable=True)", "argsort(stable=True)"),
+    ),
+    *_of(
+        "merge/arcee_fusion.py",
+        ("second + 1.5 * (third - first)", "second + 0.5 * (third - first)"),
+        ("change = two - one", "change = one - two"),
+        ("* _divergence(two, one)", "* _divergence(one, two)"),
+    ),
+    *_of(
+        "merge/cart.py",
+        ("weight - mean, full_matrices", "weight, full_matrices"),
+        ("math.ceil(share", "math.floor(share"),
+    ),
+    *_of(
+        "merge/consensus.py",
+        ("needed >= least", "needed > least"),
+        ("(total - delta).abs_()", "total.abs()"),
+    ),
+    *_of("merge/tall_mask.py", ("needs(piece.deltas[place]", "needs(piece.deltas[0]")),
+    *_of(
+        "merge/emr.py",
+        ("return before / after", "return after / before"),
+        ("add(deltas) > 0", "add(deltas) >= 0"),
+        ("deltas[place] * sign > 0", "deltas[place] * sign >= 0"),
+        ("sums[0] / max(size, 1)", "sums[0]"),
+    ),
+    *_of(
+        "merge/svc.py",
+        (".clamp(min=alpha)", ""),
+        ("(eta / len(others))", "eta"),
+        (".clamp(min=1e-12))", ")"),
+    ),
+    *_of(
+        "merge/depth.py",
+        ("(layer or 0) / last", "(layer or 0) / (last + 1)"),
+        ("high - low) *", "high + low) *"),
+        ("total / size / len(flat)", "total / size"),
+        ("max(blocks) < 1", "max(blocks) < 0"),
     ),
     *_of("merge/weight_average.py:weight_average", ("div_(len(experts))", "div_(len(experts) + 1)")),
     *_of(
@@ -283,7 +436,8 @@ MUTANTS = [
         "merge/select.py",
         ("choose(sorted(coefs)", "choose(sorted(coefs, reverse=True)"),
         ("max(curve, key", "min(curve, key"),
-        ("range(1, 11)", "range(0, 11)"),
+        ("return ordered[0] / 2 if", "return ordered[0] / 4 if"),
+        ('"largest" if coef == max(coefs)', '"largest" if coef == min(coefs)'),
         (
             '"language": {"ties": 0.3, "dare": 0.3, "della": 1.0}',
             '"language": {"ties": 0.2, "dare": 0.2, "della": 1.0}',
@@ -296,12 +450,15 @@ MUTANTS = [
         ('_func_engine(loss_fn) if engine == "func"', '_autograd_engine(loss_fn) if engine == "func"'),
         ("torch.zeros_like(leaf) for leaf in flat.values()", "torch.ones_like(leaf) for leaf in flat.values()"),
         (".detach().requires_grad_()", ".requires_grad_()"),
+    ),
+    *_of(
+        "grad/engines.py:_autograd_engine",
         ("if isinstance(loss_fn, ModuleLoss):", "if not isinstance(loss_fn, ModuleLoss) and False:"),
     ),
     *_of(
         "grad/modules.py",
         ("if self._shapes.get(name) != value.shape", "if name not in self._shapes"),
-        ("loss_fn(weights(params), *args)", "loss_fn(params, *args)"),
+        ("loss_fn(weights(params), *args, **options)", "loss_fn(params, *args, **options)"),
     ),
     *_of(
         "grad/modules.py:_Reparametrised",
@@ -309,7 +466,7 @@ MUTANTS = [
     ),
     *_of(
         "grad/master_weights.py",
-        ("self.loss_fn(tree.cast(params, self.dtype), *args)", "self.loss_fn(params, *args)"),
+        ("self.loss_fn(tree.cast(params, self.dtype), *args, **options)", "self.loss_fn(params, *args, **options)"),
         ("self.loss_fn.within(tree.cast(params, self.dtype), fn)", "self.loss_fn.within(params, fn)"),
     ),
     # masked sets
@@ -329,5 +486,25 @@ MUTANTS = [
         ("(count := _expert_count(child)) > 1", "(count := _expert_count(child)) > 0"),
         ('name.endswith("proj_weight")', 'name.endswith("weight_k")'),
         ("isinstance(m, nn.Embedding)", "False"),
+    ),
+    *_of(
+        "where.py:mask_problems",
+        ("and not drop_prob", "and drop_prob"),
+        ("or picks is never", ""),
+        ("any(picks(path, leaf)", "all(picks(path, leaf)"),
+        ("where.how if isinstance(where, Picked)", "where.how if False"),
+    ),
+    # the climb
+    *_of(
+        "ops/climb.py",
+        ("wide.abs() * weighted if adaptive else weighted", "weighted"),
+        ("length = rho / (tree.global_norm(", "length = rho * (tree.global_norm("),
+        ("return (wide + step", "return (wide - step"),
+        (
+            "length = rho / (tree.sum_by_halves(sums.double()).sqrt()",
+            "length = rho / (tree.sum_by_halves(sums.double())",
+        ),
+        ("theta.to(wide.dtype).abs() * wide if adaptive", "theta.to(wide.dtype) * wide if adaptive"),
+        ("        first += blocks", "        first = blocks"),
     ),
 ]

@@ -102,10 +102,8 @@ def build(
 
 @no_grad
 def _kept(grads: Params, previous: Params, donate: bool) -> Params:
-    # a copy: clipping may write into a gradient, and autograd may give out one tensor for two leaves
-    if donate:
-        return tree.tree_map(lambda old, new: old.copy_(new), previous, grads)
-    return tree.clone(grads)
+    # donated: clipping may write into a gradient, and autograd may give out one tensor for two leaves
+    return tree.tree_map(lambda old, new: old.copy_(new), previous, grads) if donate else grads
 
 
 @dataclass(frozen=True)

@@ -214,11 +214,10 @@ def build_from(
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
     found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
     if not (wrong := problems_of(tree.predicate, where)):
-        wrong = mask_problems(tree.predicate(where), tree.flatten(like), drop_prob)
+        wrong = mask_problems(where, tree.flatten(like), drop_prob)
     found += wrong
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
-    found += mask_problems(where, tree.flatten(like), drop_prob)
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
     if climb not in (None, *get_args(Climb)):

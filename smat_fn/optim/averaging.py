@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule
 
 
 class AveragedState(NamedTuple):
     """State of an optimizer and the average so far."""
 
-    step: int  # updates done
+    step: int | Tensor  # updates done
     average: Params  # shapes of params, float32 (float64 for float64 leaves)
     optimizer: Any
 
@@ -35,23 +36,28 @@ def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
     """
 
     def init(params: Params) -> AveragedState:
-        start = tree.tree_map(lambda leaf: leaf.detach().to(tree.compute_dtype(leaf), copy=True), params)
-        return AveragedState(0, start, optimizer.init(params))
+        own = params if transformed() else tree.tree_map(Tensor.detach, params)
+        start = tree.tree_map(lambda leaf: leaf.to(tree.compute_dtype(leaf), copy=True), own)
+        return AveragedState(tree.counter(0, params), start, optimizer.init(params))
 
-    @torch.no_grad()
+    @no_grad
     def update(grads: Params, state: AveragedState, params: Params, **options: Any) -> tuple[Params, AveragedState]:
+        refuse_donation("averaged", bool(options.get("donate")))
         params, inner = optimizer.update(grads, state.optimizer, params, **options)
         rate, average = weight(state.step), state.average
 
         def moved(mean: Tensor, theta: Tensor) -> Tensor:
+            if isinstance(rate, Tensor):
+                wide = theta.to(mean.dtype)
+                return torch.where(rate == 1, wide, mean + (wide - mean) * rate.to(mean.device, mean.dtype))
             if rate == 1:
-                return mean.copy_(theta) if options.get("donate") else theta.detach().to(mean.dtype, copy=True)
+                return mean.copy_(theta) if options.get("donate") else theta.to(mean.dtype, copy=True)
             step = (theta.to(mean.dtype) - mean).mul_(rate)
             return mean.add_(step) if options.get("donate") else mean + step
 
-        if rate:
+        if isinstance(rate, Tensor) or rate:
             average = tree.tree_map(moved, average, params)
-        return params, AveragedState(state.step + 1, average, inner)
+        return params, AveragedState(tree.counter(state.step + 1, params), average, inner)
 
     return Optimizer(init, update)
 
@@ -69,7 +75,7 @@ def ema(decay: float) -> Schedule:
     """
     if not 0 <= decay < 1:
         raise ValueError(f"ema: decay is {decay}, must lie in [0, 1)")
-    return lambda step: (1 - decay) / (1 - decay ** (step + 1))
+    return lambda step: (1 - decay) / (1 - decay ** ((step.double() if isinstance(step, Tensor) else step) + 1))
 
 
 def swa(steps: int, share: float) -> Schedule:
@@ -87,7 +93,13 @@ def swa(steps: int, share: float) -> Schedule:
     if not (steps >= 1 and 0 < share <= 1):
         raise ValueError(f"swa: a share of {share:g} of {steps} steps, must be of at least 1 step and in (0, 1]")
     first = steps - max(1, round(share * steps))
-    return lambda step: 0.0 if step < first else 1 / (step - first + 1)
+
+    def weight(step: int | Tensor) -> float | Tensor:
+        if isinstance(step, Tensor):
+            return torch.where(step < first, 0.0, 1 / (step.double() - first + 1).clamp(min=1))
+        return 0.0 if step < first else 1 / (step - first + 1)
+
+    return weight
 
 
 def averaging(text: str, steps: int) -> Schedule:

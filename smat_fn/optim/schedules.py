@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,13 @@ def constant(lr: float, *, warmup: int = 0) -> Schedule:
     errors.raise_problems(
         _lr_problems(lr) + ([] if warmup >= 0 else [f"constant: warmup is {warmup}, must not be negative"])
     )
-    return lambda step: lr * (step + 1) / warmup if step < warmup else lr
+
+    def schedule(step: int | Tensor) -> float | Tensor:
+        if isinstance(step, Tensor) and warmup:
+            return torch.where(step < warmup, lr * (step.double() + 1) / warmup, lr)
+        return lr * (step + 1) / warmup if not isinstance(step, Tensor) and step < warmup else lr
+
+    return schedule
 
 
 def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
@@ -53,7 +60,7 @@ def cosine(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
         >>> [round(cosine(1.0, 6, warmup=2)(step), 3) for step in range(7)]
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    return _decaying("cosine", lr, steps, warmup, lambda done, total: lr * 0.5 * (1 + math.cos(math.pi * done / total)))
+    return _decaying("cosine", lr, steps, warmup, lambda done, total: lr * 0.5 * (1 + _cos(math.pi * done / total)))
 
 
 def linear(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
@@ -80,7 +87,7 @@ def linear(lr: float, steps: int, *, warmup: int = 0) -> Schedule:
     return _decaying("linear", lr, steps, warmup, lambda done, total: lr * ((total - done) / total))
 
 
-def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[int, int], float]) -> Schedule:
+def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[Any, int], Any]) -> Schedule:
     """Linear warm-up, then a function of the steps of decay that are done and of all of them, then 0."""
     problems = _lr_problems(lr)
     if steps < 1:
@@ -92,13 +99,17 @@ def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[in
     def schedule(step: int | Tensor) -> float | Tensor:
         if isinstance(step, Tensor):
             now = step.double()
-            decayed = lr * 0.5 * (1 + torch.cos(math.pi * now.clamp(max=steps) / steps))
+            decayed = torch.where(step < steps, decay(now - warmup, max(steps - warmup, 1)), 0.0)
             return torch.where(step < warmup, lr * (now + 1) / max(warmup, 1), decayed)
         if step < warmup:
             return lr * (step + 1) / warmup
         return decay(step - warmup, steps - warmup) if step < steps else 0.0
 
     return schedule
+
+
+def _cos(angle: float | Tensor) -> float | Tensor:
+    return torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)
 
 
 def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> Schedule:

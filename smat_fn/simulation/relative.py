@@ -2,14 +2,15 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from .. import tree
+from ..compiled import no_grad
 from ..types import Params, Where
 from .state import Draw, simulate
 
 
+@no_grad
 def update_rms(params: Params, base: Params) -> Tensor:
     """RMS of all coordinates of theta - theta_0, a 0-d float64 tensor on the device of the first leaf."""
     origins = tree.flatten(base)
@@ -17,7 +18,7 @@ def update_rms(params: Params, base: Params) -> Tensor:
     return tree.global_norm(deltas) / math.sqrt(max(1, sum(delta.numel() for delta in deltas.values())))
 
 
-@torch.no_grad()
+@no_grad
 def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where | None = None) -> Params:
     r"""The simulated state with a sigma for each leaf: ``draw.sigma`` times the RMS of the leaf's update.
 
@@ -40,4 +41,4 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
 
 def _delta(leaf: Tensor, origin: Tensor) -> Tensor:
     dtype = tree.compute_dtype(leaf, origin)
-    return leaf.detach().to(dtype) - origin.detach().to(dtype)
+    return leaf.to(dtype) - origin.to(dtype)

@@ -46,7 +46,7 @@ METHODS = {
     ),
     "asam": ({"": {"rho": 0.05}, "sam": {"rho": 0.05, "adaptive": False}}, {"rho": (-1.0, "rho is -1.0")}),
     "l2sp": ({"": {"pull": 0.05}}, {"pull": (-1.0, "pull is -1.0")}),
-    "mixout": ({"": {"drop_prob": 0.3}}, {"drop_prob": (1.0, "drop_prob is 1.0")}),
+    "mixout": ({"": {"drop_prob": 0.3}}, {"drop_prob": (1.0, "the probability of taking the base's weight")}),
     "msam": (
         {"": {"rho": 0.05}, "gradient": {"rho": 0.05, "along": "gradient"}, "plain": {"rho": 0.05, "adaptive": False}},
         {"rho": (math.inf, "rho is inf"), "along": ("up", "along is 'up'")},

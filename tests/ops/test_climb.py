@@ -50,3 +50,25 @@ def test_without_a_slope_it_stays():
     (found,) = ops.climb([leaf], [torch.zeros(5)], rho=1.0, adaptive=True)
     assert torch.equal(found, leaf)
     assert ops.climb([], [], rho=1.0, adaptive=True) == []
+
+
+def climb_one(theta, slope):
+    return ops.climb([theta], [slope], rho=0.3, adaptive=True)[0]
+
+
+def test_inside_transforms_it_batches_compiles_and_has_the_derivative_of_the_formula():
+    theta, slope, u = testing.random_tree(2, {"a": (3, 7), "b": (3, 7), "c": (7,)}, dtype=torch.float64).values()
+    found = torch.func.vmap(climb_one)(theta, slope)
+    for row, t, s in zip(found, theta, slope, strict=True):
+        torch.testing.assert_close(row, climb_one(t, s), rtol=1e-14, atol=0)
+
+    def formula(t, s):
+        return t + 0.3 * t.square() * s / ((t.abs() * s).norm() + 1e-12)
+
+    for argument in (0, 1):
+        slopes = [torch.func.grad(lambda t, s, f=f: (f(t, s) * u).sum(), argument) for f in (climb_one, formula)]
+        ours, theirs = (slope_of(theta[0], slope[0]) for slope_of in slopes)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+        assert slopes[0](theta[0], torch.zeros(7, dtype=torch.float64)).isfinite().all()
+    compiled = torch.compile(climb_one, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(theta[0], slope[0]), climb_one(theta[0], slope[0]), rtol=1e-14, atol=0)

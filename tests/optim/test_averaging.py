@@ -50,6 +50,14 @@ def test_training_keeps_its_bits_donated_or_not(optimizer):
         testing.assert_trees_equal(last.average, results[0][1].average)
 
 
+def test_without_donation_the_old_average_stays():
+    both = averaged(optim.adam(0.1), ema(0.5))
+    params, state = both.update(GRADS[0], both.init(PARAMS), PARAMS)
+    before = {path: leaf.clone() for path, leaf in state.average.items()}
+    both.update(GRADS[1], state, params)
+    testing.assert_trees_equal(state.average, before)
+
+
 def test_bfloat16_is_averaged_in_float32_and_the_start_has_no_part():
     params = {path: leaf.bfloat16() for path, leaf in PARAMS.items()}
     seen, state = walk(swa(7, 1.0), optim.adam(0.01), params=params)

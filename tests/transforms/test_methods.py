@@ -28,6 +28,7 @@ SHAPES = {"w": (4, 6), "b": (6,), "v": (6, 2)}
 HYPER = {
     "smat": {"period": 2, "sigma": 0.05, "alpha_min": 0.2, "drop_prob": 0.3},
     "asam": {"rho": 0.1},
+    "msam": {"rho": 0.1},
     "mergopt": {"b": 0.01},
     "orthoreg": {"lambda_reg": 0.01},
 }
@@ -35,6 +36,10 @@ RUNS = {name: (name, HYPER.get(name, {})) for name in smat_fn.mat.__all__}
 RUNS |= {
     "smat every step": ("smat", {"period": 1, "sigma": 0.05, "noise": "gaussian"}),
     "smat mixed": ("smat", {"lam": 0.4, "sigma": 0.05}),
+    "smat climbing": ("smat", {"period": 1, "sigma": 0.05, "climb": "both", "rho": 0.1}),
+    "smat by the update": ("smat", {"period": 1, "sigma": 0.4, "sigma_of": "update", "alpha_max": 1.5}),
+    "smat by leaf": ("smat", {"lam": 0.4, "sigma": 0.4, "sigma_of": "leaf"}),
+    "msam along the gradient": ("msam", {"rho": 0.1, "along": "gradient"}),
 }
 each = pytest.mark.parametrize("run", RUNS)
 KEY = random.key(3)

@@ -17,6 +17,11 @@ SMOOTH = {
     "adamw": optim.adamw(optim.cosine(0.1, 9, warmup=2), weight_decay=0.2),
     "clip and adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.1)),
 }
+SMOOTH |= {
+    "moving average": optim.averaged(optim.adam(0.1), optim.ema(0.5)),
+    "mean of the last": optim.averaged(optim.adam(0.1), optim.swa(2, 0.5)),
+    "partition": optim.partition(lambda path, leaf: path == "w", SMOOTH["adamw"], optim.adam(optim.linear(0.2, 4))),
+}
 ALL = SMOOTH | {"muon": optim.muon(0.1, rest=optim.adam(0.1), weight_decay=0.1)}
 each = pytest.mark.parametrize("name", ALL)
 
@@ -31,7 +36,8 @@ def two_steps(optimizer, grads, params):
     for _ in range(2):
         params, state = optimizer.update(grads, state, params)
         grads = {path: g + 0.3 * params[path] for path, g in grads.items()}
-    return sum((leaf * torch.arange(leaf.numel()).view_as(leaf).cos()).sum() for leaf in params.values())
+    ends = [*params.values(), *getattr(state, "average", {}).values()]
+    return sum((leaf * torch.arange(leaf.numel()).view_as(leaf).cos()).sum() for leaf in ends)
 
 
 def along(tree, tangent, t):
@@ -143,10 +149,15 @@ def test_the_learning_rate_has_a_derivative():
     torch.testing.assert_close(found, -(grads["w"] / (grads["w"].abs() + 1e-8))[0].sum(), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_a_schedule_of_tensors_is_that_of_numbers(warmup):
-    schedule = optim.cosine(0.7, 8, warmup=warmup)
-    found = vmap(schedule)(torch.arange(11))
+@pytest.mark.parametrize(
+    "schedule",
+    [build(warmup) for warmup in (0, 3, 8) for build in (
+        lambda warmup: optim.constant(0.7, warmup=warmup), lambda warmup: optim.cosine(0.7, 8, warmup=warmup),
+        lambda warmup: optim.linear(0.7, 8, warmup=warmup),
+    )] + [optim.ema(0.9), optim.ema(0.0), optim.swa(8, 0.5), optim.swa(8, 1.0)],
+)  # fmt: skip
+def test_a_schedule_of_tensors_is_that_of_numbers(schedule):
+    found = vmap(lambda step: torch.as_tensor(schedule(step)))(torch.arange(11))
     torch.testing.assert_close(found, torch.tensor([schedule(s) for s in range(11)], dtype=found.dtype), rtol=1e-14, atol=1e-16)  # fmt: skip  # noqa: E501
 
 
