@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..merge.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
+from .naming import Naming, namings
 from .reading import Folder, open_folder
 from .vocabulary import HEAD, fit_rows, one_head
 
@@ -110,17 +113,43 @@ def prefix_of(base: Folder, part: Folder) -> str:
     return found[0]
 
 
+class Place(NamedTuple):
+    """Where the leaves of a part are in base."""
+
+    view: Folder  # base under the names of the part's module
+    prefix: str  # of the part's names there
+    naming: Naming | None  # between base as it is stored and the view, where they differ
+
+
+def place_of(base: Folder, part: Folder) -> Place:
+    """Where a part is in base as it is stored, else in base as a class of ``transformers`` names it in memory.
+
+    Raises: as `prefix_of`.
+    """
+    try:
+        return Place(base, prefix_of(base, part), None)
+    except ValueError:
+        for naming in namings(base):
+            view = naming.seen(base)
+            with suppress(ValueError):
+                return Place(view, prefix_of(view, part), naming)
+        raise
+
+
 def placed(base: Folder, part: Folder) -> Folder:
     """Base with the leaves of a part in their place. A head that may be tied is left to `vocabulary.one_head`.
 
     Raises: as `prefix_of`.
     """
-    prefix = prefix_of(base, part)
+    view, prefix, naming = place_of(base, part)
     own = {f"{prefix}{name}": name for name in part.leaves}
-    paths = [path for path in base.leaves if path in own or path != HEAD]
-    leaves = {path: part.leaves[own[path]] if path in own else base.leaves[path] for path in paths}
-    made = {path: part.reader(own[path]) if path in own else base.reader(path) for path in paths}
-    return Folder(part.label, leaves, {}, part.stores, part.root, made)
+    leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
+    made = {path: part.reader(own[path]) if path in own else view.reader(path) for path in leaves}
+    whole = Folder(part.label, leaves, {}, part.stores, part.root, made)
+    if naming is not None:
+        whole = naming.stored(whole, base, own)
+        own = {name: path for name, path in naming.names.items() if path in own}
+    return whole if HEAD in own else whole.without(HEAD)
 
 
 def _foreign_names(base: Folder, other: Folder) -> str:

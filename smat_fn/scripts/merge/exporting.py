@@ -7,7 +7,7 @@ from typing import Unpack
 
 from ... import checkpoint
 from ...config import WeightAverage
-from ...folders import Options, Report, local_folder, merge_folders, open_folder, prefix_of
+from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
 from ...folders.adapters import is_adapter
 from .card import CARD, exported_card
 from .finished import hashes, sources_text
@@ -53,8 +53,8 @@ def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Re
 
 def _check_base(model: Path, base: Path, fingerprint: str) -> None:
     """Raises: ValueError where the leaves of base that the model has are not those it was made from."""
-    whole, part = open_folder("base", base), open_folder(str(model), model)
-    prefix = prefix_of(whole, part)
+    part = open_folder(str(model), model)
+    whole, prefix, _ = place_of(open_folder("base", base), part)
     if any(whole.leaves[f"{prefix}{name}"].dtype != leaf.dtype for name, leaf in part.leaves.items()):
         return  # the fingerprint is of other bits
     origin = {
