@@ -30,6 +30,7 @@ class Extracted(NamedTuple):
     error: float  # of all of them together
     whole: tuple[str, ...]  # changed leaves that are stored as the expert has them, since they are of no linear layer
     left_out: tuple[str, ...]  # changed leaves beside or above adapted ones, which peft has no place for: biases
+    tied: tuple[str, ...]  # adapted leaves that are other modules' too: peft changes those as well only when it merges
     bytes: int
 
 
@@ -94,6 +95,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         math.sqrt(rest / size) if size else 0.0,
         whole,
         left_out,
+        () if naming is None else _tied(naming.model, ranks),
         sum(tensor.nbytes for tensor in stored.values()),
     )
 
@@ -174,6 +176,14 @@ def _saved(others: Sequence[str], adapted: Collection[str]) -> set[str]:
     own = {path.rpartition(".")[0] for path in others} - {""}
     own = {module for module in own if not any(_inside(other, {module}) for other in adapted)}
     return {module for module in own if not _inside(module.rpartition(".")[0], own)}
+
+
+def _tied(model: Any, adapted: Collection[str]) -> tuple[str, ...]:
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    shared = (name for same in names.values() if len(same) > 1 for name in same)
+    return tuple(name for name in shared if name.removesuffix(".weight") in adapted)
 
 
 def _inside(path: str, modules: Collection[str]) -> bool:

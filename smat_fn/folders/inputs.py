@@ -52,7 +52,7 @@ def open_inputs(
                 opened = open_folder(label, folder)
                 found[name] = placed(start, opened) if partial and start is not None else opened
             elif start is not None:
-                found[name] = open_adapter(label, folder, start)
+                found[name] = adapted(label, folder, start)
         except ValueError as error:
             problems.append(str(error))
     if start is None:
@@ -150,6 +150,21 @@ def placed(base: Folder, part: Folder) -> Folder:
         whole = naming.stored(whole, base, own)
         own = {name: path for name, path in naming.names.items() if path in own}
     return whole if HEAD in own else whole.without(HEAD)
+
+
+def adapted(label: str, path: Path, base: Folder) -> Folder:
+    """`open_adapter`, of base as it is stored, else as a class of ``transformers`` names it in memory.
+
+    Raises: as `open_adapter`.
+    """
+    try:
+        return open_adapter(label, path, base)
+    except ValueError:
+        for naming in namings(base):
+            with suppress(ValueError):
+                expert = open_adapter(label, path, naming.seen(base))
+                return naming.stored(expert, base, expert.leaves)
+        raise
 
 
 def _foreign_names(base: Folder, other: Folder) -> str:

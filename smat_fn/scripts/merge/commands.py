@@ -119,6 +119,8 @@ def summary(made: "Extracted") -> Iterator[str]:
     if made.left_out:
         what = _count(made.left_out, "changed leaf", "changed leaves")
         yield f"{what} left out, an adapter cannot hold them: {_some(made.left_out)}"
+    if made.tied:
+        yield f"{_some(made.tied)}: other modules share it, peft changes them too with merge_and_unload alone"
 
 
 def _count(things: Sequence[object], one: str, several: str) -> str:
