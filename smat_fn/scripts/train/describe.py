@@ -22,7 +22,8 @@ def headline(
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
     parts += [f"{processes} processes"] if processes > 1 else []
-    return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"
+    notes = [f"note: {note}" for note in suite.notes]
+    return "\n".join([*notes, f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"])
 
 
 def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
@@ -33,6 +34,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
     own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
+        *(f"note: {note}" for note in suite.notes),
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
         f"training: {_listed(shared)}, run seed {seed}",
