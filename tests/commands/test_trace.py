@@ -121,10 +121,13 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
         module.save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / name)
     words = ("ties", "--base", tmp_path / "base", "--experts", *(tmp_path / task for task in TASKS), "--search")
-    suite = ("name", "trace", "model", tmp_path / "base", "data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
-    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *suite)
-    assert exits("merge.py", *words, *place).endswith("as --suite-options model, dtype")
-    assert exits("merge.py", *words, *place, "dtype", "bfloat16") is None
+    named = ("data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
+    suite = ("name", "trace", "model", tmp_path / "base", *named)
+    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *named)
+    other = exits("merge.py", *words, *place, "dtype", "float32")
+    assert other.endswith("as --suite-options model, dtype")
+    # the preset names the suite, base the model and the dtype
+    assert exits("merge.py", *words, *place) is None
     manifest = checkpoint.load_manifest(tmp_path / "merged/ties")
     assert (manifest["suite"]["name"], manifest["suite"]["dtype"]) == ("trace", "bfloat16")
     assert len(manifest["dev_curve"]) == 10
