@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -67,10 +67,11 @@ def open_inputs(
     return start, found
 
 
-def local_folder(label: str, path: Path) -> Path:
+def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
 
-    Only safetensors, configuration and tokenizer files are fetched; HF_HUB_OFFLINE takes them from the cache alone.
+    Only safetensors, configuration and tokenizer files are fetched; HF_HUB_OFFLINE, and ``fetch`` off, take them from
+    the cache alone.
 
     Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
     """
@@ -79,8 +80,9 @@ def local_folder(label: str, path: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     revision = str(path).partition("@")[2]
+    local: dict[str, Any] = {} if fetch else {"local_files_only": True}
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES, **local))
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(

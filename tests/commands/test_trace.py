@@ -56,6 +56,12 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tm
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.5
     assert exits("merge.py", *merge, "--preset", "digits", "--overwrite") is None
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.1
+    # a search is on the suite that is asked for, in base's dtype, and its folder says so
+    short = ("--search", "--out", tmp_path / "searched", "--suite-options", "device", "cpu", "max_new_tokens", "2")
+    assert exits("merge.py", "wa", "--base", inputs / "model", "--experts", whole, *short) is None
+    suite = checkpoint.load_manifest(tmp_path / "searched/wa")["suite"]
+    assert (suite["dtype"], suite["max_new_tokens"]) == ("float32", 2)
+    assert exits("eval.py", tmp_path / "searched", "--out", tmp_path / "scores", *cpu) is None
     probe = manifest["probe"]
     assert 0 < probe["clean"] < 10
     assert (probe["keys"], probe["alpha_min"], probe["sigma"]) == (2, 0.2, 2e-3)
