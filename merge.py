@@ -71,8 +71,10 @@ class Merge:
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them."""
     search: bool = False
     """Choose missing coefficients on the dev split. An interrupted search resumes when rerun."""
-    grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0)")] = ()
+    grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0, or the merger's own)")] = ()
     """The coefficients that --search tries."""
+    widen: bool = False
+    """Try more coefficients as long as the best one is the smallest or the largest, ten at most."""
     calibrate: bool = False
     """First choose the sparsity of TIES, DARE and DELLA by dev scores, at the paper's reference coefficients."""
     coefs: Annotated[dict[str, float], arg(metavar="[GLOB NUMBER ...]", help_behavior_hint="(default: none)")] = field(
@@ -128,6 +130,8 @@ def main(args: Merge) -> None:
     preset = preset_of(args.preset or trained_by(manifests_of(experts)))
     if args.grid and not args.search:
         raise ValueError("--grid requires --search")
+    if args.widen and not args.search:
+        raise ValueError("--widen requires --search")
     merge = in_memory if args.search or args.calibrate else on_disk
     for line in merge(args, preset, mergers(args, preset), base, experts):
         print(line)
@@ -164,6 +168,7 @@ def in_memory(
         options=args.suite_options,
         implied={"name": preset.suite, **preset.options} if args.preset else {},
         coefs=args.grid,
+        widen=args.widen,
     )
     return merging.summary(merged)
 

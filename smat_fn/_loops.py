@@ -139,6 +139,50 @@ def reweight(mask, block, skip, gradient, out, masked, scale, kept, cutoff):  # 
 
 
 @jit
+def slope_squares(theta, slope, adaptive, sums):  # type: ignore[no-untyped-def]
+    """Sums of squares of ``|theta| slope`` (slope where not adaptive) by blocks of 4096, each added by halves.
+
+    Args: theta, slope: as `simulate`'s; sums: float32, one a block.
+    """
+    value, other = np.empty(4096, np.float32), np.empty(4096, np.float32)
+    for block in range(len(sums)):
+        part = slice(4096 * block, min(4096 * (block + 1), len(slope)))
+        count = part.stop - part.start
+        value[count:] = 0
+        _widen(slope[part], value)
+        if adaptive:
+            _widen(theta[part], other)
+            for i in range(count):
+                value[i] = abs(other[i]) * value[i]
+        for i in range(count):
+            value[i] *= value[i]
+        half = 2048
+        while half > 0:
+            for i in range(half):
+                value[i] += value[i + half]
+            half //= 2
+        sums[block] = value[0]
+
+
+@jit
+def climb(theta, slope, adaptive, length, out):  # type: ignore[no-untyped-def]
+    """``theta + theta^2 slope length``, or ``theta + slope length``. Args: as `slope_squares`'; length: float32."""
+    value, other = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for position in range(0, len(out), TILE):
+        part = slice(position, min(position + TILE, len(out)))
+        _widen(theta[part], value)
+        _widen(slope[part], other)
+        if adaptive:
+            for i in range(part.stop - part.start):
+                weight = abs(value[i])
+                value[i] = value[i] + (weight * (weight * other[i])) * length
+        else:
+            for i in range(part.stop - part.start):
+                value[i] = value[i] + other[i] * length
+        _narrow(value, out[part])
+
+
+@jit
 def _center(halves, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i] = int32(halves[i]) - int32(32768)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smat_fn import machine
-from smat_fn.config import PRESETS, MethodConfig, Preset, Training, WeightAverage, settings
+from smat_fn.config import PRESETS, MergerConfig, MethodConfig, Training, WeightAverage, settings
 from smat_fn.merge import COEFS
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class Trial(NamedTuple):
     training: Training
     seed: int
     options: tuple[tuple[str, Any], ...] = ()  # of the suite, beside and over those of the preset
+    mergers: tuple[MergerConfig, ...] = ()  # none: those of the preset
+    coefs: tuple[float, ...] = ()  # to search on dev, none: those of the search
 
     def facts(self) -> dict[str, Any]:
         """All that decides the outcome, the code too, as JSON values; without the label, which only names it."""
@@ -41,10 +43,15 @@ class Trial(NamedTuple):
             "method": self.method.name,
             "hyperparameters": settings(self.method),
             "training": asdict(self.training),
-            "mergers": {name: settings(config) for name, config in preset.mergers.items()},
+            "mergers": {config.name: settings(config) for config in self.merging()},
             "seed": self.seed,
             "code": [machine.code(), machine.code(Path(__file__).parent)],
+            **({"coefs": list(self.coefs)} if self.coefs else {}),
         }
+
+    def merging(self) -> list[MergerConfig]:
+        """The mergers."""
+        return list(self.mergers or PRESETS[self.preset].mergers.values())
 
     def folder(self, work: Path) -> Path:
         """Where its experts, merged models and outcome are kept, by a hash of `facts` and the label."""
@@ -64,7 +71,7 @@ class Trial(NamedTuple):
 
     def __str__(self) -> str:
         """Label, learning rates and seed; the hyperparameters that differ from the preset's."""
-        default = settings(PRESETS[self.preset].methods[self.method.name])
+        default = settings(PRESETS[self.preset].methods.get(self.method.name, type(self.method)()))
         own = {name: value for name, value in settings(self.method).items() if default.get(name) != value}
         if self.training.muon_lr is not None:
             own["muon_lr"] = self.training.muon_lr
@@ -82,7 +89,7 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
 
     found = {}
     for trial in trials:
-        preset, suite, total = PRESETS[trial.preset], trial.load(), 0.0
+        suite, total = trial.load(), 0.0
         period = getattr(trial.method, "period", None) or 1
         taken, whole = whole_periods(steps, period)
         short = replace(trial.training, steps=taken)
@@ -96,7 +103,7 @@ def time_kinds(trials: Sequence[Trial], steps: int = 12) -> dict[tuple[str, str]
                 suite.score(suite.base, task, "dev")
                 scores.append(time.perf_counter())
             score = median(b - a for a, b in pairwise(scores))
-            total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(preset) * score
+            total += (budget(suite, task, trial.training).steps or 0) * step + _candidates(trial) * score
         found[trial.kind()] = total
     return found
 
@@ -111,5 +118,5 @@ def _tick(stamps: list[float], *step: object) -> None:
     stamps.append(time.perf_counter())
 
 
-def _candidates(preset: Preset) -> int:
-    return sum(1 if isinstance(c, WeightAverage) else len(COEFS) + 1 for c in preset.mergers.values())
+def _candidates(trial: Trial) -> int:
+    return sum(1 if isinstance(c, WeightAverage) else len(trial.coefs or COEFS) + 1 for c in trial.merging())

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from smat_fn import checkpoint
-from smat_fn.config import PRESETS
 from smat_fn.evaluate import Result
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints
 from smat_fn.scripts.evaluate.sources import OUTCOME
@@ -28,8 +27,8 @@ def outcome(trial: Trial, work: Path) -> Outcome | None:
     """What a finished trial found, None where it has not finished.
 
     ``trial`` (its `Trial.facts`), ``dev`` and ``coefs`` (by merger), ``five`` (mean of dev over tasks and mergers),
-    ``test`` (rows, or None where they were not asked for), ``training_seconds``, ``seconds`` and ``peak_bytes`` (of the
-    process while it trained, None where the system does not tell).
+    ``test`` (rows, or None where they were not asked for), ``training_seconds``, ``training_cpu_seconds`` (of all
+    threads), ``seconds`` and ``peak_bytes`` (of the process while it trained, None where the system does not tell).
     """
     file = trial.folder(work) / OUTCOME
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
@@ -136,14 +135,16 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 
-    preset = PRESETS[trial.preset]
     shutil.rmtree(folder, ignore_errors=True)
     suite = trial.load()
     measured = memory.reset_process_peak()
     run = RunOptions(folder, suite.tasks, trial.seed, label=trial.label)
+    before = time.process_time()
     experts = train_run(suite, trial.method, trial.training, run)
+    used = time.process_time() - before
     peak = memory.process_peak() if measured else None
-    merged = merge_run(list(preset.mergers.values()), *find_inputs(folder), out=folder / "merged", search=True, seed=0)
+    coefs = trial.coefs
+    merged = merge_run(trial.merging(), *find_inputs(folder), out=folder / "merged", search=True, coefs=coefs, seed=0)
     dev = {path.name: model.dev for path, model in merged.items()}
     return {
         "label": trial.label,
@@ -153,6 +154,7 @@ def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
         "five": fmean([fmean(scores.values()) for scores in dev.values()]),
         "test": None,
         "training_seconds": round(sum(checkpoint.load_manifest(path)["seconds"] for path in experts), 3),
+        "training_cpu_seconds": round(used, 3),
         "peak_bytes": peak,
     }
 

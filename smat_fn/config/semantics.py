@@ -1,7 +1,7 @@
 """Merger variants: the paper's, mergekit's, or the original authors'."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from ..merge import MERGERS, MORE_MERGERS, Merger
@@ -24,6 +24,7 @@ def with_semantics(config: C, semantics: Semantics) -> C:
 
     Where `DIFFERENCES` names nothing, the definitions agree. Strengths (``coef``, ``keep``, ``drop_prob``) are no part
     of a definition: mergekit's ``lambda`` is ``coef``, with all weights 1, its ``density`` is ``keep``.
+    An option at its default counts as left out.
     Raises: ValueError for an option that says otherwise, for a merger that is unavailable, and for unknown semantics.
     """
     if semantics not in DIFFERENCES:
@@ -31,7 +32,8 @@ def with_semantics(config: C, semantics: Semantics) -> C:
     wanted = DIFFERENCES[semantics].get(config.name, {})
     if isinstance(wanted, str):
         raise ValueError(f"{config.name} with the semantics of {semantics} is unavailable: {wanted}")
-    given = {name: value for name in wanted if (value := getattr(config, name)) is not None}
+    defaults = {f.name: f.default for f in fields(config)}
+    given = {name: value for name in wanted if (value := getattr(config, name)) not in (None, defaults[name])}
     problems = [
         f"{name} of {config.name} is {value!r}, but {wanted[name]!r} with the semantics of {semantics}: leave one out"
         for name, value in given.items()

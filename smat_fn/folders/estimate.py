@@ -1,5 +1,6 @@
 """What a merge needs: a bound of its memory, and its speed on a trial chunk."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,31 @@ def chunk_of(memory: int) -> int:
 
 def memory_bound(job: Job) -> int:
     """Bytes of anonymous memory at the peak: see `merge_folders`."""
-    least = job.config.memory(list(job.base.leaves.values()), len(job.experts))
+    least = job.config.memory(job.base.leaves, len(job.experts))
     return job.workers * max(BYTES_PER_COORDINATE * job.chunk, least) + FIXED
+
+
+def memory_problems(job: Job) -> list[str]:
+    """What speaks against a merge whose leaves do not fit this machine, where its system says what is available."""
+    least = job.workers * job.config.memory(job.base.leaves, len(job.experts)) + FIXED
+    free = _available()
+    if free is None or least <= free:
+        return []
+    skip = "name large matrices that need no decomposition by skip, as '*embed*', or "
+    skip = skip if hasattr(job.config, "skip") else ""
+    return [
+        f"{job.config.name} needs {least / 2**30:.1f} GiB of memory for {job.workers} of the largest leaves, "
+        f"{free / 2**30:.1f} GiB are available: {skip}use fewer workers or a larger machine"
+    ]
+
+
+def _available() -> int | None:
+    """Bytes that can be taken without swapping."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return None
+    return None if found is None else int(found[1]) << 10
 
 
 class _Noise(dict[str, Tensor]):

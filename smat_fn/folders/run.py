@@ -16,7 +16,7 @@ from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.common import Merger, Rule
 from .chunks import Job, Written, in_order, target, write_order
-from .estimate import memory_bound, seconds_of
+from .estimate import memory_bound, memory_problems, seconds_of
 from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
 from .survey import Survey
@@ -107,6 +107,7 @@ def merge_folders(
     begin = time.perf_counter()
     out = checkpoint.follow(out)
     job, shards = prepare(config, base, experts, out, **options)
+    errors.raise_problems(memory_problems(job))
     folder, recipe = work_folder(out), _recipe(job, shards, options.get("vocabulary"))
     with exclusive(out), Hashing(job.workers) as hashing, _kept_if_full(folder):
         recover(out)
@@ -182,7 +183,7 @@ def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **o
     """The checks of `merge_folders`, and what it would need; nothing is written. Raises: as `merge_folders` does."""
     job, shards = prepare(config, base, experts, out, **options)
     disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
-    errors.raise_problems(_room_problems(work_folder(out), shards))
+    errors.raise_problems([*memory_problems(job), *_room_problems(work_folder(out), shards)])
     return Plan(
         memory_bound(job),
         sum(file.stat().st_size for opened in (job.base, *job.experts.values()) for file in opened.stores),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..merge import common
 from ..merge.common import Cut, Piece, add, delta_of, gram_of
 from ..merge.ties import trimmed, votes
 from .chunks import SPAN, Job, compute_dtype, in_order, refuse_values, spans, vectors_of, weights_of
@@ -66,6 +67,11 @@ class Survey:
             return torch.stack(list(read(self.job, path, start, stop, dtype)))
 
         return gram_of(block, len(self.experts), self.shape(path).numel())
+
+    def blocks(self, path: str) -> Iterator[list[Tensor]]:
+        size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
+        for start in range(0, size, common.BLOCK):
+            yield list(vectors_of(self.job, path, start, min(start + common.BLOCK, size), dtype))
 
     def ranked(self, path: str, rank: int) -> list[tuple[Tensor, int]]:
         dtype = compute_dtype(self.job, path)

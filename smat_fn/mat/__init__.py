@@ -6,14 +6,19 @@ takes the preset's value. Its ``name`` is that of train.py's subcommand, ``modul
 
 from typing import TypeAlias
 
-from . import asam, finetune, mergopt, orthoreg, smat
+from . import asam, finetune, l2sp, mergopt, mixout, msam, orthoreg, smat
 from .asam import Asam
 from .finetune import Finetune
+from .l2sp import L2sp
 from .mergopt import Mergopt
+from .mixout import Mixout
+from .msam import Msam
 from .orthoreg import Orthoreg
 from .smat import Smat
 
-MethodConfig: TypeAlias = Finetune | Smat | Asam | Mergopt | Orthoreg
-METHODS: tuple[type[MethodConfig], ...] = MethodConfig.__args__
+MethodConfig: TypeAlias = Finetune | Smat | Asam | Mergopt | Orthoreg | Msam | L2sp | Mixout
+METHODS: tuple[type[MethodConfig], ...] = Finetune, Smat, Asam, Mergopt, Orthoreg  # the paper's
+# no preset holds values of theirs: those of ``build`` count
+MORE_METHODS: tuple[type[MethodConfig], ...] = Msam, L2sp, Mixout
 
-__all__ = ["asam", "finetune", "mergopt", "orthoreg", "smat"]
+__all__ = ["asam", "finetune", "l2sp", "mergopt", "mixout", "msam", "orthoreg", "smat"]

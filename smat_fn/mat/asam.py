@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .. import tree
-from ..grad import value_and_grad
+from .. import ops, tree
+from ..compiled import no_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -58,7 +58,7 @@ def build(
     problems += step.check_not_negative(rho=rho)
     if problems:
         raise ValueError("asam: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = step.accumulate(at, state.params, batch)
@@ -67,25 +67,15 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
-@torch.no_grad()
+@no_grad
 def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
-
-    def weighted(theta: Tensor, g: Tensor) -> Tensor:
-        dtype = tree.compute_dtype(theta)
-        return theta.to(dtype).abs() * g.to(dtype) if adaptive else g.to(dtype)
-
-    slope = tree.tree_map(weighted, params, grads)
-    length = rho / (tree.global_norm(slope) + 1e-12)
-
-    def moved(theta: Tensor, s: Tensor) -> Tensor:
-        wide = theta.to(s.dtype)
-        return (wide + (wide.abs() * s if adaptive else s) * length.to(s.device, s.dtype)).to(theta.dtype)
-
-    return tree.tree_map(moved, params, slope)
+    leaves, slopes = tree.flatten(params), tree.flatten(grads)
+    moved = ops.climb(list(leaves.values()), [slopes[path] for path in leaves], rho=rho, adaptive=adaptive)
+    return tree.unflatten(params, dict(zip(leaves, moved, strict=True)))
 
 
 @dataclass(frozen=True)

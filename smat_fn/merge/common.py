@@ -19,6 +19,8 @@ Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of 
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
 BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
 BYTES_PER_COORDINATE = 80  # of a chunk, at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
+COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
+WIDE = tuple(i / 5 for i in range(1, 11))  # of mergers whose vector is short: as many candidates, up to 2
 # reasons in `Merger.semantics`
 L1_NORMS = "mergekit rescales what it keeps by a ratio of L1 norms, here each entry is divided by its keep probability"
 UNKNOWN = "mergekit has no such merger"
@@ -55,6 +57,9 @@ class Mapped(Protocol):
     def gram(self, path: str) -> list[list[float]]:
         """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
 
+    def blocks(self, path: str) -> Iterator[list[Tensor]]:
+        """Flat task vectors of a leaf, `BLOCK` coordinates at a time."""
+
     def ranked(self, path: str, rank: int) -> list[tuple[Tensor, int]]:
         """For each expert, the ``rank``-th smallest (from 1) magnitude of a leaf's task vector, and its position.
 
@@ -69,7 +74,7 @@ class Rule(NamedTuple):
     total: Callable[[Iterator[Tensor]], Tensor] | None = None  # of task vectors, or weights, that it sees one by one
     add: Callable[..., tuple[Tensor, bool]] | None = None  # adds one expert's weights, see `dare.add_dropped`
     rows: bool = False  # no row is cut
-    whole: bool = False  # no leaf is cut
+    whole: Callable[[str], bool] | None = None  # which leaves are not cut
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Merger:
     function: ClassVar[Callable[..., Any]]  # `<name>_vector`; of a merger without a base, the merger
     based: ClassVar[bool] = True  # chunks hold task vectors and give one; else they hold weights and give weights
     random: ClassVar[bool] = False  # ``function`` takes a key first
+    grid: ClassVar[tuple[float, ...]] = COEFS  # coefficients that a search tries, unless it is given others
     semantics: ClassVar[
         Mapping[str, Mapping[str, Any] | str]
     ] = {}  # options of other definitions, or why there are none
@@ -96,7 +102,7 @@ class Merger:
         """The arithmetic of ``function`` on chunks, bit for bit."""
         raise NotImplementedError
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         """Bytes that one worker needs at least, where some leaves do not fit a chunk."""
         return 0
 
@@ -297,13 +303,15 @@ def delta_of(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(start.device, dtype) - start.to(dtype)
 
 
-def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[Iterator[Tensor]], Tensor]) -> Params:
-    """A merged tree without a base: ``fuse(weights)`` of every floating-point leaf, rounded once.
+def merge_weights(
+    experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[str, Iterator[Tensor]], Tensor]
+) -> Params:
+    """A merged tree without a base: ``fuse(path, weights)`` of every floating-point leaf, rounded once.
 
     Args:
         experts: whose first has the structure and the other leaves of the merged tree.
         flat: their leaves by `check_alone`.
-        fuse: of a leaf's weights in compute dtype, which it must not write to, one for each expert.
+        fuse: of a leaf's path, and its weights in compute dtype, which it must not write to, one for each expert.
     """
     start = next(iter(flat.values()))
 
@@ -311,7 +319,7 @@ def merge_weights(experts: Experts, flat: Mapping[str, Leaves], fuse: Callable[[
         if not leaf.is_floating_point():
             return leaf.clone()
         dtype = tree.compute_dtype(leaf)
-        return fuse(leaves[path].to(leaf.device, dtype) for leaves in flat.values()).to(leaf.dtype)
+        return fuse(path, (leaves[path].to(leaf.device, dtype) for leaves in flat.values())).to(leaf.dtype)
 
     first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
     return tree.unflatten(first, {path: merged(path, leaf) for path, leaf in start.items()})
@@ -340,19 +348,23 @@ def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[
     total = torch.zeros(count, count, dtype=torch.float64)
     for begin in range(0, size, BLOCK):
         rows = block(begin, min(begin + BLOCK, size)).double()
-        rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
         for index, row in enumerate(rows):
-            products = rows * row
-            while products.shape[1] > 1:
-                half = products.shape[1] // 2
-                products = products[:, :half] + products[:, half:]
-            total[index] += products[:, 0].cpu()
+            total[index] += halved(rows * row).cpu()
     return total.tolist()
 
 
-def gram_memory(leaves: Sequence[Tensor], experts: int) -> int:
+def halved(rows: Tensor) -> Tensor:
+    """The sum of each row, added by halves, coordinate i to coordinate i + half: no thread count changes a bit."""
+    rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
     """`Merger.memory` of what calls `Mapped.gram`."""
-    return 32 * experts * min(max((leaf.numel() for leaf in leaves), default=0), BLOCK)
+    return 32 * experts * min(max((leaf.numel() for leaf in leaves.values()), default=0), BLOCK)
 
 
 def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:

@@ -1,6 +1,6 @@
 """DELLA: drop changes at random, small ones more often, rescale the others, elect signs, take the mean."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -154,5 +154,5 @@ class Della(Merger):
             lambda path: lambda piece: fuse(piece, table(row_length(leaves.shape(path)), leaves.device)), rows=True
         )
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
-        return BYTES_PER_COORDINATE * experts * max((row_length(leaf.shape) for leaf in leaves), default=0)
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return BYTES_PER_COORDINATE * experts * max((row_length(leaf.shape) for leaf in leaves.values()), default=0)

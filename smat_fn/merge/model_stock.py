@@ -1,9 +1,10 @@
 """Model Stock: towards the experts' mean, as far as the angle between the experts says."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,25 +13,37 @@ from .common import Fuse, Mapped, Merger, Piece, Rule, add, apply_vector, cosine
 from .inputs import Experts, Leaves, check, coef_problems, count_problems
 
 
-def model_stock(base: Params, experts: Experts, *, coef: float = 1.0) -> Params:
+def model_stock(base: Params, experts: Experts, *, coef: float = 1.0, clamp: bool = True) -> Params:
     """θ₀ + γ t · mean_i Δ_i, per leaf ``t = N cos ω / (1 + (N − 1) cos ω)``, ω the angle between the Δ_i.
 
     cos ω is the mean cosine over all pairs, in float64; a pair with a zero Δ_i counts as 0. A mean below 0, which the
     derivation excludes (t would run to −∞), counts as 0 too: the leaf stays base's.
 
-    Args: experts: {name: tree} or a list, of at least two trees; coef: γ, finite, 1 in the paper.
-    Returns: a new tree of base's structure and dtypes; non-floating leaves are base's.
-    Raises: ValueError that lists every problem of values, structure and shapes, and for a single expert.
-    Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", 2024.
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list, of at least two trees.
+        coef: γ, finite, 1 in the paper.
+        clamp: False takes a mean below 0 as it is, as mergekit does: t is negative down to cos ω = −1/(N − 1), and
+            above 1 beyond it. As there, products of norms count as 1e-6 at least, and t is 0 where its denominator
+            is within 1e-6 of 0.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes, and for a single expert.
+
+    Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", 2024; without ``clamp``: mergekit
+        0.1.5, merge_methods/model_stock.py.
     """
     check(base, experts, [*coef_problems(coef), *_count(experts)])
-    return apply_vector(base, model_stock_vector(base, experts), coef=coef)
+    return apply_vector(base, model_stock_vector(base, experts, clamp=clamp), coef=coef)
 
 
-def model_stock_vector(base: Params, experts: Experts) -> Leaves:
+def model_stock_vector(base: Params, experts: Experts, *, clamp: bool = True) -> Leaves:
     """t · mean_i Δ_i: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, _count(experts))
-    ratios = model_stock_ratios(start, flat)
+    ratios = model_stock_ratios(start, flat, clamp=clamp)
 
     def merged(piece: Piece) -> Tensor:
         return add(piece.deltas) * (ratios[piece.path] / len(flat))
@@ -38,22 +51,31 @@ def model_stock_vector(base: Params, experts: Experts) -> Leaves:
     return merge_pieces(start, flat, merged)
 
 
-def model_stock_ratios(base: Params, experts: Experts) -> dict[str, float]:
-    """t of every floating-point leaf, from 0 to 1."""
+def model_stock_ratios(base: Params, experts: Experts, *, clamp: bool = True) -> dict[str, float]:
+    """t of every floating-point leaf; with ``clamp`` from 0 to 1."""
     start, flat = check(base, experts, _count(experts))
     return {
-        path: ratio_of(gram([leaves[path] for leaves in flat.values()], leaf))
+        path: ratio_of(gram([leaves[path] for leaves in flat.values()], leaf), clamp=clamp)
         for path, leaf in start.items()
         if leaf.is_floating_point()
     }
 
 
-def ratio_of(products: list[list[float]]) -> float:
+def ratio_of(products: list[list[float]], *, clamp: bool = True) -> float:
     """t of a leaf, from the inner products of its task vectors."""
     count = len(products)
-    pairs = [cosine(products, i, j) for i, j in combinations(range(count), 2)]
-    cos = max(math.fsum(pairs) / len(pairs), 0.0)  # fsum: the experts' order plays no part
-    return count * cos / (1 + (count - 1) * cos)
+    pairs = [_cosine(products, i, j, clamp=clamp) for i, j in combinations(range(count), 2)]
+    cos = math.fsum(pairs) / len(pairs)  # fsum: the experts' order plays no part
+    cos = max(cos, 0.0) if clamp else cos
+    below = 1 + (count - 1) * cos
+    return count * cos / below if abs(below) >= 1e-6 else 0.0
+
+
+def _cosine(products: list[list[float]], left: int, right: int, *, clamp: bool) -> float:
+    if clamp:
+        return cosine(products, left, right)
+    size = max((products[left][left] * products[right][right]) ** 0.5, 1e-6)
+    return min(max(products[left][right] / size, -1.0), 1.0)
 
 
 def _count(experts: Experts) -> list[str]:
@@ -66,15 +88,18 @@ class ModelStock(Merger):
 
     name = "model_stock"
     function = staticmethod(model_stock_vector)
+    semantics: ClassVar = {"mergekit": {"clamp": False}}
     coef: float = 1.0
     """gamma, a factor of the step; 1 is the source's."""
+    clamp: bool = True
+    """A mean cosine below 0 counts as 0, as in the derivation; with --no-clamp it is taken as it is."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:
-            share = ratio_of(leaves.gram(path)) / len(leaves.experts)
+            share = ratio_of(leaves.gram(path), clamp=self.clamp) / len(leaves.experts)
             return lambda piece: add(piece.deltas) * share
 
         return Rule(fuse)
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return gram_memory(leaves, experts)

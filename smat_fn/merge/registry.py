@@ -20,6 +20,19 @@ _MORE = (
     "breadcrumbs",
     "magmax",
     "tsv_merge",
+    "iso_c",
+    "iso_cts",
+    "wudi",
+    "nuslerp",
+    "karcher",
+    "sce",
+    "arcee_fusion",
+    "multislerp",
+    "cart",
+    "consensus",
+    "tall_mask",
+    "svc",
+    "emr",
 )
 
 

@@ -7,11 +7,9 @@ from typing import Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from ..types import Params
-from .common import apply_vector
+from .common import COEFS, apply_vector
 
 T = TypeVar("T")
-
-COEFS = tuple(i / 10 for i in range(1, 11))
 
 # sparsity calibration on plainly fine-tuned experts, candidates from less to more pruning, at these coefficients
 TIES_KEEPS = (0.5, 0.3, 0.2, 0.1)
@@ -45,6 +43,28 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
         curve.append((candidate, value))
     best, value = max(curve, key=lambda entry: entry[1])
     return Selection(best, value, tuple(curve))
+
+
+def edge_of(coef: float, coefs: Sequence[float]) -> str:
+    """Where a chosen coefficient is the smallest or the largest of several: which one. Else an empty text."""
+    if len(coefs) < 2 or min(coefs) < coef < max(coefs):
+        return ""
+    return "largest" if coef == max(coefs) else "smallest"
+
+
+def beyond(coefs: Sequence[float], edge: str) -> float:
+    """The next coefficient beyond an edge of a grid: one last step on, or half of the smallest.
+
+    A smallest one that is not positive has the next one a step below.
+
+    Args:
+        coefs: two at least.
+        edge: as `edge_of` gives it.
+    """
+    ordered = sorted(coefs)
+    if edge == "largest":
+        return round(2 * ordered[-1] - ordered[-2], 12)
+    return ordered[0] / 2 if ordered[0] > 0 else round(2 * ordered[0] - ordered[1], 12)
 
 
 def select_coef(

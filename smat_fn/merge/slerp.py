@@ -1,7 +1,7 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,7 +29,7 @@ def slerp(experts: Experts, *, coef: float) -> Params:
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
     flat = all_at_once(problems, lambda: check_alone(experts))
 
-    def between(values: Iterator[Tensor]) -> Tensor:
+    def between(_: str, values: Iterator[Tensor]) -> Tensor:
         one, two = values
         return arc(gram([one, two]), float(coef))(one, two)
 
@@ -63,5 +63,5 @@ class Slerp(Merger):
 
         return Rule(fuse)
 
-    def memory(self, leaves: Sequence[Tensor], experts: int) -> int:
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return gram_memory(leaves, experts)

@@ -21,7 +21,7 @@ def weight_average(experts: Experts) -> Params:
 
     Source: Wortsman et al., "Model soups", 2022.
     """
-    return merge_weights(experts, check_alone(experts), lambda values: add(values).div_(len(experts)))
+    return merge_weights(experts, check_alone(experts), lambda _, values: add(values).div_(len(experts)))
 
 
 @dataclass(frozen=True)

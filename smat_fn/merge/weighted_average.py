@@ -30,11 +30,11 @@ def weighted_average(
 
     Source: Wortsman et al., "Model soups", 2022; `weight_average` is the case of equal weights.
     """
-    problems, given = _given(experts, weights, normalize)
+    problems, given = given_weights(experts, weights, normalize)
     flat = all_at_once(problems, lambda: check_alone(experts))
 
     shares = list(given.values())
-    return merge_weights(experts, flat, lambda values: mean_of(values, shares, normalize=normalize))
+    return merge_weights(experts, flat, lambda _, values: mean_of(values, shares, normalize=normalize))
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
@@ -43,7 +43,7 @@ def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
     return add(value * weight for value, weight in zip(values, weights, strict=True)).div_(total)
 
 
-def _given(
+def given_weights(
     experts: Experts, weights: Mapping[str, float] | Sequence[float], normalize: bool
 ) -> tuple[list[str], dict[str, float]]:
     """Problems, and the weight of every expert in the experts' order."""

@@ -5,6 +5,7 @@ Only this package imports triton, and only when a kernel is first launched.
 
 from . import plain
 from .autograd import reweight, simulate
+from .climb import climb
 from .library import reweight_and_clip, reweight_into, simulate_into
 
-__all__ = ["plain", "reweight", "reweight_and_clip", "reweight_into", "simulate", "simulate_into"]
+__all__ = ["climb", "plain", "reweight", "reweight_and_clip", "reweight_into", "simulate", "simulate_into"]

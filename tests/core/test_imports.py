@@ -117,7 +117,7 @@ def test_only_ops_imports_triton():
 def test_a_pure_merger_loads_little_and_no_folders():
     modules = {m for m in loaded("import smat_fn.merge.ties") if m.split(".")[0] == "smat_fn"}
     assert "smat_fn.merge.ties" in modules
-    assert len(modules) < 45
+    assert len({m for m in modules if not m.startswith("smat_fn.merge.")}) < 16  # beside the mergers themselves
     assert not {m for m in modules if m.split(".")[1:2] in (["folders"], ["config"], ["scripts"])}
 
 

@@ -7,19 +7,32 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.config import (
+    ArceeFusion,
     Breadcrumbs,
+    Cart,
+    Consensus,
     Dare,
     DareTies,
     Della,
+    Emr,
+    IsoC,
+    IsoCts,
+    Karcher,
     MagMax,
     ModelStock,
+    MultiSlerp,
+    NuSlerp,
+    Sce,
     Slerp,
+    Svc,
+    TallMask,
     TaskArithmetic,
     Ties,
     TsvMerge,
     WeightAverage,
     WeightedAverage,
     WiseFt,
+    Wudi,
 )
 from smat_fn.folders import chunks, merge_folders, survey
 from smat_fn.merge import BASELESS, common
@@ -46,8 +59,27 @@ MORE = {
     "breadcrumbs, none of the smallest": Breadcrumbs(coef=0.3, drop_smallest=0.0, drop_largest=0.5),
     "magmax": MagMax(coef=0.7),
     "tsv_merge": TsvMerge(coef=0.7),
+    "tsv_merge, all of it": TsvMerge(coef=0.7, share=1.0, others="zero"),
+    "tsv_merge, one matrix skipped": TsvMerge(coef=0.7, skip=("row", "col*")),
+    "iso_c": IsoC(coef=1.3),
+    "iso_cts": IsoCts(coef=1.3, common=0.5),
+    "wudi": Wudi(coef=0.7),
+    "act_mat": Wudi(coef=0.7, norms=False, ridge=0.0),
+    **{f"nuslerp {along}": NuSlerp(t=0.3, along=along) for along in ("leaf", "first", "last")},
+    "karcher": Karcher(),
+    "sce": Sce(),
+    "sce half": Sce(coef=0.7, density=0.5, floor=0.0),
+    "arcee_fusion": ArceeFusion(),
+    "multislerp": MultiSlerp(weights=(0.5, 2.0, 0.3)),
+    "cart": Cart(coef=1.3, share=0.3),
+    "cart, one matrix skipped": Cart(coef=1.3, share=0.3, skip=("row",)),
+    "consensus": Consensus(coef=0.7, ratio=0.4),
+    "svc": Svc(coef=0.7, alpha=0.2, skip=("row",)),
+    "emr": Emr(task="qa"),
+    "tall_mask": TallMask(task="qa", ratio=0.4),
 }
-COUNTS = {"wise_ft": 1, "slerp": 2}  # experts, where not three
+PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
+COUNTS = {"wise_ft": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 

@@ -55,7 +55,8 @@ CONFIGS = (
     "Dare(coef=1.0, drop_prob=0.5)",
     "Della(coef=1.0, drop_prob=0.5, window=0.14)",
 )
-GREEDY = "ModelStock()", "TsvMerge(coef=1.0)"  # what they need grows with the experts, or with the leaf
+# what they need grows with the experts, or with the leaf
+GREEDY = "ModelStock()", "TsvMerge(coef=1.0)", "IsoCts(coef=1.0)", "Wudi(coef=1.0)", "Cart(coef=1.0)", "Sce()"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc/self/status to measure by")

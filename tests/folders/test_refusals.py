@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from smat_fn import random
-from smat_fn.config import Breadcrumbs, Dare, Della, TaskArithmetic, Ties, WeightAverage, WeightedAverage, WiseFt
+from smat_fn.config import (
+    Breadcrumbs,
+    Dare,
+    Della,
+    TaskArithmetic,
+    Ties,
+    TsvMerge,
+    WeightAverage,
+    WeightedAverage,
+    WiseFt,
+)
 from smat_fn.folders import merge_folders, plan
 
 TA = TaskArithmetic(coef=0.5)
@@ -226,3 +236,17 @@ def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
 )
 def test_mergers_say_themselves_what_does_not_fit(config, told, inputs, tmp_path):
     assert refusal(tmp_path, *inputs, config) == [told]
+
+
+def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folders, tmp_path, monkeypatch):
+    trees = [{"embed.w": torch.ones(64, 32), "w": torch.eye(4)} for _ in range(3)]
+    paths = folders.save_family(tmp_path, trees[0], dict(zip("ab", trees[1:], strict=True)))
+    monkeypatch.setattr("smat_fn.folders.estimate._available", lambda: (33 << 20) + 64 * 32 * 72 - 1)
+    monkeypatch.setattr("smat_fn.folders.estimate.FIXED", 33 << 20)
+    needed = "tsv_merge needs 0.0 GiB of memory for 1 of the largest leaves.*skip, as .*embed.*or use fewer workers"
+    for call in (merge_folders, plan):
+        with pytest.raises(ValueError, match=needed):
+            call(TsvMerge(coef=1.0), *paths, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merge_folders(TsvMerge(coef=1.0, skip=("embed*",)), *paths, tmp_path / "out")
+    merge_folders(TaskArithmetic(coef=1.0), *paths, tmp_path / "ta")

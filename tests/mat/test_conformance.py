@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import chex
 import jax
@@ -15,7 +16,7 @@ import torch
 import smat_fn.mat
 from smat_fn import optim, random, tree
 from smat_fn.testing import verify_donation
-from smat_fn.types import Method, Optimizer
+from smat_fn.types import Method, Micro, Optimizer, Params
 
 # file -> (hyperparameters to run with, by label; bad hyperparameters and the text that refuses each)
 METHODS = {
@@ -25,6 +26,10 @@ METHODS = {
             "every third": {"period": 3, "sigma": 0.01},
             "always": {"period": 1, "sigma": 0.01, "noise": "gaussian"},
             "mixed": {"lam": 0.3, "sigma": 0.01},
+            "climbing": {"period": 3, "sigma": 0.01, "climb": "clean", "rho": 0.05},
+            "by leaf": {"period": 2, "sigma": 0.5, "sigma_of": "leaf", "alpha_max": 1.5},
+            "by update": {"period": 2, "sigma": 0.5, "sigma_of": "update"},
+            "climbing always": {"period": 2, "sigma": 0.01, "climb": "both", "rho": 0.05},
         },
         {
             "alpha_min": (1.5, "alpha_min is 1.5"),
@@ -32,10 +37,20 @@ METHODS = {
             "sigma": (-1.0, "sigma is -1.0"),
             "noise": ("pink", "noise is 'pink'"),
             "period": (0, "period is 0"),
+            "alpha_max": (math.inf, "alpha_max is inf"),
+            "sigma_of": ("tree", "sigma_of is 'tree'"),
+            "climb": ("up", "climb is 'up'"),
+            "rho": (-1.0, "rho is -1.0"),
             "lam": (2.0, "lam is 2.0"),
         },
     ),
     "asam": ({"": {"rho": 0.05}, "sam": {"rho": 0.05, "adaptive": False}}, {"rho": (-1.0, "rho is -1.0")}),
+    "l2sp": ({"": {"pull": 0.05}}, {"pull": (-1.0, "pull is -1.0")}),
+    "mixout": ({"": {"drop_prob": 0.3}}, {"drop_prob": (1.0, "drop_prob is 1.0")}),
+    "msam": (
+        {"": {"rho": 0.05}, "gradient": {"rho": 0.05, "along": "gradient"}, "plain": {"rho": 0.05, "adaptive": False}},
+        {"rho": (math.inf, "rho is inf"), "along": ("up", "along is 'up'")},
+    ),
     "mergopt": (
         {"": {"b": 0.01, "k_max": 4}},
         {"b": (math.inf, "b is inf"), "k_max": (0, "k_max is 0")},
@@ -45,7 +60,7 @@ METHODS = {
 FILES = sorted(
     f.stem
     for f in Path(smat_fn.mat.__file__).parent.glob("*.py")
-    if not f.stem.startswith("_") and f.stem not in ("step", "simulated")
+    if not f.stem.startswith("_") and f.stem not in ("step", "simulated", "relative")
 )
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]
 each_run = pytest.mark.parametrize(("name", "hyper"), RUNS)
@@ -104,9 +119,20 @@ def run(m, params, data, key=KEY):
     return state, infos
 
 
+class Recorded(NamedTuple):
+    """State of a recorder."""
+
+    momentum: Params
+    grads: Params
+
+
 def recorder():
-    """An optimizer that leaves params alone and keeps the gradients it is given as its state."""
-    return Optimizer(lambda params: None, lambda grads, state, params, *, donate=False: (params, tree.clone(grads)))
+    """An optimizer that leaves params alone and keeps the gradients it is given; its momentum stays what it was."""
+
+    def update(grads, state, params, *, donate=False):
+        return params, state._replace(grads=tree.clone(grads))
+
+    return Optimizer(lambda params: Recorded(tree.tree_map(torch.ones_like, params), ()), update)
 
 
 def tensors(thing):
@@ -229,7 +255,7 @@ def test_global_random_state_plays_no_part(name, hyper):
 @pytest.mark.parametrize("micro", [False, True])
 def test_donation_has_the_same_bits_and_spares_the_users_tensors(name, hyper, engine, max_grad_norm, micro):
     params, base, data = parameters(seed=5), parameters(), batches(6)
-    data = [data[:3], data[3:], data[1:4]] if micro else data
+    data = [[Micro(one) for one in step] for step in (data[:3], data[3:], data[1:4])] if micro else data
     options = {"max_grad_norm": max_grad_norm, "engine": engine, "where": in_block, **hyper}
     build = lambda donate: method(name, regression, optim.adam(0.01), base, donate=donate, **options)  # noqa: E731
     verify_donation(build, params, data, key=KEY, untouched=base)
@@ -289,8 +315,8 @@ def test_a_list_of_micro_batches_is_the_whole_batch(name, hyper, weights):
     state, other = m.init(params), m.init(params)
     for _ in range(4):
         state, info = m.update(KEY, state, whole)
-        other, micro_info = m.update(KEY, other, list(whole))
-        assert_bits(state.opt_state, other.opt_state)
+        other, micro_info = m.update(KEY, other, [Micro(row) for row in whole])
+        assert_bits(state.opt_state.grads, other.opt_state.grads)
         assert_bits([info.loss, info.grad_norm], [micro_info.loss, micro_info.grad_norm])
 
 
@@ -300,27 +326,27 @@ def test_micro_batches_are_averaged_within_rounding(name, hyper, dtype):
     m = method(name, regression, recorder(), parameters(dtype), **hyper)
     (x, y), params = batches(1, dtype)[0], parameters(dtype, seed=5)
     whole, _ = m.update(KEY, m.init(params), (x, y))
-    parts, info = m.update(KEY, m.init(params), [(x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)])
+    parts, info = m.update(KEY, m.init(params), [Micro((x[i : i + 2], y[i : i + 2])) for i in range(0, 8, 2)])
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.2}
-    torch.testing.assert_close(tensors(parts.opt_state), tensors(whole.opt_state), **tolerance)
-    assert {leaf.dtype for leaf in tensors(parts.opt_state)} == {dtype}
+    torch.testing.assert_close(tensors(parts.opt_state.grads), tensors(whole.opt_state.grads), **tolerance)
+    assert {leaf.dtype for leaf in tensors(parts.opt_state.grads)} == {dtype}
     assert len(tensors(info.aux)) % 4 == 0
 
 
 def test_micro_batches_in_bf16_are_added_in_float32():
     params = {"w": torch.ones(2, dtype=torch.bfloat16)}
     m = method("finetune", lambda p, batch: ((p["w"] * batch).sum(), None), recorder(), params)
-    data = [torch.full((2,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 6.0)]
+    data = [Micro(torch.full((2,), value, dtype=torch.bfloat16)) for value in (256.0, 1.0, 1.0, 6.0)]
     state, _ = m.update(KEY, m.init(params), data)
     # 256 + 1 is 256 in bfloat16
-    assert state.opt_state["w"].tolist() == [66.0, 66.0]
-    assert state.opt_state["w"].dtype == torch.bfloat16
+    assert state.opt_state.grads["w"].tolist() == [66.0, 66.0]
+    assert state.opt_state.grads["w"].dtype == torch.bfloat16
 
 
 @each_run
 def test_no_micro_batch_at_all_is_refused(name, hyper):
     m = method(name, regression, optim.adam(0.1), parameters(), **hyper)
-    with pytest.raises(ValueError, match="the list of micro-batches is empty"):
+    with pytest.raises(ValueError, match="the batch is an empty list: give one batch, or a list of at least one Micro"):
         m.update(KEY, m.init(parameters()), [])
 
 
@@ -334,12 +360,12 @@ def test_clipping_is_that_of_the_optimizer_room(name, hyper):
     for batch in batches(3):
         state, info = free.update(KEY, state, batch)
         other, clipped_info = clipped.update(KEY, other, batch)
-        want, norm = optim.clip(state.opt_state, 0.25)
-        assert_bits(other.opt_state, want)
+        want, norm = optim.clip(state.opt_state.grads, 0.25)
+        assert_bits(other.opt_state.grads, want)
         # the norm that is shown is the one before clipping
         assert_bits([info.grad_norm, clipped_info.grad_norm], [norm, norm])
         assert norm > 0.25
-        assert tree.global_norm(other.opt_state).item() == pytest.approx(0.25, rel=1e-5)
+        assert tree.global_norm(other.opt_state.grads).item() == pytest.approx(0.25, rel=1e-5)
 
 
 @each_run

@@ -13,6 +13,10 @@ same, not normalized), slerp (e0 as base, e1, t 0.3) and slerp_line (base, e0, t
 of base times 1.25, a parallel leaf), model_stock (of e0 and of the means of e0 with e1 and with e2), breadcrumbs
 (density 0.625, gamma 0.125, lambda 0.3, unscaled). In float32 alone: dare_ties (density 0.5, lambda 0.3, unscaled),
 whose masks are those of dare_linear.
+
+Under ``random/<scale>``, for the scales large (task vectors of size 0.3) and small (1e-4), in float32: base, e0 to e3
+and outputs of checkpoints that are not related to each other, of sizes that no share divides, where pairs of task
+vectors have negative cosines: `UNRELATED`.
 """
 
 import sys
@@ -33,6 +37,54 @@ SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (16, 24),
     "model.norm.weight": (16,),
 }
+
+ODD = {"m": (13, 7), "tall": (29, 3), "wide": (2, 17), "bias": (5,), "one": (1,), "column": (3, 1), "cube": (2, 3, 5)}
+SCALES = {"large": 0.3, "small": 1e-4}
+PLAIN = {"normalize": False, "lambda": COEF}
+# run -> method, parameters; of every expert, of e0 and e1 (pairs), or of these without a base (alone)
+UNRELATED = {
+    "linear": ("linear", {"weight": 1.0}),
+    "linear_weighted": ("linear", {"weight": WEIGHTS | {"e3": -0.4}}),
+    "task_arithmetic": ("task_arithmetic", {"weight": 1.0, "lambda": COEF}),
+    "ties_37": ("ties", {"weight": 1.0, "density": 0.37, "lambda": COEF}),
+    "ties_9": ("ties", {"weight": 1.0, "density": 0.09, "lambda": COEF}),
+    "breadcrumbs_37": ("breadcrumbs", {"weight": 1.0, "density": 0.37, "gamma": 0.11, "rescale": False, **PLAIN}),
+    "breadcrumbs_85": ("breadcrumbs", {"weight": 1.0, "density": 0.85, "gamma": 0.05, "rescale": False, **PLAIN}),
+    "model_stock": ("model_stock", {}),
+    "slerp": ("slerp", {"t": 0.3}),
+    "nuslerp": ("nuslerp", {"weight": {"e0": 0.6, "e1": 0.2}}),
+    "nuslerp_rows": ("nuslerp", {"weight": {"e0": 0.6, "e1": 0.2}, "nuslerp_flatten": False}),
+    "nuslerp_columns": (
+        "nuslerp", {"weight": {"e0": 0.6, "e1": 0.2}, "nuslerp_flatten": False, "nuslerp_row_wise": True},
+    ),
+    "karcher": ("karcher", {}),
+    "multislerp": ("multislerp", {"weight": 1.0}),
+    "multislerp_weighted": ("multislerp", {"weight": WEIGHTS | {"e3": 0.4}}),
+    "sce": ("sce", {}),
+    "sce_37": ("sce", {"select_topk": 0.37}),
+    "arcee_fusion": ("arcee_fusion", {}),
+}  # fmt: skip
+PAIRS = "slerp", "nuslerp", "nuslerp_rows", "nuslerp_columns", "arcee_fusion"
+ALONE = "linear", "linear_weighted", "karcher", "slerp", "arcee_fusion"
+
+
+def unrelated(scale):
+    """Base, experts, and mergekit's runs on them, by name."""
+    generator = torch.Generator().manual_seed(7)
+
+    def leaves(size):
+        return {path: size * torch.randn(shape, generator=generator) for path, shape in ODD.items()}
+
+    base = leaves(10 * scale)  # small enough that no two changes are equal
+    changes = [leaves(scale) for _ in range(4)]
+    models = {f"e{i}": {path: base[path] + delta for path, delta in change.items()} for i, change in enumerate(changes)}
+    models = {"base": base, **models}
+    for run, (method, parameters) in UNRELATED.items():
+        names = ["e0", "e1"] if run in PAIRS else ["e0", "e1", "e2", "e3"]
+        origin = "e0" if run in PAIRS and run in ALONE else None if run in ALONE else "base"
+        chosen = {name: models[name] for name in (["base"] if origin == "base" else []) + names}
+        models[run] = merge_state_dicts(chosen, method, parameters=parameters, base=origin, dtype=torch.float32)
+    return models
 
 
 def family(dtype):
@@ -118,6 +170,10 @@ def main():
             put(f"{name}/{run}", merge(models, "ties", dtype, density=DENSITY, normalize=mean, **{"lambda": COEF}))
         for run, merged in more(models, dtype):
             put(f"{name}/{run}", merged)
+
+    for scale, size in SCALES.items():
+        for name, leaves in unrelated(size).items():
+            put(f"random/{scale}/{name}", leaves)
 
     models = family(torch.float32)
     options = {"density": 0.5, "rescale": False, "lambda": COEF}

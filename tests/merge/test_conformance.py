@@ -9,12 +9,17 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms"}
 
 
 def some(experts, count):
     """The first experts by name."""
     return {name: experts[name] for name in sorted(experts)[:count]}
+
+
+def in_order(experts):
+    """Experts by name."""
+    return some(experts, len(experts))
 
 
 def weighted(experts, total, normalize):
@@ -59,12 +64,45 @@ RUNS = {
         )
     },
     "magmax": {"magmax": lambda base, experts, key: merge.magmax(base, experts, coef=0.5)},
-    "tsv_merge": {"tsv": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5)},
+    "tsv_merge": {
+        "tsv": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5),
+        "tsv-all": lambda base, experts, key: merge.tsv_merge(base, experts, coef=0.5, others="zero", share=1.0),
+    },
+    "iso_c": {"iso-c": lambda base, experts, key: merge.iso_c(base, experts, coef=0.5)},
+    "iso_cts": {
+        "iso-cts": lambda base, experts, key: merge.iso_cts(base, experts, coef=0.5),
+        "iso-cts-zero": lambda base, experts, key: merge.iso_cts(base, experts, coef=0.5, others="zero", common=0.3),
+    },
+    "wudi": {
+        "wudi": lambda base, experts, key: merge.wudi(base, experts, coef=0.5),
+        "act-mat": lambda base, experts, key: merge.wudi(base, experts, coef=0.5, ridge=0.0, norms=False),
+    },
+    "nuslerp": {
+        f"nuslerp-{along}": lambda base, experts, key, along=along: merge.nuslerp(
+            base, some(experts, 2), coef=0.5, t=0.25, along=along
+        )
+        for along in ("leaf", "first", "last")
+    },
+    "karcher": {"karcher": lambda base, experts, key: merge.karcher(experts)},
+    "sce": {
+        "sce": lambda base, experts, key: merge.sce(base, experts, coef=0.5),
+        "sce-half": lambda base, experts, key: merge.sce(base, experts, coef=0.5, density=0.5, floor=0.0),
+    },
+    "arcee_fusion": {"arcee": lambda base, experts, key: merge.arcee_fusion(some(experts, 2), coef=0.5)},
+    "multislerp": {"multislerp": lambda base, experts, key: merge.multislerp(base, experts, coef=0.5)},
+    "cart": {"cart": lambda base, experts, key: merge.cart(experts, coef=0.5, share=0.3)},
+    "consensus": {"consensus": lambda base, experts, key: merge.consensus(base, experts, coef=0.5, ratio=0.4, least=1)},
+    "svc": {"svc": lambda base, experts, key: merge.svc(base, in_order(experts), coef=0.5, alpha=0.2)},
+    "emr": {"emr": lambda base, experts, key: merge.emr(base, experts, coef=0.5, task=min(experts))},
+    "tall_mask": {
+        "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
+    },
 }
 ALL = {name: run for runs in RUNS.values() for name, run in runs.items()}
 RANDOM = ["dare", "della", "della-flat", "dare-ties-sum", "dare-ties-mean"]
-NO_BASE = {"wa", "weighted", "weighted-sum", "slerp"}
-TWO_OR_MORE = {"slerp", "model-stock"}
+NO_BASE = {"wa", "weighted", "weighted-sum", "slerp", "karcher", "arcee", "cart"}
+NUSLERP = {"nuslerp-leaf", "nuslerp-first", "nuslerp-last"}
+TWO_OR_MORE = {"slerp", "model-stock", "arcee", "sce-half", "svc", *NUSLERP}
 VECTORS = {
     "ta": lambda base, experts, key: merge.task_arithmetic_vector(base, experts),
     "ties-global-sum": lambda base, experts, key: merge.ties_vector(base, experts, keep=0.4),
@@ -87,9 +125,30 @@ VECTORS = {
     ),
     "magmax": lambda base, experts, key: merge.magmax_vector(base, experts),
     "tsv": lambda base, experts, key: merge.tsv_merge_vector(base, experts),
+    "tsv-all": lambda base, experts, key: merge.tsv_merge_vector(base, experts, others="zero", share=1.0),
+    "iso-c": lambda base, experts, key: merge.iso_c_vector(base, experts),
+    "iso-cts": lambda base, experts, key: merge.iso_cts_vector(base, experts),
+    "iso-cts-zero": lambda base, experts, key: merge.iso_cts_vector(base, experts, others="zero", common=0.3),
+    "wudi": lambda base, experts, key: merge.wudi_vector(base, experts),
+    "act-mat": lambda base, experts, key: merge.wudi_vector(base, experts, ridge=0.0, norms=False),
+    **{
+        f"nuslerp-{along}": lambda base, experts, key, along=along: merge.nuslerp_vector(
+            base, some(experts, 2), t=0.25, along=along
+        )
+        for along in ("leaf", "first", "last")
+    },
+    "sce": lambda base, experts, key: merge.sce_vector(base, experts),
+    "sce-half": lambda base, experts, key: merge.sce_vector(base, experts, density=0.5, floor=0.0),
+    "multislerp": lambda base, experts, key: merge.multislerp_vector(base, experts),
+    "consensus": lambda base, experts, key: merge.consensus_vector(base, experts, ratio=0.4, least=1),
+    "svc": lambda base, experts, key: merge.svc_vector(base, in_order(experts), alpha=0.2),
+    "emr": lambda base, experts, key: merge.emr_vector(base, experts, task=min(experts)),
+    "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
-JOINT = {"wise-ft", "model-stock", "tsv"}
+SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat"}
+ROUNDED = {*SPECTRAL, "cart", "karcher", "multislerp", "sce", "sce-half"}  # sums of products
+JOINT = {"wise-ft", "model-stock", "svc", "emr", "multislerp", "consensus", "tall-mask", *NUSLERP, *ROUNDED}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
@@ -146,8 +205,16 @@ def test_the_key_decides_everything_random(run, family, request):
     assert is_random != torch.equal(other["matrix"], run(base, experts, KEY)["matrix"])
 
 
+def test_the_order_of_experts_plays_a_part_in_rounding_alone(family):
+    base, experts = family(torch.float64)
+    for name in ROUNDED:
+        merged = [ALL[name](base, dict(order), KEY) for order in (experts.items(), reversed(experts.items()))]
+        for path, leaf in merged[0].items():
+            torch.testing.assert_close(leaf, merged[1][path], msg=f"{name}: {path}")
+
+
 # the quotients of della do not stay on the grid, singular vectors are rounded in the order of their columns
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", "tsv")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("della", *ROUNDED)])
 def test_the_order_of_named_experts_plays_no_part(name, family):
     base, experts = family(grid=2**-6)
     same(ALL[name](base, experts, KEY), ALL[name](base, dict(reversed(experts.items())), KEY))
@@ -205,7 +272,7 @@ def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     same(run(base, experts, KEY), whole)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("ties-global")])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "emr" and not name.startswith("ties-global")])
 def test_leaves_may_be_merged_one_at_a_time(name, family):
     base, experts = family()
     merged = {}

@@ -32,7 +32,29 @@ def test_candidates():
     assert merge.COEFS == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     assert list(merge.TIES_KEEPS) == sorted(merge.TIES_KEEPS, reverse=True)  # from less to more pruning
     assert list(merge.DROP_PROBS) == sorted(merge.DROP_PROBS)
-    assert merge.CALIBRATION_COEFS["vision"] == {"ties": 0.2, "dare": 0.2, "della": 1.0}
+    # the paper's reference coefficients (appendix A)
+    assert merge.CALIBRATION_COEFS == {
+        "language": {"ties": 0.3, "dare": 0.3, "della": 1.0},
+        "vision": {"ties": 0.2, "dare": 0.2, "della": 1.0},
+    }
+
+
+def test_every_merger_states_its_grid():
+    paper = {"wa", "ta", "ties", "dare", "della"}
+    grids = {merger.name: merger.grid for merger in (*merge.MERGERS, *merge.MORE_MERGERS)}
+    assert {grids[name] for name in paper} == {merge.COEFS}
+    assert {name for name, grid in grids.items() if grid == merge.WIDE} >= {"tsv_merge"}
+    assert {merge.WIDE[0], merge.WIDE[-1], len(merge.WIDE)} == {0.2, 2.0, 10}
+    assert set(grids.values()) == {merge.COEFS, merge.WIDE}
+
+
+def test_a_coefficient_at_an_edge_and_the_next_one_beyond():
+    assert [merge.edge_of(c, merge.COEFS) for c in (0.1, 0.5, 1.0)] == ["smallest", "", "largest"]
+    assert merge.edge_of(0.3, (0.3,)) == ""
+    assert merge.beyond(merge.COEFS[::-1], "largest") == 1.1
+    assert merge.beyond(merge.WIDE, "largest") == 2.2
+    assert merge.beyond((0.1, 0.3), "smallest") == 0.05
+    assert merge.beyond((-0.1, 0.3), "smallest") == -0.5
 
 
 def test_select_coef_finds_the_maximum_and_ties_go_to_the_smaller():

@@ -9,9 +9,14 @@ from smat_fn.config import (
     DIFFERENCES,
     MERGERS,
     MORE_MERGERS,
+    ArceeFusion,
     Breadcrumbs,
     Dare,
+    Karcher,
     ModelStock,
+    MultiSlerp,
+    NuSlerp,
+    Sce,
     Slerp,
     TaskArithmetic,
     Ties,
@@ -31,6 +36,29 @@ RUNS = {
     "slerp": (Slerp(coef=0.3), "e0 e1", "slerp"),
     "breadcrumbs": (Breadcrumbs(coef=0.3, drop_smallest=0.25, drop_largest=0.125), "e0 e1 e2", "breadcrumbs"),
 }
+ALL, TWO = "e0 e1 e2 e3", "e0 e1"
+# the same of checkpoints that are not related: random sizes and angles
+UNRELATED = {
+    "linear": (WeightAverage(), ALL),
+    "linear_weighted": (WeightedAverage((0.5, 2.0, 0.3, -0.4)), ALL),
+    "task_arithmetic": (TaskArithmetic(coef=0.3), ALL),
+    "ties_37": (Ties(coef=0.3, keep=0.37), ALL),
+    "ties_9": (Ties(coef=0.3, keep=0.09), ALL),
+    "breadcrumbs_37": (Breadcrumbs(coef=0.3, drop_smallest=0.52, drop_largest=0.11), ALL),
+    "breadcrumbs_85": (Breadcrumbs(coef=0.3, drop_smallest=0.1, drop_largest=0.05), ALL),
+    "model_stock": (ModelStock(), ALL),
+    "slerp": (Slerp(coef=0.3), TWO),
+    "nuslerp": (NuSlerp(t=0.25), TWO),
+    "nuslerp_rows": (NuSlerp(t=0.25, along="last"), TWO),
+    "nuslerp_columns": (NuSlerp(t=0.25, along="first"), TWO),
+    "karcher": (Karcher(), ALL),
+    "multislerp": (MultiSlerp(), ALL),
+    "multislerp_weighted": (MultiSlerp(weights=(0.5, 2.0, 0.3, 0.4)), ALL),
+    "sce": (Sce(), ALL),
+    "sce_37": (Sce(density=0.37), ALL),
+    "arcee_fusion": (ArceeFusion(), TWO),
+}
+EXACT = {"linear", "task_arithmetic", "ties_37", "ties_9", "breadcrumbs_37", "breadcrumbs_85"}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +87,40 @@ def test_mergekits(name, leaves):
         ) * leaf.abs().max()
 
 
+@pytest.fixture(scope="module", params=["large", "small"])
+def random_leaves(request, golden_file):
+    stored = load_file(golden_file)
+
+    def of(name):
+        prefix = f"random/{request.param}/{name}/"
+        return {path.removeprefix(prefix): leaf for path, leaf in stored.items() if path.startswith(prefix)}
+
+    return of
+
+
+@pytest.mark.parametrize("run", UNRELATED)
+def test_mergekits_of_unrelated_checkpoints(run, random_leaves):
+    config, experts = UNRELATED[run]
+    config = with_semantics(config, "mergekit")
+    base = random_leaves("base")
+    merged = merge.merge_by(config, base, {expert: random_leaves(expert) for expert in experts.split()})
+    expected = random_leaves(run)
+    assert merged.keys() == expected.keys() == base.keys()
+    for path, leaf in expected.items():
+        error = (merged[path].double() - leaf.double()).abs().max()
+        assert error <= (0 if run in EXACT else 2**-19) * leaf.double().abs().max(), (path, float(error))
+
+
+def test_unrelated_checkpoints_are_of_the_awkward_kind(random_leaves):
+    base, experts = random_leaves("base"), {expert: random_leaves(expert) for expert in ALL.split()}
+    free = merge.model_stock_ratios(base, experts, clamp=False)
+    assert min(free.values()) < 0 == min(merge.model_stock_ratios(base, experts).values())
+    # the paper's count is another
+    plain = Breadcrumbs(coef=0.3, drop_smallest=0.52, drop_largest=0.11)
+    merged, expected = merge.merge_by(plain, base, experts), random_leaves("breadcrumbs_37")
+    assert sum(int((merged[path] != leaf).sum()) for path, leaf in expected.items()) >= 4
+
+
 def test_wise_ft_is_task_arithmetic_of_one(leaves):
     base, experts = leaves("base"), {"e0": leaves("e0")}
     left, right = (merge.merge_by(config, base, experts) for config in (WiseFt(coef=0.3), TaskArithmetic(coef=0.3)))
@@ -68,8 +130,9 @@ def test_wise_ft_is_task_arithmetic_of_one(leaves):
 def test_every_merger_has_mergekits_definition_or_a_reason():
     names = {config.name for config in (*MERGERS, *MORE_MERGERS)}
     refused = {name for name, wanted in DIFFERENCES["mergekit"].items() if isinstance(wanted, str)}
-    # wise_ft: above; model_stock: test_golden.py, whose experts it makes
-    assert names == refused | set(RUNS) | {"wise_ft", "model_stock"}
+    unrelated = {config.name for config, _ in UNRELATED.values()}
+    assert names == refused | unrelated | {"wise_ft"}  # which is above
+    assert set(RUNS) <= unrelated
     assert {name for table in DIFFERENCES.values() for name in table} <= names
     with pytest.raises(ValueError, match="dare with the semantics of mergekit is unavailable: mergekit rescales"):
         with_semantics(Dare(coef=1.0, drop_prob=0.5), "mergekit")

@@ -15,6 +15,7 @@ from smat_fn.config import (
     MERGERS,
     METHODS,
     MORE_MERGERS,
+    MORE_METHODS,
     PRESETS,
     Dare,
     DareTies,
@@ -47,7 +48,10 @@ def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
         if getattr(config, f.name) is None
     }  # fmt: skip
     searched = {(name, "coef") for name in ("ta", "ties", "dare", "della")}
-    assert open_ == {("smat", "lam"), ("smat", "offload"), *searched}
+    assert open_ == {
+        *(("smat", name) for name in ("alpha_max", "sigma_of", "climb", "rho", "lam", "offload")),
+        *searched,
+    }
 
 
 def test_mergers_stand_in_the_order_of_the_tables():
@@ -76,18 +80,18 @@ def test_methods_are_tuned_as_the_studies_chose(name, chosen_there):
 
 def test_methods_correspond_to_files_and_their_options_to_arguments():
     folder = Path(mat.__file__).parent
-    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step", "simulated"} == {
-        c.module for c in METHODS
+    assert {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - {"step", "simulated", "relative"} == {
+        c.module for c in (*METHODS, *MORE_METHODS)
     }
     shared = set(inspect.signature(mat.finetune.build).parameters)
-    for method in METHODS:
+    for method in (*METHODS, *MORE_METHODS):
         build = import_module(f"smat_fn.mat.{method.module}").build
         assert {f.name for f in fields(method)} == set(inspect.signature(build).parameters) - shared
 
 
 def test_mergers_correspond_to_files_and_their_options_to_arguments():
     folder = Path(merge.__file__).parent
-    shared = {"select", "coefs", "common", "inputs", "registry"}
+    shared = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms"}
     files = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")} - shared
     assert {config.__module__.rpartition(".")[2] for config in (*MERGERS, *MORE_MERGERS)} == files
     for config in (*MERGERS, *MORE_MERGERS):
@@ -102,7 +106,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        *((Path(inspect.getfile(c)), {c.__name__}) for c in METHODS),
+        *((Path(inspect.getfile(c)), {c.__name__}) for c in (*METHODS, *MORE_METHODS)),
         *((Path(inspect.getfile(c)), {c.__name__}) for c in (*MERGERS, *MORE_MERGERS)),
         (ROOT / "train.py", {"Train"}),
         (ROOT / "merge.py", {"All", "Merge"}),
@@ -115,7 +119,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
         (PACKAGE / "scripts/analyse/weights.py", {"Landscape", "Diagnose"}),
     ],
     ids=[
-        *(c.name for c in METHODS),
+        *(c.name for c in (*METHODS, *MORE_METHODS)),
         *(c.name for c in (*MERGERS, *MORE_MERGERS)),
         "train",
         "merge",
@@ -150,6 +154,9 @@ def test_options_left_out_take_the_presets_values():
     assert resolve(Smat(), preset.methods) == preset.methods["smat"]
     given = resolve(Smat(sigma=0.0, period=1), preset.methods)
     assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
+    # lam replaces the period
+    mixed = settings(resolve(Smat(lam=0.25), preset.methods))
+    assert mixed == {k: v for k, v in settings(preset.methods["smat"]).items() if k != "period"} | {"lam": 0.25}
     assert resolve(Ties(coef=0.0, scope="tensor"), preset.mergers) == Ties(0.0, 0.5, "sum", "tensor")
     assert settings(Dare(drop_prob=0.0)) == {"drop_prob": 0.0}
     assert resolve(DareTies(0.2), preset.mergers) == DareTies(0.2)  # no preset holds it
@@ -182,6 +189,7 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
             "independent_draws": False,
             "warmup": 0,
             "decay_matrices": False,
+            "average": None,
         },
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
@@ -225,6 +233,7 @@ def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
             "independent_draws": False,
             "warmup": 0,
             "decay_matrices": False,
+            "average": None,
             "epochs": {},
         },
     }

@@ -102,7 +102,8 @@ def _search(manifest: Mapping[str, Any]) -> list[str]:
         tried = _points(found["curve"])
         lines.append(f"{found['field']} was chosen on dev at coefficient {found['coef']} (mean over tasks): {tried}.")
     if manifest["dev_curve"]:
-        lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.")
+        edge = f" The chosen one is the {found} tried." if (found := manifest.get("dev_edge")) else ""
+        lines.append(f"The coefficient was chosen on dev (mean over tasks): {_points(manifest['dev_curve'])}.{edge}")
     if finals := manifest.get("dev_finals"):
         lines.append(f"That was one decode; the best were decoded again, means over decodes: {_points(finals)}.")
     if cost := manifest.get("tried"):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -15,8 +15,10 @@ from ...types import Params
 from .inputs import Inputs, mask_key
 
 T = TypeVar("T")
+Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
 Decode = tuple[str, int]  # task, repeat
 Curve = tuple[tuple[float, float], ...]  # (value, mean dev score) of every candidate
+WIDER = 10  # coefficients that a widened search adds, at most
 
 
 class Tried(NamedTuple):
@@ -51,6 +53,8 @@ class Merged(NamedTuple):
     tried: Tried | None = None
     calibration: Calibration | None = None
     kept: bool = False  # it was there before
+    notes: tuple[str, ...] = ()  # what a user should know of the experts
+    edge: str = ""  # "smallest" or "largest", where the coefficient is at the edge of those tried
 
 
 class Reranked(NamedTuple, Generic[T]):
@@ -114,14 +118,16 @@ def merge_one(
     *,
     seed: int,
     scorer: Scorer | None = None,
-    coefs: Sequence[float] = merge.COEFS,
+    coefs: Sequence[float] = (),
+    widen: bool = False,
     calibration: float | None = None,
 ) -> Merged:
-    """One merged model; with a scorer, a coefficient that is left open is searched among ``coefs`` on its dev split.
+    """One merged model; with a scorer, a coefficient that is left open is searched on its dev split.
 
-    The score of a candidate is the mean dev score over the experts' tasks; ties go to the smaller coefficient. Where
-    the suite samples answers, the two best of one decode are decoded as often as its score wants (`rerank`). With
-    ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
+    Candidates are ``coefs``, or the merger's grid; with ``widen`` more follow as long as the best one is the smallest
+    or the largest, ten at most. The score of a candidate is the mean dev score over the experts' tasks; ties go to the
+    smaller coefficient. Where the suite samples answers, the two best of one decode are decoded as often as its score
+    wants (`rerank`). With ``calibration``, a coefficient, the sparsity is chosen first (`calibrate`).
     """
     calibrated = None
     if calibration is not None:
@@ -132,12 +138,37 @@ def merge_one(
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())
-    candidates = [config] if fixed else [_with(config, coef=coef) for coef in sorted(coefs)]
-    found, tried = _rank(candidates, models, scorer, list(inputs.experts), seed)
-    curve = () if fixed else _curve(found.curve, "coef")
-    finals = _curve(found.finals, "coef") if curve and scorer.suite.repeats else ()
-    coef = getattr(found.best, "coef", None)
-    return Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated)
+    tasks = list(inputs.experts)
+    if fixed:
+        found, tried = _rank([config], models, scorer, tasks, seed)
+        coef = getattr(config, "coef", None)
+        return Merged(models(config), coef, found.scores, (), (), tried, calibrated)
+    found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, tasks, seed, widen=widen)
+    finals = _curve(found.finals, "coef") if scorer.suite.repeats else ()
+    curve, coef = _curve(found.curve, "coef"), getattr(found.best, "coef", None)
+    return Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated, edge=edge)
+
+
+def _search(
+    config: MergerConfig,
+    grid: Sequence[float],
+    models: Models,
+    scorer: Scorer,
+    tasks: Sequence[str],
+    seed: int,
+    *,
+    widen: bool,
+) -> tuple[Reranked[MergerConfig], Tried, str]:
+    """The merger with the coefficient that does best, the cost, and the edge of the grid that it is at."""
+    known: Known = {}
+    costs, most = list[Tried](), len(grid) + WIDER
+    while True:
+        found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, tasks, seed, known)
+        costs.append(tried)
+        edge = merge.edge_of(getattr(found.best, "coef", 0.0), grid)
+        if not (widen and edge and len(grid) < most):
+            return found, total(*costs), edge
+        grid = sorted([*grid, merge.beyond(grid, edge)])
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -159,12 +190,24 @@ def total(*parts: Tried) -> Tried:
 
 
 def _rank(
-    candidates: Sequence[MergerConfig], models: Models, scorer: Scorer, tasks: Sequence[str], seed: int
+    candidates: Sequence[MergerConfig],
+    models: Models,
+    scorer: Scorer,
+    tasks: Sequence[str],
+    seed: int,
+    known: Known | None = None,
 ) -> tuple[Reranked[MergerConfig], Tried]:
-    before, merging, repeats = scorer.cost, models.seconds, scorer.suite.repeats
-    scorer.expect(len(candidates) * len(tasks) + min(2, len(candidates)) * sum(repeats.get(t, 1) - 1 for t in tasks))
+    """`rerank` by dev scores; those in ``known`` are not computed again, the others are added to it."""
+    before, merging, repeats, known = scorer.cost, models.seconds, scorer.suite.repeats, {} if known is None else known
+    fresh = sum((config, (task, 0)) not in known for config in candidates for task in tasks[:1])
+    scorer.expect(fresh * len(tasks) + min(2, fresh) * sum(repeats.get(t, 1) - 1 for t in tasks))
 
     def score(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
+        new = [decode for decode in decodes if (config, decode) not in known]
+        known.update(zip([(config, decode) for decode in new], computed(config, new), strict=True))
+        return [known[config, decode] for decode in decodes]
+
+    def computed(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
         options = settings(config)
         facts: Mapping[str, Any] = {"merger": config.name, "options": options, "seed": seed}
         name = ", ".join([config.name, *(f"{option} {value}" for option, value in options.items())])
@@ -173,7 +216,7 @@ def _rank(
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)
     models(found.best)
     scores, kept, seconds, saved = (now - then for now, then in zip(scorer.cost, before, strict=True))
-    return found, Tried(len(candidates), int(scores), int(kept), models.seconds - merging, seconds, saved)
+    return found, Tried(fresh, int(scores), int(kept), models.seconds - merging, seconds, saved)
 
 
 def _with(config: MergerConfig, **changes: Any) -> MergerConfig:

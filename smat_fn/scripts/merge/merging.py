@@ -24,6 +24,7 @@ __all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "me
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
 
 
+# over 60 lines: its docstring explains every argument
 def merge_run(
     configs: Sequence[MergerConfig],
     base: Path,
@@ -37,6 +38,7 @@ def merge_run(
     options: Mapping[str, Any] | None = None,
     implied: Mapping[str, Any] | None = None,
     coefs: Sequence[float] = (),
+    widen: bool = False,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
@@ -54,30 +56,39 @@ def merge_run(
         overwrite: merge again where a folder exists.
         options: of the suite, instead of those in the experts' manifests.
         implied: name and options of the suite of experts that name none; its model is then base.
-        coefs: that a search tries (default: `merge.COEFS`).
+        coefs: that a search tries (default: the merger's own, `Merger.grid`).
+        widen: try more as long as the best one is at an edge of those, ten at most.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
-    problems, sources = _option_problems(configs, len(experts), search, coefs), dict[str, Any]()
+    problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     try:
         inputs = load_inputs(base, experts)
-        suite = common_suite(inputs, options or {}, implied=_of_base(implied or {}, base)) if search or calibration else None
+        names, implied = list(inputs.experts), _of_base(implied or {}, base)
+        suite = common_suite(inputs, options or {}, implied=implied) if search or calibration else None
         sources = _sources(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-    asked = {"search": search, "suite": dict(options or {}), **({"coefs": sorted(coefs)} if coefs else {})}
+    problems = [*_option_problems(configs, names, search, coefs), *problems]
+    asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
     facts, calibration = dict[str, dict[str, Any]](), calibration or {}
     for config in configs:
-        own = {"settings": settings(config), "calibration": calibration.get(config.name)}
+        own: dict[str, Any] = {"settings": settings(config), "calibration": calibration.get(config.name)}
+        tried = coefs or (config.grid if search and config.grid != merge.COEFS else ())
+        own |= {"coefs": sorted(tried)} if tried else {}
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
+    note = merge.unequal(merge.norms(inputs.base, inputs.experts)) if len(kept) < len(configs) else ""
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
-                at, grid = calibration.get(config.name), coefs or merge.COEFS
-                kept[folder] = merge_one(config, inputs, seed=seed, scorer=scorer, coefs=grid, calibration=at)
+                at = calibration.get(config.name)
+                kept[folder] = merge_one(
+                    config, inputs, seed=seed, scorer=scorer, coefs=coefs, widen=widen, calibration=at
+                )
+                kept[folder] = kept[folder]._replace(notes=(note,) if note and config.based else ())
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
     return {out / config.name: kept[out / config.name] for config in configs}
 
@@ -86,15 +97,19 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
     """A line for each merged model: its folder, its coefficient and its mean dev score."""
     for folder, model in merged.items():
         coef = "" if model.coef is None else f", coef {model.coef:g}"
+        coef += f" ({model.edge} of those tried: --widen or --grid tries more)" if model.edge else ""
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
+        yield from (f"note: {note}" for note in model.notes)
 
 
-def _option_problems(configs: Sequence[MergerConfig], experts: int, search: bool, coefs: Sequence[float]) -> list[str]:
+def _option_problems(
+    configs: Sequence[MergerConfig], experts: Sequence[str], search: bool, coefs: Sequence[float]
+) -> list[str]:
     problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
     problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
     one = {"w": torch.zeros(1)}
-    several = {str(i): one for i in range(max(1, experts))}
+    several = dict.fromkeys(experts, one)
     for config in configs:
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
@@ -115,7 +130,9 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             params, manifest = checkpoint.load_leaves(folder)
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
             curve, finals = (tuple((x, y) for x, y in manifest.get(key, ())) for key in ("dev_curve", "dev_finals"))
-            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True)
+            edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
+            notes = tuple(manifest.get("notes", ()))
+            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge)
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
@@ -205,6 +222,8 @@ def _write(
         "dev": merged.dev,
         "dev_curve": [list(point) for point in merged.curve],
         **({"dev_finals": [list(point) for point in merged.finals]} if merged.finals else {}),
+        **({"dev_edge": merged.edge} if merged.edge else {}),
+        **({"notes": list(merged.notes)} if merged.notes else {}),
     }
     if isinstance(config, Ties):
         options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}

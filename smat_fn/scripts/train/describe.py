@@ -10,7 +10,7 @@ from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems
-from .loop import budget
+from .loop import budget, loss_of
 from .training import numbers
 
 
@@ -22,7 +22,9 @@ def headline(
     parts.append("epochs by task" if training.steps is None else f"{training.steps} steps")
     parts += [f"precision {training.precision}"] if training.precision else []
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
+    parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
+    parts += ["dropout"] if training.dropout else []
     parts += [f"{processes} processes"] if processes > 1 else []
     return "\n".join([*_notes(suite), f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"])
 
@@ -41,7 +43,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
         f"training: {_listed(shared)}, run seed {seed}",
         "",
     ]
-    loss = suite.loss_fn(tasks[0])
+    loss = loss_of(suite, tasks[0], training)
     assert isinstance(loss, ModuleLoss)
     lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
     if sigma := settings(method).get("sigma"):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
-from ...config import METHODS
+from ...config import METHODS, MORE_METHODS
 from . import launching
 from .launching import Job, Launcher
 
@@ -72,7 +72,7 @@ def jobs(options: Sweep, *, script: Path) -> list[Job]:
 
     Raises: ValueError that lists unknown methods, repeated methods and seeds, and flags that a sweep sets itself.
     """
-    known = [config.name for config in METHODS]
+    known = [config.name for config in (*METHODS, *MORE_METHODS)]
     problems = [f"method {m!r} is unknown, choose from {', '.join(known)}" for m in options.methods if m not in known]
     for name, values in (("methods", options.methods), ("seeds", options.seeds)):
         problems += [] if values else [f"no {name}: name at least one"]

@@ -84,6 +84,27 @@ class Allocations(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize(("peak", "chosen", "more"), [(0.5, 0.5, 0), (1.34, 1.3, 4), (0.03, 0.025, 3), (9.0, 2.0, 10)])
+def test_a_widened_search_goes_beyond_the_edge_and_scores_nothing_twice(inputs, suite, peak, chosen, more):
+    calls = []
+
+    def score(params, task, split):
+        calls.append(task)
+        shift = (params["w"] - inputs.base["w"]).mean().item() / 0.3
+        return 50 - 5 * abs(shift - peak)
+
+    scorer = Scorer(suite.replace(score=score))
+    plain = merge_one(TaskArithmetic(), inputs, seed=0, scorer=scorer)
+    assert plain.edge == {0.5: "", 0.03: "smallest"}.get(peak, "largest")
+    calls.clear()
+    found = merge_one(TaskArithmetic(), inputs, seed=0, scorer=Scorer(suite.replace(score=score)), widen=True)
+    assert found.coef == pytest.approx(chosen, abs=1e-9)
+    assert found.edge == ("largest" if peak == 9.0 else "")
+    assert len(found.curve) == 10 + more == found.tried.candidates
+    assert len(calls) == 2 * (10 + more) == found.tried.scores
+    assert [coef for coef, _ in found.curve] == sorted(coef for coef, _ in found.curve)
+
+
 def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypatch):
     monkeypatch.setattr(_common, "CHUNK", 64)
     made = []

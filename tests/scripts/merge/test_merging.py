@@ -1,6 +1,7 @@
 """Merged models on disk: checked inputs, coefficients and sparsity from dev alone, the merger's own bits."""
 
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import merging, streaming
 from smat_fn.scripts.merge.choosing import calibrate, merge_one
 from smat_fn.scripts.merge.inputs import trained_by
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run
+from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, summary
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -390,3 +391,22 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is no adapter that can be read"):
         load_inputs(base, experts)
+
+
+def test_experts_of_unequal_norms_and_a_choice_at_the_edge_are_said(runs, tmp_path):
+    base, experts = find_inputs(runs["ft"])
+    start, _ = checkpoint.load_leaves(base)
+    leaves, _ = checkpoint.load_leaves(experts[0])
+    long = {path: start[path] + 9 * (leaf - start[path]) for path, leaf in leaves.items()}
+    checkpoint.save_expert(tmp_path / "long", long, checkpoint.describe(long))
+    given = {"out": tmp_path / "out", "search": False, "seed": 0}
+    named = [Path(f"long={tmp_path / 'long'}"), *experts[1:]]
+    done = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    said = list(summary(done))
+    assert len(said) == 3
+    assert re.match(r"note: the task vector of 'long' .* times as long as that of", said[1])
+    assert said[1].removeprefix("note: ") in (tmp_path / "out" / "ta" / "README.md").read_text()
+    again = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    assert said[1] in list(summary(again))
+    edge = summary({tmp_path: done[tmp_path / "out" / "ta"]._replace(edge="largest")})
+    assert "coef 0.1 (largest of those tried: --widen or --grid tries more)" in next(iter(edge))

@@ -13,14 +13,21 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import (
     DIGITS,
     Breadcrumbs,
+    Consensus,
     Dare,
     DareTies,
+    IsoC,
+    IsoCts,
+    Karcher,
     MagMax,
     ModelStock,
+    MultiSlerp,
+    Sce,
     TaskArithmetic,
     Ties,
     TsvMerge,
     WeightAverage,
+    Wudi,
 )
 from smat_fn.folders import writing
 from smat_fn.scripts.evaluate import evaluation
@@ -39,6 +46,13 @@ MORE = [
     Breadcrumbs(0.3, 0.1, coef=0.4),
     MagMax(coef=0.4),
     TsvMerge(coef=0.4),
+    IsoC(coef=0.4),
+    IsoCts(coef=0.4),
+    Wudi(coef=0.4),
+    Karcher(),
+    Sce(),
+    MultiSlerp(),
+    Consensus(0.4, coef=0.4),
 ]
 
 
@@ -68,7 +82,7 @@ def test_the_bits_and_masks_of_a_merge_in_memory(inputs, tmp_path):
     assert list(done) == [tmp_path / config.name for config in configs]
     for config in configs:
         if config.name in merge.BASELESS:
-            expected = merge.weight_average(loaded.experts)
+            expected = merge.merge_by(config, loaded.base, loaded.experts)
         else:
             expected = merge_one(config, loaded, seed=5).params
         merged = stored(tmp_path / config.name)

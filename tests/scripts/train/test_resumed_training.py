@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, machine, optim, testing
-from smat_fn.config import DIGITS, Adapters, Training
+from smat_fn.config import DIGITS, Adapters, Msam, Training
 from smat_fn.mat.finetune import State
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.logs import Log
@@ -28,7 +28,12 @@ TIMED = {
     "simulation_share",
 }  # fmt: skip
 OPTIONS = ("--suite-options", "pretrain_steps", "10", "images_per_task", "120")
-METHODS = ("smat", "ft", "asam", "mergopt", "orthoreg")
+METHODS = {name: DIGITS.methods[name] for name in ("smat", "ft", "asam", "mergopt", "orthoreg")}
+METHODS |= {
+    "msam": Msam(rho=0.5),
+    "msam gradient": Msam(rho=0.5, along="gradient"),
+    "smat climbing": replace(METHODS["smat"], climb="both", rho=0.5),
+}
 
 
 def log_of(folder, task):
@@ -69,8 +74,18 @@ def kill():
         {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
         {"precision": "bf16", "lora": Adapters(3, 6.0)},
         {"optimizer": "adamw", "weight_decay": 0.1, "decay_matrices": True, "schedule": "linear", "warmup": 6},
+        {"average": "ema:0.5"},
+        {"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"},
     ],
-    ids=["adam", "adamw accumulated", "muon mixed", "adapters bf16", "groups, warmup"],
+    ids=[
+        "adam",
+        "adamw accumulated",
+        "muon mixed",
+        "adapters bf16",
+        "groups, warmup",
+        "average",
+        "average of adapters",
+    ],
 )
 def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp_path, monkeypatch, change):
     training = replace(Training(steps=9, lr=5e-4), **change)
@@ -91,9 +106,65 @@ def test_a_killed_run_goes_on_from_its_last_snapshot_to_the_same_bits(train, tmp
     assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
 
 
+def test_an_average_over_steps_is_what_is_kept(train, tmp_path):
+    for name, average in (("last", None), ("one step", "ema:0"), ("all steps", "swa:100%")):
+        train(tmp_path / name, tasks=("rot90",), training=Training(steps=3, lr=5e-4, average=average))
+    assert weights_of(tmp_path / "one step", "rot90") == weights_of(tmp_path / "last", "rot90")
+    assert log_of(tmp_path / "all steps", "rot90") == log_of(tmp_path / "last", "rot90")
+    steps = []
+    for count in (1, 2, 3):  # a constant rate: shorter runs are the longer ones' beginnings
+        training = Training(steps=count, lr=5e-4, schedule="constant")
+        train(tmp_path / str(count), "ft", tasks=("rot90",), training=training)
+        steps.append(checkpoint.load_leaves(tmp_path / str(count) / "rot90")[0])
+    training = Training(steps=3, lr=5e-4, schedule="constant", average="swa:100%")
+    train(tmp_path / "mean", "ft", tasks=("rot90",), training=training)
+    for path, leaf in checkpoint.load_leaves(tmp_path / "mean" / "rot90")[0].items():
+        torch.testing.assert_close(leaf, sum(own[path] for own in steps) / 3, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def dropping(suite):
+    """The suite whose model drops a fifth in train mode."""
+    layers = [m for m in suite.loss_fn("rot90").module.modules() if isinstance(m, torch.nn.Dropout)]
+    for layer in layers:
+        layer.p = 0.2
+    yield suite
+    for layer in layers:
+        layer.p = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("smat", {"accumulate": 2}), ("asam", {"precision": "mixed"}), ("smat", {"lora": Adapters(3, 6.0)})],
+    ids=["smat accumulated", "asam mixed", "smat adapters"],
+)
+def test_training_with_dropout_goes_on_to_the_same_bits(train, dropping, tmp_path, monkeypatch, name, change):
+    training = replace(Training(steps=6, lr=5e-4, dropout=True), **change)
+    options = {"name": name, "training": training, "tasks": ("rot90",), "save_every_steps": 3}
+    torch.manual_seed(1)
+    train(tmp_path / "whole", **options)
+    torch.manual_seed(2)
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", **options)
+    train(tmp_path / "cut", **options, resume=True)
+    assert weights_of(tmp_path / "cut", "rot90") == weights_of(tmp_path / "whole", "rot90")
+    assert log_of(tmp_path / "cut", "rot90") == log_of(tmp_path / "whole", "rot90")
+    assert checkpoint.load_manifest(tmp_path / "whole" / "rot90")["training"]["dropout"] is True
+    assert not dropping.loss_fn("rot90").module.training
+    train(tmp_path / "without", **{**options, "training": replace(training, dropout=False)})
+    assert weights_of(tmp_path / "without", "rot90") != weights_of(tmp_path / "whole", "rot90")
+
+
+def test_dropout_of_a_model_without_any_is_refused_before_training(train, tmp_path):
+    with pytest.raises(ValueError, match="dropout: the model of rot90 has none above 0"):
+        train(tmp_path / "run", tasks=("rot90",), training=Training(steps=6, lr=5e-4, dropout=True))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
-    options = {"name": name, "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
+    options = {"method": METHODS[name], "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
     train(tmp_path / "whole", **options)
     after(monkeypatch, 4, kill)
     with pytest.raises(Killed):

@@ -1,0 +1,254 @@
+"""Screening of training methods on digits by docs/protocols/screening.md: a first look at candidates, no evidence.
+
+``python -m benchmarks screening OUT --seeds 111 112`` keeps its trials in OUT, so that a stopped run resumes and more
+seeds can be added, and writes OUT/screening.json and OUT/screening.md again after every seed that is complete.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.study.study import paired
+from benchmarks.study.trial import Trial
+from benchmarks.study.trials import Outcome, rows_of, run_trials
+from smat_fn import machine
+from smat_fn.checkpoint import write_text
+from smat_fn.config import DIGITS, L2sp, MergerConfig, MethodConfig, Mixout, Msam, Training, TsvMerge, settings
+
+from .methods import say
+
+COMMAND = "python -m benchmarks screening"
+SEEDS = tuple(range(111, 119))
+USED = {*range(12), *range(21, 24), *range(31, 34), *range(41, 51), *range(101, 110)}  # by protocols, searches, pilots
+MERGERS: tuple[MergerConfig, ...] = (*(DIGITS.mergers[name] for name in ("wa", "ta", "ties")), TsvMerge())
+MEAN = "wa", "ta", "ties"  # what the mean is over
+COEFS = tuple(i / 10 for i in range(1, 21))
+RATES = (2.5e-4, 5e-4)
+REFERENCE = "FT"
+BASE = DIGITS.training
+
+
+class Candidate(NamedTuple):
+    """A method with its hyperparameters, and how it is trained; candidates of one family differ in numbers alone."""
+
+    family: str
+    label: str
+    method: MethodConfig
+    training: Training
+
+    def trial(self, seed: int) -> Trial:
+        """Its trial at a seed."""
+        return Trial(self.label, "digits", self.method, self.training, seed, mergers=MERGERS, coefs=COEFS)
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of an expert."""
+        assert self.training.steps is not None
+        return self.training.steps * (2 if self.method.name == "asam" else 1)
+
+
+def candidates(rates: Iterable[float]) -> list[Candidate]:
+    """All candidates, each at every rate."""
+    ft, smat, asam = (DIGITS.methods[name] for name in ("ft", "smat", "asam"))
+    radii = (0.25, 0.5, 1.0)
+    methods: list[tuple[str, str, MethodConfig]] = [
+        ("FT", "FT", ft),
+        ("SMAT", "SMAT", smat),
+        *(("ASAM", f"ASAM, rho {rho:g}", _with(asam, rho=rho)) for rho in radii),
+        *(("MSAM", f"MSAM, rho {rho:g}", Msam(rho=rho)) for rho in radii),
+        ("MSAM, gradient", "MSAM along the last gradient, rho 0.5", Msam(rho=0.5, along="gradient")),
+        *(("SMAT climbing", f"SMAT climbing, rho {rho:g}", _with(smat, climb="clean", rho=rho)) for rho in radii),
+        ("SMAT, relative", "SMAT, sigma 0.5 of the update", _with(smat, sigma=0.5, sigma_of="update")),
+        *(("SMAT, relative", f"SMAT, sigma {s:g} of each leaf's update", _with(smat, sigma=s, sigma_of="leaf"))
+          for s in (0.5, 1.0)),
+        *(("SMAT, alpha above 1", f"SMAT, alpha up to {a:g}", _with(smat, alpha_max=a)) for a in (1.5, 2.0)),
+        *(("L2-SP", f"L2-SP, pull {pull:g}", L2sp(pull=pull)) for pull in (0.1, 1.0)),
+        *(("Mixout", f"Mixout, p {p:g}", Mixout(drop_prob=p)) for p in (0.3, 0.7)),
+        *(("SMAT climbing in both", f"SMAT climbing in both, rho {rho:g}", _with(smat, climb="both", rho=rho))
+          for rho in radii),
+    ]  # fmt: skip
+    found = [Candidate(*one, replace(BASE, lr=lr)) for lr in rates for one in methods]
+    found += [
+        Candidate(f"{name}, averaged", f"{name}, {average}", method, replace(BASE, lr=lr, average=average))
+        for lr in rates
+        for name, method in (("FT", ft), ("SMAT", smat))
+        for average in ("ema:0.98", "swa:25%", "swa:75%")
+    ]
+    half = replace(BASE, steps=200)  # as many passes as the others
+    found += [
+        Candidate("ASAM, half the steps", "ASAM, half the steps, rho 0.5", _with(asam, rho=0.5), replace(half, lr=lr))
+        for lr in rates
+    ]
+    muon = (
+        ("FT-Muon", ft),
+        ("SMAT-Muon", smat),
+        ("MSAM-Muon", Msam(rho=0.5)),
+        ("SMAT-Muon climbing", _with(smat, climb="clean", rho=0.5)),
+    )
+    for lr in rates:
+        training = replace(BASE, lr=lr, optimizer="muon", muon_lr=2e-3)
+        found += [Candidate(name, name, method, training) for name, method in muon]
+    return found
+
+
+def _with(method: MethodConfig, **hyperparameters: Any) -> MethodConfig:
+    return replace(method, **hyperparameters)
+
+
+def main(arguments: list[str]) -> None:
+    """Run what is missing, and write what was found."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("folder", type=Path, metavar="OUT", help="keeps trials and results; a stopped run resumes")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="none of a protocol, search or pilot")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates of every candidate")
+    parser.add_argument("--families", nargs="+", help="only these; FT is always there (default: all)")
+    asked = parser.parse_args(arguments)
+    every = candidates(sorted(asked.rates))
+    known = list(dict.fromkeys(one.family for one in every))
+    wanted = {REFERENCE, *(asked.families or known)}
+    problems = [f"seed {seed} was used before: take another" for seed in asked.seeds if seed in USED]
+    problems += [f"family {name!r} is unknown, choose from {', '.join(known)}" for name in sorted(wanted - {*known})]
+    if problems or len({*asked.seeds}) < len(asked.seeds):
+        parser.error("; ".join(problems or ["a seed is named twice"]))
+    torch.set_num_threads(1)
+    chosen = [one for one in every if one.family in wanted]
+    facts = machine.describe(f"{COMMAND} OUT")
+    screen(chosen, asked.seeds, asked.folder, asked.jobs, facts, say)
+
+
+def screen(
+    chosen: Sequence[Candidate],
+    seeds: Sequence[int],
+    folder: Path,
+    jobs: int,
+    facts: Mapping[str, Any],
+    report: Callable[[str], None],
+) -> None:
+    """All candidates at all seeds, seed by seed, into ``folder``; the summary again after every complete seed."""
+    work = folder / "trials"
+    trials = {(seed, i): one.trial(seed) for seed in seeds for i, one in enumerate(chosen)}
+    places = {trial.folder(work): place for place, trial in trials.items()}
+    found: dict[tuple[int, int], Outcome] = {}
+    written: list[int] = []
+    running = run_trials(list(trials.values()), work, jobs=jobs, report=report, test=True, keep=lambda trial: False)
+    for trial, outcome in running:
+        found[places[trial.folder(work)]] = outcome
+        complete = [seed for seed in seeds if all((seed, i) in found for i in range(len(chosen)))]
+        if complete != written:
+            written = complete
+            lines = [line_of(one, [found[seed, i] for seed in complete]) for i, one in enumerate(chosen)]
+            result = {**facts, "seeds": complete, **compared(lines)}
+            write_text(folder / "screening.json", json.dumps(result, indent=1) + "\n")
+            write_text(folder / "screening.md", page(result))
+            report(f"complete seeds: {', '.join(map(str, complete))}; {folder / 'screening.md'}")
+
+
+def line_of(candidate: Candidate, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What a candidate is and what it reached, numbers by seed: means over tasks of test and dev scores."""
+    rows = [rows_of(outcome) for outcome in outcomes]
+
+    def mean(model: str) -> list[float]:
+        return [fmean(row.score for row in own if row.model.partition(":")[0] == model) for own in rows]
+
+    test = {name: mean(name) for name in ("expert", *(config.name for config in MERGERS))}
+    dev = [[fmean(outcome["dev"][name].values()) for name in MEAN] for outcome in outcomes]
+    return {
+        "family": candidate.family,
+        "label": candidate.label,
+        "method": candidate.method.name,
+        "hyperparameters": settings(candidate.method),
+        "training": outcomes[0]["trial"]["training"],
+        "passes": candidate.passes,
+        "test": {**test, "mean": [fmean(scores) for scores in zip(*(test[name] for name in MEAN), strict=True)]},
+        "dev": [fmean(scores) for scores in dev],
+        "coefs": [outcome["coefs"] for outcome in outcomes],
+        "cpu_seconds": [outcome["training_cpu_seconds"] for outcome in outcomes],
+    }
+
+
+def compared(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every line with its difference from FT at its learning rate, and the line of each family that dev would choose.
+
+    Differences are of the mean over `MEAN` on test, paired by seed; those of the choices from FT's choice.
+    """
+    plain = {line["training"]["lr"]: line for line in lines if line["family"] == REFERENCE}
+    for line in lines:
+        reference = plain[line["training"]["lr"]]
+        line["from_ft"] = paired(reference["test"]["mean"], line["test"]["mean"])
+        line["cpu_ratio"] = fmean(line["cpu_seconds"]) / fmean(reference["cpu_seconds"])
+    chosen: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        best = chosen.get(line["family"])
+        if best is None or fmean(line["dev"]) > fmean(best["dev"]):
+            chosen[line["family"]] = line
+    first = chosen[REFERENCE]
+    by_dev = [
+        {
+            "family": family,
+            "label": line["label"],
+            "lr": line["training"]["lr"],
+            "from_ft": paired(first["test"]["mean"], line["test"]["mean"]),
+            "tsv_merge_from_ft": paired(first["test"]["tsv_merge"], line["test"]["tsv_merge"]),
+        }
+        for family, line in chosen.items()
+    ]
+    return {"lines": lines, "by_dev": by_dev}
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Two tables in Markdown."""
+    seeds = result["seeds"]
+    head = (
+        "candidate",
+        "lr",
+        "passes",
+        "expert",
+        "WA",
+        "TA",
+        "TIES",
+        "mean",
+        "mean - FT",
+        "TSV-M",
+        "dev",
+        "CPU time / FT",
+    )
+    every = [
+        (
+            line["label"],
+            f"{line['training']['lr']:g}",
+            str(line["passes"]),
+            *(f"{fmean(line['test'][name]):.2f}" for name in ("expert", *MEAN, "mean")),
+            _difference(line["from_ft"]),
+            f"{fmean(line['test']['tsv_merge']):.2f}",
+            f"{fmean(line['dev']):.2f}",
+            f"{line['cpu_ratio']:.2f}",
+        )
+        for line in sorted(result["lines"], key=lambda line: -fmean(line["test"]["mean"]))
+    ]
+    choices = [
+        (one["label"], f"{one['lr']:g}", _difference(one["from_ft"]), _difference(one["tsv_merge_from_ft"]))
+        for one in sorted(result["by_dev"], key=lambda one: -one["from_ft"]["mean"])
+    ]
+    return (
+        f"# Screening on digits, {len(seeds)} seeds\n\nA first look by docs/protocols/screening.md, no evidence: many "
+        f"candidates, few seeds ({', '.join(map(str, seeds))}), nothing fixed before. Test scores; mean: of WA, TA and "
+        "TIES; differences from FT are at the same learning rate, paired by seed, mean (standard deviation).\n\n"
+        f"{_table(head, every)}\n## The candidate of each family that dev would choose, against FT's\n\n"
+        f"{_table(('candidate', 'lr', 'mean - FT', 'TSV-M - FT'), choices)}"
+    )
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    return f"{found['mean']:+.2f}" + (f" ({found['sd']:.2f})" if "sd" in found else "")
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

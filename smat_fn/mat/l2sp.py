@@ -1,0 +1,79 @@
+"""L2-SP: fine-tuning with a pull towards the base."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from .. import tree
+from ..grad import keyed, value_and_grad
+from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from . import step
+from .step import State
+
+__all__ = ["Info", "L2sp", "State", "build"]
+
+
+class Info(NamedTuple):
+    """Per-step diagnostics. Nothing here feeds the next step."""
+
+    loss: Tensor  # shape=(), of the task alone
+    aux: Aux
+    grad_norm: Tensor  # shape=(), float32, with the pull, before clipping
+
+
+def build(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    pull: float = 0.1,
+    engine: Engine = "autograd",
+    donate: bool = False,
+) -> Method:
+    r"""Fine-tuning with a penalty on the distance from the base.
+
+    ``grad L(theta) + pull (theta - theta_0)``, the gradient of ``L(theta) + pull / 2 ||theta - theta_0||^2``. One pass
+    a step, no buffer.
+
+    Args:
+        pull: >= 0.
+        others: as in `smat_fn.mat.finetune.build`.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for params that do not match base.
+
+    Source: Li, Grandvalet and Davoine, 2018, without heads of their own.
+    """
+    problems = step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(pull=pull)
+    if problems:
+        raise ValueError("l2sp: " + "; ".join(problems))
+    at = value_and_grad(keyed(loss_fn), engine=engine)
+
+    def pulled(g: Tensor, theta: Tensor, theta_0: Tensor) -> Tensor:
+        dtype = tree.compute_dtype(g)
+        return (g.to(dtype) + pull * (theta.to(dtype) - theta_0.to(dtype))).to(g.dtype)
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        loss, aux, grads = step.accumulate(at, state.params, batch)
+        grads = tree.tree_map(pulled, grads, state.params, base)
+        state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
+        return state, Info(loss, aux, norm)
+
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
+
+
+@dataclass(frozen=True)
+class L2sp:
+    """L2-SP: fine-tuning with a penalty on the distance from the base."""
+
+    name: ClassVar[str] = "l2sp"
+    module: ClassVar[str] = "l2sp"
+
+    pull: float | None = None
+    """Strength of the pull towards the base."""

@@ -1,0 +1,123 @@
+"""MSAM: ASAM's climb along the momentum that the optimizer has, one pass a step."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..compiled import no_grad
+from ..grad import keyed, value_and_grad
+from ..optim import momentum_of
+from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
+from . import step
+from .asam import climb
+
+__all__ = ["Along", "Info", "Msam", "State", "build"]
+
+Along = Literal["momentum", "gradient"]
+
+
+class State(NamedTuple):
+    """What the next step needs."""
+
+    params: Params  # expert parameters theta
+    opt_state: Any  # of the optimizer
+    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
+    previous: Params = ()  # the gradient of the last step, where the climb follows it
+
+
+class Info(NamedTuple):
+    """Per-step diagnostics. Nothing here feeds the next step."""
+
+    loss: Tensor  # shape=(), at theta + e
+    aux: Aux
+    grad_norm: Tensor  # shape=(), float32, of the gradient at theta + e, before clipping
+
+
+# over 60 lines: its docstring states equation, cost and arguments
+def build(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    base: Params,
+    *,
+    where: Where | None = None,
+    max_grad_norm: float | None = None,
+    rho: float = 0.5,
+    adaptive: bool = True,
+    along: Along = "momentum",
+    engine: Engine = "autograd",
+    donate: bool = False,
+) -> Method:
+    r"""Sharpness-aware minimisation along the momentum.
+
+    ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)``; the update uses ``grad L(theta + e)`` at theta. d is the
+    optimizer's momentum (Adam's first moments, Muon's and SGD's momentum) before the step, or the gradient of the step
+    before, before clipping; in the first step both are 0, and so is e.
+
+    One forward and one backward pass a step, as plain fine-tuning. The momentum needs no buffer of its own, the
+    gradient one of the size of params in the state; theta + e is a copy of params for the time of the pass.
+
+    Args:
+        rho: radius, >= 0.
+        adaptive: False replaces |theta| by 1.
+        along: "momentum" or "gradient".
+        others: as in `smat_fn.mat.finetune.build`.
+
+    Returns:
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+
+    Raises:
+        ValueError: lists every bad argument, and in ``init`` for params that do not match base, and for an optimizer
+            without a momentum.
+
+    Source: Becker, Altrock and Risse, 2024 (Momentum-SAM); Kwon et al., 2021 (the climb in units of the weights).
+    """
+    problems = step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(rho=rho)
+    if along not in get_args(Along):
+        problems.append(f"along is {along!r}, choose one of {', '.join(get_args(Along))}")
+    if problems:
+        raise ValueError("msam: " + "; ".join(problems))
+    at, start = value_and_grad(keyed(loss_fn), engine=engine), step.init(optimizer, base, donate=donate)
+
+    def init(params: Params) -> State:
+        state = start(params)
+        if along == "gradient":
+            return State(*state, tree.tree_map(torch.zeros_like, state.params))
+        momentum_of(state.opt_state, state.params)  # raises before the first step
+        return State(*state)
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        plain = step.State(*state[:3])
+        slope = momentum_of(state.opt_state, state.params) if along == "momentum" else state.previous
+        climbed = climb(state.params, slope, rho=rho, adaptive=adaptive)
+        loss, aux, grads = step.accumulate(at, climbed, batch)
+        previous = _kept(grads, state.previous, donate) if along == "gradient" else ()
+        plain, norm = step.apply(optimizer, plain, grads, max_grad_norm=max_grad_norm, donate=donate)
+        return State(*plain, previous), Info(loss, aux, norm)
+
+    return Method(init, step.with_keys(update))
+
+
+@no_grad
+def _kept(grads: Params, previous: Params, donate: bool) -> Params:
+    # a copy: clipping may write into a gradient, and autograd may give out one tensor for two leaves
+    if donate:
+        return tree.tree_map(lambda old, new: old.copy_(new), previous, grads)
+    return tree.clone(grads)
+
+
+@dataclass(frozen=True)
+class Msam:
+    """MSAM: ASAM's climb along the optimizer's momentum, one pass a step."""
+
+    name: ClassVar[str] = "msam"
+    module: ClassVar[str] = "msam"
+
+    rho: float | None = None
+    """Radius of the climb."""
+    adaptive: bool | None = None
+    """Scale the climb by the weights' magnitudes."""
+    along: Along | None = None
+    """Direction of the climb: the optimizer's momentum, or the gradient of the step before, which needs a buffer."""

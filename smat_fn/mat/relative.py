@@ -1,0 +1,61 @@
+"""Gradients at simulated states whose noise is in units of the update so far."""
+
+from typing import Literal
+
+from ..grad import value_and_grad
+from ..simulation import Draw
+from ..simulation.relative import simulate_by_leaf, update_rms
+from ..types import Batch, Engine, LossFn, Offload, Params, Where
+from .simulated import Result, SimulatedGradient
+from .step import accumulate
+
+SigmaOf = Literal["weights", "update", "leaf"]
+
+
+def relative_gradient(
+    loss_fn: LossFn, at_simulated: SimulatedGradient, base: Params, *, where: Where | None, of: SigmaOf, engine: Engine
+) -> SimulatedGradient:
+    """The gradient at simulated states whose sigma is in the units that ``of`` names; see `smat_fn.mat.smat.build`."""
+    if of == "update":
+        return _ByUpdate(at_simulated, base)
+    return _ByLeaf(loss_fn, base, where, engine) if of == "leaf" else at_simulated
+
+
+def sigma_problems(of: str, offload: Offload | None) -> list[str]:
+    """Error messages for units of sigma that are unknown, or need a base that is elsewhere."""
+    if of not in ("weights", "update", "leaf"):
+        return [f"sigma_of is {of!r}, choose weights, update or leaf"]
+    if of != "weights" and offload is not None:
+        return [f"sigma_of {of!r} reads base as it is: leave out offload {offload!r}"]
+    return []
+
+
+class _ByUpdate:
+    """sigma times the RMS of the update of all leaves together."""
+
+    reweighted = False
+
+    def __init__(self, at_simulated: SimulatedGradient, base: Params) -> None:
+        self._at_simulated, self._base = at_simulated, base
+
+    def prepare(self, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        sigma = drawn.sigma * update_rms(params, self._base).to(drawn.sigma.device)
+        return self._at_simulated(params, batch, drawn._replace(sigma=sigma))
+
+
+class _ByLeaf:
+    """sigma times the RMS of the update of each leaf."""
+
+    reweighted = False
+
+    def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
+        self._at, self._base, self._where = value_and_grad(loss_fn, engine=engine), base, where
+
+    def prepare(self, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        return accumulate(self._at, simulate_by_leaf(params, self._base, drawn, where=self._where), batch)

@@ -1,0 +1,75 @@
+"""Arcee Fusion: of one model's differences from another, those that matter most."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import all_at_once
+from ..types import Params
+from .common import Fuse, Mapped, Merger, Rule, merge_weights
+from .inputs import Experts, check_alone, coef_problems, count_problems
+
+
+def arcee_fusion(experts: Experts, *, coef: float = 1.0) -> Params:
+    """θ₁ + γ m ⊙ (θ₂ − θ₁), m = 1 where the importance is at least Q₂ + 1.5 (Q₃ − Q₁) of its leaf, else 0.
+
+    The importance of a coordinate is |θ₂ − θ₁| · KL of its row, ``KL = Σ p log(p / q)``, p and q the softmax of the row
+    of θ₂ and of θ₁ along the last axis, each plus 1e-8. The quartile Q_k is the entry ⌊k (n − 1) / 4⌋ of the n
+    importances in order; mergekit draws a random million of them where a leaf has more.
+
+    Args:
+        experts: {name: tree} or a list, of two trees: the one that changes, mergekit's base, and the other.
+        coef: γ, finite; mergekit has none, which is 1.
+
+    Returns:
+        A new tree of the first expert's structure, rounded once.
+
+    Raises:
+        ValueError: lists every leaf that does not agree, and for another number of experts.
+
+    Source: mergekit 0.1.5, merge_methods/arcee_fusion.py.
+    """
+    problems = [*coef_problems(coef), *count_problems(experts, "arcee_fusion", least=2, most=2)]
+    flat = all_at_once(problems, lambda: check_alone(experts))
+    return merge_weights(experts, flat, lambda _, values: fused(values, float(coef)))
+
+
+def fused(values: Iterable[Tensor], coef: float) -> Tensor:
+    """The merged leaf of two."""
+    one, two = (value.contiguous() for value in values)
+    if not one.numel():
+        return one.clone()
+    change = two - one
+    importance = change.abs() * _divergence(two, one)
+    ordered = importance.reshape(-1).sort().values
+    first, second, third = (ordered[int(quarter / 4 * (len(ordered) - 1))] for quarter in (1, 2, 3))
+    return one + change * (importance >= second + 1.5 * (third - first)).to(one.dtype).mul_(coef)
+
+
+def _divergence(of: Tensor, start: Tensor) -> Tensor:
+    """KL(of ‖ start) of every row."""
+    left, right = torch.softmax(of, -1).add_(1e-8), torch.softmax(start, -1).add_(1e-8)
+    return (left / right).log_().mul_(left).sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class ArceeFusion(Merger):
+    """Arcee Fusion: the first of two experts with those differences of the second that matter most."""
+
+    name = "arcee_fusion"
+    function = staticmethod(arcee_fusion)
+    based = False
+    coef: float = 1.0
+    """gamma, a factor of the differences; 1 is mergekit's."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            shape, coef = leaves.shape(path), leaves.coefs[path]
+            return lambda piece: fused((part.view(shape) for part in piece.deltas), coef).reshape(-1)
+
+        return Rule(fuse, whole=lambda _: True)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return 64 * max((leaf.numel() for leaf in leaves.values()), default=0)

@@ -1,0 +1,96 @@
+"""CART: task arithmetic around the experts' mean, with task vectors of low rank."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import all_at_once
+from ..types import Params
+from .common import UNKNOWN, Mapped, Merger, Rule, add, merge_weights
+from .inputs import Experts, check_alone, coef_problems
+from .spectral import HELD, Mix, is_matrix, largest, matrix_rule, of_matrix, other_problems
+
+
+def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[str] = ()) -> Params:
+    """θ̄ + γ Σ_i [θ_i − θ̄]_k per matrix, θ̄ the experts' mean, [·]_k the k leading singular triplets.
+
+    ``k = ⌈share · min(rows, columns)⌉``. Leaves that are no matrices are θ̄.
+
+    Args:
+        experts: {name: tree} or a list of trees of the same leaf paths, shapes, dtypes and non-floating values.
+        coef: γ (λ in the paper), finite.
+        share: of singular values, in (0, 1]; the paper finds 0.08 to do well.
+        skip: globs of matrices that count as other leaves.
+
+    Returns:
+        A new tree of the first expert's structure, rounded once. The last bits are those of the library that computes
+        the SVD.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes; or names a matrix that is not finite.
+
+    Source: Choi et al., "Revisiting weight averaging for model merging", 2024 (arXiv 2412.12153); k:
+        merge/methods/cart.py of apanariello4/merge-and-rebase at 345c570.
+    """
+    problems = [*coef_problems(coef), *_problems(share), *other_problems("mean", skip)]
+    flat = all_at_once(problems, lambda: check_alone(experts))
+
+    def fuse(path: str, values: Iterator[Tensor]) -> Tensor:
+        every = [value.contiguous() for value in values]
+        if is_matrix(path, every[0].shape, skip):
+            return of_matrix(path, every, partial(centred, coef=coef, share=share))
+        return _mean(every)
+
+    return merge_weights(experts, flat, fuse)
+
+
+def centred(weights: list[Tensor], *, coef: float, share: float) -> Tensor:
+    """θ̄ + γ Σ_i [θ_i − θ̄]_k of a matrix."""
+    mean = _mean(weights)
+    count = math.ceil(share * min(mean.shape))
+    total = torch.zeros_like(mean)
+    for weight in weights:
+        left, values, right = torch.linalg.svd(weight - mean, full_matrices=False)
+        total += (left[:, :count] * values[:count]) @ right[:count]
+    return mean.add_(total.mul_(coef))
+
+
+def _mean(weights: list[Tensor]) -> Tensor:
+    return add(weights).div_(len(weights))
+
+
+def _problems(share: float) -> list[str]:
+    return [] if 0 < share <= 1 else [f"share is {share}, must be in (0, 1]"]
+
+
+@dataclass(frozen=True)
+class Cart(Merger):
+    """CART: the experts' mean, and the leading singular vectors of what each differs from it."""
+
+    name = "cart"
+    function = staticmethod(cart)
+    based = False
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+    share: float = 0.08
+    """Share of the singular values of every difference that is kept."""
+    skip: tuple[str, ...] = ()
+    """Globs of matrices that are averaged only, as embeddings too large for a decomposition: "*embed*"."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def mix(path: str) -> Mix:
+            return partial(centred, coef=leaves.coefs[path], share=self.share)
+
+        return matrix_rule(leaves, self.skip, mix, _mean)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return (4 * experts + HELD) * largest(leaves, self.skip)
+
+    def work(self, shape: Sequence[int]) -> float:
+        return super().work(shape) * (min(shape) if len(shape) == 2 else 1)

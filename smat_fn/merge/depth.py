@@ -1,0 +1,78 @@
+"""LiNeS: coefficients that grow with depth, around any merger with a base."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from torch import Tensor
+
+from .. import errors
+from ..types import Params
+from .inputs import Experts, Leaves, check, coef_problems
+from .task_arithmetic import task_arithmetic_vector
+
+Depth: TypeAlias = Callable[[str], int | None]
+
+
+def block_of(path: str) -> int | None:
+    """The number of the block that a leaf is in: the first one between two dots, 3 of "layers.3.mlp.weight"."""
+    return next((int(part) for part in path.split(".")[1:-1] if part.isdecimal()), None)
+
+
+def lines_coefs(paths: Iterable[str], *, low: float, high: float, layer_of: Depth = block_of) -> dict[str, float]:
+    """γ_l = low + (high − low) · l / (L − 1) of block l = 0 … L − 1, and low of leaves in no block.
+
+    What `apply_rules`, `merge_by` and `merge_folders` take as ``coef``: LiNeS around any merger with a base, in memory
+    or on folders. Of several stacks, as an encoder and a decoder, L is that of the longest.
+
+    Args:
+        paths: of leaves.
+        low, high: γ of the first and of the last block, finite. In the paper's symbols: α and α + β.
+        layer_of: the block of a leaf, None outside of blocks.
+
+    Returns:
+        γ by path, in the order of ``paths``.
+
+    Raises:
+        ValueError: lists coefficients that are not finite; or there are fewer than two blocks.
+
+    Source: Wang et al., "LiNeS: post-training layer scaling prevents forgetting and enhances model merging", 2025;
+        src/eval/eval.py of wang-kee/LiNeS at 43a7bdd.
+    """
+    layers = {path: layer_of(path) for path in paths}
+    blocks = {layer for layer in layers.values() if layer is not None}
+    problems = [*coef_problems(low), *coef_problems(high)]
+    if layers and (not blocks or max(blocks) < 1):
+        problems.append("no two blocks by layer_of, so no depth: pass the block of every leaf, as 3 of layers.3.weight")
+    errors.raise_problems(problems)
+    last = max(blocks, default=1)
+    return {path: low + (high - low) * (layer or 0) / last for path, layer in layers.items()}
+
+
+def lines(vector: Mapping[str, Tensor], *, low: float, high: float, layer_of: Depth = block_of) -> Leaves:
+    """γ_l τ_l of every leaf: a merged task vector scaled by depth, for `apply_vector` with coef 1.
+
+    Args:
+        vector: τ, flat, of any merger.
+        low, high, layer_of: see `lines_coefs`, which raises too.
+    """
+    coefs = lines_coefs(vector, low=low, high=high, layer_of=layer_of)
+    return {path: leaf * coefs[path] for path, leaf in vector.items()}
+
+
+def lines_low(vector: Mapping[str, Tensor], base: Params, experts: Experts) -> float:
+    """The authors' γ of the first block: ‖Σ_i Δ_i‖₁ / (N ‖τ‖₁), which is 1/N for task arithmetic; then high − low is β.
+
+    Args:
+        vector: τ, flat, of any merger.
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+
+    Raises:
+        ValueError: lists what does not fit; or τ is zero.
+    """
+    start, flat = check(base, experts)
+    size = sum(float(leaf.abs().sum()) for leaf in vector.values())
+    if not size:
+        raise ValueError("the merged vector is zero: there is nothing to scale")
+    total = sum(float(leaf.abs().sum()) for leaf in task_arithmetic_vector(start, flat).values())
+    return total / size / len(flat)

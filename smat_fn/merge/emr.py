@@ -1,0 +1,116 @@
+"""EMR-Merging: one merged vector for all tasks; a mask and a scale make it a model for one of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from . import common
+from .common import (
+    UNKNOWN,
+    Mapped,
+    Merger,
+    Piece,
+    Rule,
+    add,
+    apply_vector,
+    compute_dtype,
+    delta_of,
+    halved,
+    merge_pieces,
+    zeroed,
+)
+from .inputs import Experts, Leaves, check, coef_problems
+from .tall_mask import place_of
+
+
+def emr(base: Params, experts: Experts, *, task: str, coef: float = 1.0) -> Params:
+    """θ₀ + γ λ_t m_t ⊙ τ, τ = s max_i max(s Δ_i, 0), s the sign of Σ_i Δ_i (0 counts as −), m_t = 1 where s Δ_t > 0.
+
+    ``λ_t = Σ_l mean |Δ_t,l| / Σ_l mean |m_t ⊙ τ|_l`` over all leaves l, in float64. τ, and a mask and a number for each
+    task, are all that the experts' models need: one model for each task.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        task: name of the expert that the model is for.
+        coef: γ, finite; 1 in the paper.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
+    Source: Huang et al., "EMR-Merging: tuning-free high-performance model merging", 2024;
+        merge_vit/src/main_emr_merging.py of harveyhuang18/EMR_Merging at cc225ec.
+    """
+    check(base, experts, coef_problems(coef))
+    return apply_vector(base, emr_vector(base, experts, task=task), coef=coef)
+
+
+def emr_vector(base: Params, experts: Experts, *, task: str) -> Leaves:
+    """λ_t m_t ⊙ τ: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts)
+    place = place_of(list(flat), task)
+
+    def blocks(path: str) -> Iterator[list[Tensor]]:
+        dtype, origin = compute_dtype(path, start, flat), start[path].reshape(-1)
+        leaves = [tree[path].reshape(-1) for tree in flat.values()]
+        for first in range(0, origin.numel(), common.BLOCK):
+            part = slice(first, first + common.BLOCK)
+            yield [delta_of(leaf[part], origin[part], dtype) for leaf in leaves]
+
+    floating = {path: leaf.numel() for path, leaf in start.items() if leaf.is_floating_point()}
+    scale = scale_of(((size, blocks(path)) for path, size in floating.items()), place)
+    return merge_pieces(start, flat, lambda piece: fuse(piece, place, scale))
+
+
+def fuse(piece: Piece, place: int, scale: float) -> Tensor:
+    """The merged vector of a piece."""
+    return _own(piece.deltas, place).mul_(scale)
+
+
+def scale_of(leaves: Iterable[tuple[int, Iterable[list[Tensor]]]], place: int) -> float:
+    """λ_t, from the size and the blocks of task vectors of every leaf."""
+    before = after = 0.0
+    for size, blocks in leaves:
+        sums = [0.0, 0.0]
+        for deltas in blocks:
+            rows = torch.stack([deltas[place].abs(), _own(deltas, place).abs_()])
+            sums = [total + more for total, more in zip(sums, halved(rows.double()).tolist(), strict=True)]
+        before, after = before + sums[0] / max(size, 1), after + sums[1] / max(size, 1)
+    return before / after if after else 0.0
+
+
+def _own(deltas: Sequence[Tensor], place: int) -> Tensor:
+    """m_t ⊙ τ."""
+    sign = (add(deltas) > 0).to(deltas[0].dtype).mul_(2).sub_(1)
+    largest = reduce(torch.maximum, (delta * sign for delta in deltas))
+    return zeroed(largest.mul_(sign), deltas[place] * sign > 0)
+
+
+@dataclass(frozen=True)
+class Emr(Merger):
+    """EMR-Merging: a model for one task, the largest changes of the majority's sign where the task agrees, rescaled."""
+
+    name = "emr"
+    function = staticmethod(emr_vector)
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    task: str
+    """Name of the expert that the model is for."""
+    coef: float = 1.0
+    """gamma; 1 is the source's."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        place = place_of(list(leaves.experts), self.task)
+        sized = ((leaves.shape(path).numel(), leaves.blocks(path)) for path in leaves.coefs)
+        scale = scale_of(sized, place)
+        return Rule(lambda _: lambda piece: fuse(piece, place, scale))
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return (8 * experts + 64) * min(max((leaf.numel() for leaf in leaves.values()), default=0), common.BLOCK)

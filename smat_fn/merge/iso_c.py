@@ -1,0 +1,59 @@
+"""Iso-C: the sum of the task matrices with all singular values made equal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..types import Params
+from .common import add, apply_vector
+from .inputs import Experts, Leaves, check, coef_problems
+from .spectral import Mix, Others, Spectral, matrix_vector, other_problems, svd
+
+
+def iso_c(base: Params, experts: Experts, *, coef: float, others: Others = "mean", skip: Sequence[str] = ()) -> Params:
+    """θ₀ + γ σ̄ U Vᵀ, per matrix Σ_i Δ_i = U Σ Vᵀ, σ̄ the mean of its min(rows, columns) singular values.
+
+    Directions whose singular value is 0 up to rounding are left out, they have no unique vectors.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        coef: γ (α in the paper), finite.
+        others: of leaves that are no matrices: "mean" of the task vectors, as the authors, or "zero".
+        skip: globs of matrices that count as such leaves; the authors skip "*text_projection*".
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the
+        library that computes the SVD.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes; or names a matrix that is not finite.
+
+    Source: Marczak et al., "No task left behind: isotropic model merging with common and task-specific subspaces",
+        2025; src/utils/iso.py of danielm1405/iso-merging at d34010a.
+    """
+    check(base, experts, [*coef_problems(coef), *other_problems(others, skip)])
+    return apply_vector(base, iso_c_vector(base, experts, others=others, skip=skip), coef=coef)
+
+
+def iso_c_vector(base: Params, experts: Experts, *, others: Others = "mean", skip: Sequence[str] = ()) -> Leaves:
+    """σ̄ U Vᵀ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
+    return matrix_vector(base, experts, isotropic, others=others, skip=skip)
+
+
+def isotropic(deltas: list[Tensor]) -> Tensor:
+    """σ̄ U Vᵀ of a matrix."""
+    left, values, right = svd(add(deltas))
+    return (left @ right).mul_(values.mean())
+
+
+@dataclass(frozen=True)
+class IsoC(Spectral):
+    """Iso-C: the sum of the experts' matrices, all singular values made equal."""
+
+    name = "iso_c"
+    function = staticmethod(iso_c_vector)
+
+    def mix(self) -> Mix:
+        return isotropic

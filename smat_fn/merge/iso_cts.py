@@ -1,0 +1,93 @@
+"""Iso-CTS: Iso-C with a part of the directions taken from each expert, outside of what they have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from .common import add, apply_vector
+from .inputs import Experts, Leaves, check, coef_problems
+from .spectral import Mix, Others, Spectral, matrix_vector, orthonormal, other_problems, svd
+
+
+def iso_cts(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    others: Others = "mean",
+    skip: Sequence[str] = (),
+    common: float = 0.8,
+) -> Params:
+    """θ₀ + γ σ̄ Û V̂ᵀ, per matrix; U holds the k leading left vectors U_c of Σ_i Δ_i and s of each expert's own part.
+
+    The own part of an expert is ``Δ_i − U_c U_cᵀ Δ_i``; V and the singular values are those of the same triplets, Û and
+    V̂ the nearest orthonormal matrices (`tsv_merge`), σ̄ the mean of all singular values taken. Of r = min(rows, columns)
+    directions each expert has s = round((r − ⌊r · common⌋) / N), at most ⌊r / N⌋, and k = r − N s.
+    Directions whose singular value is 0 up to rounding are left out.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        coef: γ (α in the paper), finite.
+        others: of leaves that are no matrices: "mean" of the task vectors, as the authors, or "zero".
+        skip: globs of matrices that count as such leaves; the authors skip "*text_projection*".
+        common: share of directions for what the experts have in common, in [0, 1]; 0.8 in the paper.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the
+        library that computes the SVD.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes; or names a matrix that is not finite.
+
+    Source: as `iso_c`.
+    """
+    check(base, experts, [*coef_problems(coef), *_problems(common), *other_problems(others, skip)])
+    return apply_vector(base, iso_cts_vector(base, experts, others=others, skip=skip, common=common), coef=coef)
+
+
+def iso_cts_vector(
+    base: Params, experts: Experts, *, others: Others = "mean", skip: Sequence[str] = (), common: float = 0.8
+) -> Leaves:
+    """σ̄ Û V̂ᵀ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
+    mix = partial(isotropic, common=common)
+    return matrix_vector(base, experts, mix, others=others, skip=skip, problems=_problems(common))
+
+
+def isotropic(deltas: list[Tensor], *, common: float) -> Tensor:
+    """σ̄ Û V̂ᵀ of a matrix."""
+    least = min(deltas[0].shape)
+    own = min(round((least - int(least * common)) / len(deltas)), least // len(deltas))
+    together = svd(add(deltas))
+    parts = [_first(together, least - own * len(deltas))]
+    shared = parts[0][0]
+    parts += [_first(svd(delta - shared @ (shared.mT @ delta)), own) for delta in deltas] if own else []
+    left, values, right = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+    return (orthonormal(left) @ orthonormal(right).mT).mul_(values.mean())
+
+
+def _first(parts: tuple[Tensor, Tensor, Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U (rows, count), the diagonal of Σ, V (columns, count)."""
+    left, values, right = parts
+    return left[:, :count], values[:count], right[:count].mT
+
+
+def _problems(common: float) -> list[str]:
+    return [] if 0 <= common <= 1 else [f"common is {common}, must be in [0, 1]"]
+
+
+@dataclass(frozen=True)
+class IsoCts(Spectral):
+    """Iso-CTS: Iso-C with a part of the directions taken from each expert's own part."""
+
+    name = "iso_cts"
+    function = staticmethod(iso_cts_vector)
+    common: float = 0.8
+    """Share of directions for what the experts have in common; the others are divided among the experts."""
+
+    def mix(self) -> Mix:
+        return partial(isotropic, common=self.common)

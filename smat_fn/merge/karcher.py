@@ -1,0 +1,115 @@
+"""Karcher mean: the point on the sphere whose squared arcs to all experts are smallest, at their mean norm."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import all_at_once
+from ..types import Params
+from .common import Fuse, Mapped, Merger, Rule, add, gram, gram_memory, merge_weights
+from .inputs import Experts, check_alone
+
+Products = list[list[float]]
+
+
+def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Params:
+    """mean_i ‖θ_i‖ · u of every leaf, u the Karcher mean of the θ_i / ‖θ_i‖ on the unit sphere.
+
+    From u = Σ_i u_i, normalised, at most ``max_iter`` steps ``u ← exp_u(mean_i log_u(u_i))`` until one is shorter than
+    ``tol``. All of it happens in the plane that the experts span: their inner products, float64, decide how much of
+    each goes into the leaf. Experts of a norm up to ``tol`` have no direction and count in the mean norm alone; one
+    opposite to u pulls nowhere.
+
+    Args:
+        experts: {name: tree} or a list of trees of the same leaf paths, shapes, dtypes and non-floating values.
+        max_iter: at least 0.
+        tol: above 0.
+
+    Returns:
+        A new tree of the first expert's structure, rounded once.
+
+    Raises:
+        ValueError: lists every problem of options, structure and shapes.
+
+    Source: mergekit 0.1.5, merge_methods/karcher.py, whose defaults are these; Karcher, "Riemannian center of mass and
+        mollifier smoothing", 1977.
+    """
+    flat = all_at_once(_problems(max_iter, tol), lambda: check_alone(experts))
+
+    def mean(_: str, values: Iterator[Tensor]) -> Tensor:
+        every = list(values)
+        return combined(every, shares_of(gram(every), max_iter, tol))
+
+    return merge_weights(experts, flat, mean)
+
+
+def combined(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Σ_i s_i v_i."""
+    return add(value * share for value, share in zip(values, shares, strict=True))
+
+
+def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
+    """How much of each expert goes into a leaf, from the inner products of `gram`."""
+    norms = [products[i][i] ** 0.5 for i in range(len(products))]
+    live = [i for i, norm in enumerate(norms) if norm > tol]
+    if len(norms) == 1 or not live:
+        return [1.0] * len(norms)
+    cosines = [[products[i][j] / norms[i] / norms[j] for j in live] for i in live]
+
+    def norm(part: Sequence[float]) -> float:
+        rows = (sum(c * y for c, y in zip(row, part, strict=True)) for row in cosines)
+        return max(sum(x * row for x, row in zip(part, rows, strict=True)), 0.0) ** 0.5
+
+    even = [1 / len(live)] * len(live)
+    size = norm(even)
+    point = [part / size for part in even] if size >= tol else [1.0] + [0.0] * (len(live) - 1)
+    for _ in range(max_iter):
+        step = [0.0] * len(live)
+        for i, row in enumerate(cosines):
+            cos = min(max(sum(c * x for c, x in zip(row, point, strict=True)), -1.0), 1.0)
+            angle = math.acos(cos)
+            if angle < tol or math.pi - angle < tol:
+                continue
+            pull = angle / math.sin(angle) / len(live)
+            step = [s - pull * cos * x for s, x in zip(step, point, strict=True)]
+            step[i] += pull
+        length = norm(step)
+        if length < tol:
+            break
+        point = [math.cos(length) * x + math.sin(length) * s / length for x, s in zip(point, step, strict=True)]
+        size = norm(point)
+        point = [x / size for x in point]
+    shares, scale = [0.0] * len(norms), math.fsum(norms) / len(norms)
+    for i, x in zip(live, point, strict=True):
+        shares[i] = scale * x / norms[i]
+    return shares
+
+
+def _problems(max_iter: int, tol: float) -> list[str]:
+    problems = [] if max_iter >= 0 else [f"max_iter is {max_iter}, must be at least 0"]
+    return problems + ([] if 0 < tol < math.inf else [f"tol is {tol}, must be above 0 and finite"])
+
+
+@dataclass(frozen=True)
+class Karcher(Merger):
+    """Karcher mean: of every leaf the point on the sphere that is nearest to all experts, at their mean norm."""
+
+    name = "karcher"
+    function = staticmethod(karcher)
+    based = False
+    max_iter: int = 10
+    """Steps towards the mean, at most."""
+    tol: float = 1e-5
+    """Length of a step, in radians, that ends them."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            shares = shares_of(leaves.gram(path), self.max_iter, self.tol)
+            return lambda piece: combined(piece.deltas, shares)
+
+        return Rule(fuse)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return gram_memory(leaves, experts)

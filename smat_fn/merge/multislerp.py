@@ -1,0 +1,108 @@
+"""Multi-SLERP: the weighted mean of the directions of all task vectors, at their mean norm."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..types import Params
+from .common import Fuse, Mapped, Merger, Piece, Rule, add, apply_vector, gram, gram_memory, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems
+from .weighted_average import given_weights
+
+Weights = Mapping[str, float] | Sequence[float]
+_EPS = 1e-8
+
+
+def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: Weights = ()) -> Params:
+    """θ₀ + γ (Σ_i w_i ‖Δ_i‖) m / ‖m‖ per leaf, m = Σ_i w_i Δ_i / ‖Δ_i‖, Σ_i w_i = 1.
+
+    mergekit's method goes on from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
+    the same. Norms count as 1e-8 more than they are, as there. One expert is itself.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        coef: γ, finite; mergekit has none, which is 1.
+        weights: {name: w} or a list of them in the experts' order, finite; none: equal.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes; names a leaf whose directions cancel out, of
+            two experts it is their weighted mean instead.
+
+    Source: mergekit 0.1.5, merge_methods/multislerp.py.
+    """
+    check(base, experts, [*coef_problems(coef), *_weights(experts, weights)[0]])
+    return apply_vector(base, multislerp_vector(base, experts, weights=weights), coef=coef)
+
+
+def multislerp_vector(base: Params, experts: Experts, *, weights: Weights = ()) -> Leaves:
+    """(Σ_i w_i ‖Δ_i‖) m / ‖m‖: flat, floating-point leaves only, for `apply_vector`."""
+    problems, given = _weights(experts, weights)
+    start, flat = check(base, experts, problems)
+    shares = {
+        path: shares_of(path, gram([leaves[path] for leaves in flat.values()], leaf), given)
+        for path, leaf in start.items()
+        if leaf.is_floating_point()
+    }
+
+    def fuse(piece: Piece) -> Tensor:
+        return combined(piece, shares[piece.path])
+
+    return merge_pieces(start, flat, fuse)
+
+
+def combined(piece: Piece, shares: Sequence[float]) -> Tensor:
+    """Σ_i s_i Δ_i of a piece."""
+    return add(delta * share for delta, share in zip(piece.deltas, shares, strict=True))
+
+
+def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) -> list[float]:
+    """How much of each task vector goes into a leaf, from the inner products of `gram`. Raises: as `multislerp`."""
+    norms = [products[i][i] ** 0.5 for i in range(len(products))]
+    if len(norms) == 1 or not any(norms):
+        return [1.0] * len(norms)
+    parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
+    square = sum(x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True))
+    size = max(square, 0.0) ** 0.5
+    if size >= _EPS:
+        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / size
+        return [scale * part for part in parts]
+    if len(norms) == 2:
+        return list(weights)
+    raise ValueError(f"leaf {path!r}: the directions of the task vectors cancel out: give other weights")
+
+
+def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]]:
+    """Problems, and weights that sum to 1."""
+    equal = not len(weights) and isinstance(experts, (Mapping, list, tuple))
+    problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, True)
+    total = sum(given.values())
+    return problems, [weight / total for weight in given.values()] if not problems else []
+
+
+@dataclass(frozen=True)
+class MultiSlerp(Merger):
+    """Multi-SLERP: the mean direction of all task vectors of a leaf, at their mean norm."""
+
+    name = "multislerp"
+    function = staticmethod(multislerp_vector)
+    coef: float = 1.0
+    """gamma; 1 is mergekit's."""
+    weights: tuple[float, ...] = ()
+    """One number for each expert, in their order; none: equal."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        _, weights = _weights([{}] * len(leaves.experts), self.weights)
+
+        def fuse(path: str) -> Fuse:
+            shares = shares_of(path, leaves.gram(path), weights)
+            return lambda piece: combined(piece, shares)
+
+        return Rule(fuse)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return gram_memory(leaves, experts)

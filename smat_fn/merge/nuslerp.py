@@ -1,0 +1,115 @@
+"""NuSLERP: two task vectors, interpolated along the arc between them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from .common import Fuse, Mapped, Merger, Piece, Rule, add, apply_vector, gram, gram_memory, merge_leaves, merge_pieces
+from .inputs import Experts, Leaves, check, coef_problems, count_problems
+
+Along: TypeAlias = Literal["leaf", "first", "last"]
+
+
+def nuslerp(base: Params, experts: Experts, *, coef: float = 1.0, t: float = 0.5, along: Along = "leaf") -> Params:
+    """θ₀ + γ (sin((1 − t) ω) Δ₁ + sin(t ω) Δ₂) / sin ω, ω the angle between the two, of a leaf or of its fibres.
+
+    Where they are parallel, or opposite: (1 − t) Δ₁ + t Δ₂. ω is computed in float64; norms count as 1e-7 at least.
+
+    Args:
+        base: tree that the experts were trained from; without one it is `slerp`.
+        experts: {name: tree} or a list, of two trees.
+        coef: γ, finite; mergekit has none, which is 1.
+        t: share of the second, finite; of mergekit's weights w₁, w₂ it is w₂ / (w₁ + w₂).
+        along: "leaf" takes the angle of the whole leaf; "last" one of each row, the fibres of the last axis; "first"
+            one of each column, those of the first axis, which mergekit calls ``nuslerp_row_wise``.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes, and for another number of experts.
+
+    Source: mergekit 0.1.5, merge_methods/nuslerp.py.
+    """
+    check(base, experts, [*coef_problems(coef), *_problems(experts, t, along)])
+    return apply_vector(base, nuslerp_vector(base, experts, t=t, along=along), coef=coef)
+
+
+def nuslerp_vector(base: Params, experts: Experts, *, t: float = 0.5, along: Along = "leaf") -> Leaves:
+    """What is between Δ₁ and Δ₂: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, _problems(experts, t, along))
+    if along != "leaf":
+        return merge_leaves(start, flat, lambda _, deltas: between(*deltas, t=t, along=along))
+    leaves = {path: [tree[path] for tree in flat.values()] for path, leaf in start.items() if leaf.is_floating_point()}
+    shares = {path: shares_of(gram(pair, start[path]), t) for path, pair in leaves.items()}
+    return merge_pieces(start, flat, lambda piece: combined(piece, shares[piece.path]))
+
+
+def combined(piece: Piece, shares: tuple[float, float]) -> Tensor:
+    """s₁ Δ₁ + s₂ Δ₂ of a piece."""
+    return add(delta * share for delta, share in zip(piece.deltas, shares, strict=True))
+
+
+def shares_of(products: list[list[float]], t: float) -> tuple[float, float]:
+    """How much of both goes into a leaf, from the inner products of `gram`."""
+    sizes = [max(products[i][i] ** 0.5, 1e-7) for i in (0, 1)]
+    cos = min(max(products[0][1] / sizes[0] / sizes[1], -1.0), 1.0)
+    if 1 - cos * cos <= 1e-16:
+        return 1 - t, t
+    angle = math.acos(cos)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+
+
+def between(one: Tensor, two: Tensor, *, t: float, along: Along) -> Tensor:
+    """`shares_of` for every fibre of a leaf."""
+    axis = 0 if along == "first" else -1
+    one, two = one.contiguous(), two.contiguous()
+    sizes = [leaf.double().norm(dim=axis, keepdim=True).clamp(min=1e-7) for leaf in (one, two)]
+    cos = ((one.double() * two).sum(axis, keepdim=True) / sizes[0] / sizes[1]).clamp(-1, 1)
+    line = 1 - cos.square() <= 1e-16
+    angle = cos.masked_fill(line, 0).acos()
+    near, far = (torch.sin(part * angle) / torch.sin(angle) for part in (1 - t, t))
+    near, far = near.masked_fill(line, 1 - t).to(one.dtype), far.masked_fill(line, t).to(one.dtype)
+    return one * near + two * far
+
+
+def _problems(experts: Experts, t: float, along: str) -> list[str]:
+    problems = count_problems(experts, "nuslerp", least=2, most=2)
+    problems += [] if math.isfinite(t) else [f"t is {t}, must be finite"]
+    return problems + ([] if along in ("leaf", "first", "last") else [f"along is {along!r}: leaf, first or last"])
+
+
+@dataclass(frozen=True)
+class NuSlerp(Merger):
+    """NuSLERP: two experts' task vectors, along the arc between them."""
+
+    name = "nuslerp"
+    function = staticmethod(nuslerp_vector)
+    coef: float = 1.0
+    """gamma; 1 is mergekit's."""
+    t: float = 0.5
+    """0 gives the first expert, 1 the second."""
+    along: Along = "leaf"
+    """One angle for a leaf, for each column (first) or for each row (last)."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            if self.along == "leaf":
+                shares = shares_of(leaves.gram(path), self.t)
+                return lambda piece: combined(piece, shares)
+            shape = leaves.shape(path)
+            return lambda piece: between(
+                *(delta.view(shape) for delta in piece.deltas), t=self.t, along=self.along
+            ).reshape(-1)
+
+        return Rule(fuse, whole=lambda _: self.along != "leaf")
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        if self.along == "leaf":
+            return gram_memory(leaves, experts)
+        return 64 * max((leaf.numel() for leaf in leaves.values()), default=0)

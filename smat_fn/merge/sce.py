@@ -1,0 +1,105 @@
+"""SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from .common import Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
+from .inputs import Experts, Leaves, check, coef_problems
+
+
+def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:
+    """θ₀ + γ Σ_i a_i w_i Δ_i / max(Σ_i a_i w_i, 1e-6) in every coordinate that stays; 0 in the others.
+
+    Of a leaf ⌊density · v⌋ coordinates stay, those whose variance over the experts is largest, equal ones by position;
+    v is the number of variances above 0. a_i is 1 where Δ_i has the sign of Σ_i Δ_i, where 0 counts as +, else 0.
+    ``w_i`` is the mean of Δ_i² over the leaf, what does not stay counting as 0, divided by the sum of these means; or
+    1/N where that sum is below ``floor``.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        coef: γ, finite; mergekit has none, which is 1.
+        density: in [0, 1]; mergekit's ``select_topk``. 1 keeps the coordinates without variance too.
+        floor: at least 0. mergekit's 1e-6 is above what many fine-tunes change: they get equal weights.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
+    Source: Wan et al., "FuseChat: knowledge fusion of chat models", 2024; mergekit 0.1.5, merge_methods/sce.py.
+    """
+    check(base, experts, [*coef_problems(coef), *_problems(density, floor)])
+    return apply_vector(base, sce_vector(base, experts, density=density, floor=floor), coef=coef)
+
+
+def sce_vector(base: Params, experts: Experts, *, density: float = 1.0, floor: float = 1e-6) -> Leaves:
+    """The merged task vector: flat, floating-point leaves only, for `apply_vector`."""
+    return merge_leaves(
+        *check(base, experts, _problems(density, floor)),
+        lambda _, deltas: fused(deltas, density=density, floor=floor),
+    )
+
+
+def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
+    """The merged vector of a leaf."""
+    every = [delta.contiguous() for delta in deltas]
+    if density < 1:
+        keep = _varying(every, density)
+        every = [delta * keep for delta in every]
+    squares = [float(delta.double().square().sum()) / max(delta.numel(), 1) for delta in every]
+    total = sum(squares)
+    weights = [square / total for square in squares] if total and total >= floor else [1 / len(every)] * len(every)
+    sign = (add(every) >= 0).to(every[0].dtype).mul_(2).sub_(1)
+    above, below = torch.zeros_like(sign), torch.zeros_like(sign)
+    for delta, weight in zip(every, weights, strict=True):
+        share = (delta.sign() == sign).to(sign.dtype).mul_(weight)
+        above += delta * share
+        below += share
+    return above / below.clamp_(min=1e-6)
+
+
+def _varying(deltas: list[Tensor], density: float) -> Tensor:
+    """1 for the coordinates of largest variance, 0 for the others."""
+    mean = add(deltas).div_(len(deltas))
+    variance = add((delta - mean).square_() for delta in deltas).reshape(-1)  # times N
+    count = int(int(variance.count_nonzero()) * density)
+    keep = torch.zeros_like(variance)
+    keep[variance.argsort(descending=True, stable=True)[:count]] = 1
+    return keep.view(deltas[0].shape)
+
+
+def _problems(density: float, floor: float) -> list[str]:
+    problems = [] if 0 <= density <= 1 else [f"density is {density}, must be in [0, 1]: it is the kept share"]
+    return problems + ([] if 0 <= floor < float("inf") else [f"floor is {floor}, must be finite and at least 0"])
+
+
+@dataclass(frozen=True)
+class Sce(Merger):
+    """SCE: the coordinates that vary most over the experts, weighed by squares, without minority signs."""
+
+    name = "sce"
+    function = staticmethod(sce_vector)
+    coef: float = 1.0
+    """gamma; 1 is mergekit's."""
+    density: float = 1.0
+    """Share of a leaf's coordinates that stay, those of largest variance."""
+    floor: float = 1e-6
+    """Mean squares whose sum is below count as equal weights; 0: never."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        def fuse(path: str) -> Fuse:
+            shape = leaves.shape(path)
+            return lambda piece: fused(
+                (delta.view(shape) for delta in piece.deltas), density=self.density, floor=self.floor
+            ).reshape(-1)
+
+        return Rule(fuse, whole=lambda _: True)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return (8 * experts + 48) * max((leaf.numel() for leaf in leaves.values()), default=0)

@@ -1,0 +1,133 @@
+"""What the mergers of matrices share: their options, their rule for folders, and decompositions that drop what is 0."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from .common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, merge_leaves
+from .inputs import Experts, Leaves, check
+
+Others: TypeAlias = Literal["mean", "zero"]
+HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors
+Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matrix, from its task vectors
+
+
+def other_problems(others: str, skip: Sequence[str]) -> list[str]:
+    """Validation errors for ``others`` and ``skip``."""
+    problems = [] if others in ("mean", "zero") else [f"others is {others!r}, must be 'mean' or 'zero'"]
+    if isinstance(skip, str):
+        problems.append(f"skip is the text {skip!r}: pass a list of globs")
+    return problems
+
+
+def matrix_vector(
+    base: Params,
+    experts: Experts,
+    mix: Mix,
+    *,
+    others: Others,
+    skip: Sequence[str],
+    problems: Iterable[str] = (),
+) -> Leaves:
+    """A merged task vector: ``mix`` of every matrix, `rest` of the other leaves and of matrices named by ``skip``.
+
+    Raises:
+        ValueError: as `check`, and for a matrix that has no singular values.
+    """
+
+    def fuse(path: str, deltas: Iterable[Tensor]) -> Tensor:
+        every = [delta.contiguous() for delta in deltas]  # the layout would decide the order of sums
+        return of_matrix(path, every, mix) if is_matrix(path, every[0].shape, skip) else rest(every, others)
+
+    return merge_leaves(*check(base, experts, [*problems, *other_problems(others, skip)]), fuse)
+
+
+def is_matrix(path: str, shape: Sequence[int], skip: Sequence[str]) -> bool:
+    """Whether a leaf has two dimensions, none of them 0, and no glob of ``skip`` matches its path."""
+    return len(shape) == 2 and min(shape) > 0 and not any(fnmatchcase(path, glob) for glob in skip)
+
+
+def rest(deltas: list[Tensor], others: Others) -> Tensor:
+    """The mean of the task vectors, or zero."""
+    return add(deltas).div_(len(deltas)) if others == "mean" else torch.zeros_like(deltas[0])
+
+
+def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:
+    """``mix(deltas)``. Raises: ValueError that names the matrix where a decomposition does not converge."""
+    try:
+        return mix(deltas)
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(f"leaf {path!r} has no singular values, are all of its values finite? {error}") from error
+
+
+def matrix_rule(leaves: Mapped, skip: Sequence[str], mix: Callable[[str], Mix], other: Mix) -> Rule:
+    """``mix(path)`` of whole matrices, ``other`` of chunks of other leaves and of matrices named by ``skip``."""
+
+    def whole(path: str) -> bool:
+        return is_matrix(path, leaves.shape(path), skip)
+
+    def fuse(path: str) -> Fuse:
+        if not whole(path):
+            return lambda piece: other(piece.deltas)
+        shape, own = leaves.shape(path), mix(path)
+        return lambda piece: of_matrix(path, [delta.view(shape) for delta in piece.deltas], own).reshape(-1)
+
+    return Rule(fuse, whole=whole)
+
+
+def largest(leaves: Mapping[str, Tensor], skip: Sequence[str]) -> int:
+    """Coordinates of the largest matrix."""
+    return max((leaf.numel() for path, leaf in leaves.items() if is_matrix(path, leaf.shape, skip)), default=0)
+
+
+def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, the diagonal of Σ, Vᵀ; singular values that are 0 up to rounding are set to 0, and their vectors too."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    real = is_real(values, matrix)
+    return left * real, values * real, right * real[:, None]
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns (of a wide one, rows): P Qᵀ of P D Qᵀ. Directions of 0 are left out.
+
+    Source: Schönemann, "A generalized solution of the orthogonal Procrustes problem", 1966.
+    """
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return (left * is_real(values, matrix)) @ right
+
+
+def is_real(values: Tensor, matrix: Tensor) -> Tensor:
+    """Which singular values are not 0 up to rounding."""
+    return values > torch.finfo(values.dtype).eps * max(matrix.shape) * values[0]
+
+
+@dataclass(frozen=True)
+class Spectral(Merger):
+    """A merger of matrices. Other leaves, and matrices named by ``skip``, take the mean of the task vectors or 0."""
+
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    grid: ClassVar = WIDE
+    coef: float | None = None
+    """gamma. No preset holds one: --search chooses it on dev."""
+    others: Others = "mean"
+    """Leaves that are no matrices: the mean of the task vectors, or no change."""
+    skip: tuple[str, ...] = ()
+    """Globs of matrices that count as such leaves, as embeddings too large for a decomposition: "*embed*"."""
+
+    def mix(self) -> Mix:
+        """The arithmetic on one matrix."""
+        raise NotImplementedError
+
+    def rule(self, leaves: Mapped) -> Rule:
+        return matrix_rule(leaves, self.skip, lambda _: self.mix(), lambda deltas: rest(deltas, self.others))
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        return (4 * experts + HELD) * largest(leaves, self.skip)
+
+    def work(self, shape: Sequence[int]) -> float:
+        return super().work(shape) * (min(shape) if len(shape) == 2 else 1)

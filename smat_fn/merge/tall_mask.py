@@ -1,0 +1,74 @@
+"""TALL mask: the sum of all task vectors where one task needs it, a model for that task."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..types import Params
+from .common import UNKNOWN, Mapped, Merger, Piece, Rule, add, apply_vector, merge_pieces, zeroed
+from .consensus import needs, ratio_problems
+from .inputs import Experts, Leaves, check, coef_problems
+
+
+def tall_mask(base: Params, experts: Experts, *, task: str, ratio: float, coef: float = 1.0) -> Params:
+    """θ₀ + γ m_t ⊙ τ, τ = Σ_i Δ_i, m_t = 1 where |Δ_t| > ratio · |τ − Δ_t|, else 0: one model for each task.
+
+    The masks, a bit a coordinate, and τ are all that the experts' models need. What the experts share is stored once.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        task: name of the expert that the model is for.
+        ratio: λ of the mask, at least 0; the authors choose it on the task's validation data among 0.2 to 0.6.
+        coef: γ, finite; 1 in the paper.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes.
+
+    Source: as `consensus`.
+    """
+    check(base, experts, [*coef_problems(coef), *ratio_problems(ratio)])
+    return apply_vector(base, tall_mask_vector(base, experts, task=task, ratio=ratio), coef=coef)
+
+
+def tall_mask_vector(base: Params, experts: Experts, *, task: str, ratio: float) -> Leaves:
+    """m_t ⊙ τ: flat, floating-point leaves only, for `apply_vector`."""
+    start, flat = check(base, experts, ratio_problems(ratio))
+    place = place_of(list(flat), task)
+    return merge_pieces(start, flat, lambda piece: fuse(piece, place, ratio))
+
+
+def fuse(piece: Piece, place: int, ratio: float) -> Tensor:
+    """The merged vector of a piece."""
+    total = add(piece.deltas)
+    return zeroed(total, needs(piece.deltas[place], total, ratio))
+
+
+def place_of(names: list[str], task: str) -> int:
+    """Position of an expert by name. Raises: ValueError that lists the names."""
+    if task not in names:
+        raise ValueError(f"task {task!r} is no expert, choose one of {', '.join(names)}")
+    return names.index(task)
+
+
+@dataclass(frozen=True)
+class TallMask(Merger):
+    """TALL mask: a model for one task, the sum of all experts' changes where that task needs it."""
+
+    name = "tall_mask"
+    function = staticmethod(tall_mask_vector)
+    semantics: ClassVar = {"mergekit": UNKNOWN}
+    task: str
+    """Name of the expert that the model is for."""
+    ratio: float
+    """The task needs a coordinate where its change is more than this times what the others add up to."""
+    coef: float = 1.0
+    """gamma; 1 is the source's."""
+
+    def rule(self, leaves: Mapped) -> Rule:
+        place = place_of(list(leaves.experts), self.task)
+        return Rule(lambda _: lambda piece: fuse(piece, place, self.ratio))

@@ -1,0 +1,118 @@
+"""WUDI in closed form: the matrix that differs least from every expert's on the inputs that its rows stand for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+from .common import apply_vector
+from .inputs import Experts, Leaves, check, coef_problems
+from .spectral import Mix, Others, Spectral, is_matrix, matrix_vector, other_problems
+
+
+def wudi(
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    others: Others = "mean",
+    skip: Sequence[str] = (),
+    ridge: float = 1e-8,
+    norms: bool = True,
+) -> Params:
+    """θ₀ + γ Δ*, Δ* = (Σ_i Δ_i G_i / ‖Δ_i‖²) (Σ_i G_i / ‖Δ_i‖² + ridge · I)⁻¹ per matrix, G_i = Δ_iᵀ Δ_i.
+
+    Norms are those of Frobenius. Without the ridge Δ* minimises Σ_i ‖(Δ* − Δ_i) Δ_iᵀ‖² / ‖Δ_i‖², which the authors
+    descend by 300 steps of Adam from Σ_i Δ_i. Matrices are (outputs, inputs), as in ``torch.nn.Linear``. Arithmetic is
+    float64; experts whose matrix is zero are left out.
+
+    Args:
+        base: tree that the experts were trained from.
+        experts: {name: tree} or a list of trees.
+        coef: γ, finite; 1 in the paper.
+        others: of leaves that are no matrices: "mean" of the task vectors, or "zero", as the authors, who change
+            linear layers alone.
+        skip: globs of matrices that count as such leaves.
+        ridge: at least 0; with 0 the inverse is the pseudo-inverse.
+        norms: False leaves out the division by ‖Δ_i‖²: ACTMat, with ridge 0.
+
+    Returns:
+        A new tree of base's structure and dtypes; non-floating leaves are base's. The last bits are those of the
+        library that solves the system.
+
+    Raises:
+        ValueError: lists every problem of values, structure and shapes; or names a matrix that is not finite.
+
+    Source: Cheng et al., "Whoever started the interference should end it: guiding data-free model merging via task
+        vectors", 2025; closed form and ridge: merge/methods/functional/wudi.py of apanariello4/merge-and-rebase at
+        345c570; ACTMat: arXiv 2604.01329, functional/actmerge.py there.
+    """
+    check(base, experts, [*coef_problems(coef), *_problems(ridge), *other_problems(others, skip)])
+    vector = wudi_vector(base, experts, others=others, skip=skip, ridge=ridge, norms=norms)
+    return apply_vector(base, vector, coef=coef)
+
+
+def wudi_vector(
+    base: Params,
+    experts: Experts,
+    *,
+    others: Others = "mean",
+    skip: Sequence[str] = (),
+    ridge: float = 1e-8,
+    norms: bool = True,
+) -> Leaves:
+    """Δ*, or the mean: flat, floating-point leaves only, for `apply_vector`."""
+    mix = partial(nearest, ridge=ridge, norms=norms)
+    return matrix_vector(base, experts, mix, others=others, skip=skip, problems=_problems(ridge))
+
+
+def nearest(deltas: list[Tensor], *, ridge: float, norms: bool) -> Tensor:
+    """Δ* of a matrix, by a system of the smaller of inputs and outputs times experts."""
+    sized = ((delta, float(delta.square().sum())) for delta in (delta.double() for delta in deltas))
+    live = [(delta, delta / (size**0.5 if norms else 1)) for delta, size in sized if size]
+    if not live:
+        return torch.zeros_like(deltas[0])
+    # D: the Δ_i / ‖Δ_i‖ below each other; then Σ G_i / ‖Δ_i‖² = DᵀD, and Σ Δ_i G_i / ‖Δ_i‖² = E D
+    stacked = torch.cat([row for _, row in live])
+    left = torch.cat([delta @ row.mT for delta, row in live], 1)
+    if len(stacked) < stacked.shape[1]:  # D (DᵀD + r)⁻¹ = (DDᵀ + r)⁻¹ D
+        return (left @ _solved(stacked @ stacked.mT, stacked, ridge)).to(deltas[0].dtype)
+    return _solved(stacked.mT @ stacked, (left @ stacked).mT, ridge).mT.to(deltas[0].dtype)
+
+
+def _solved(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """(M + ridge)⁻¹ R of a symmetric M, or M⁺ R."""
+    if not ridge:
+        return torch.linalg.pinv(matrix, hermitian=True) @ right
+    matrix.diagonal().add_(ridge)
+    return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
+
+
+def _problems(ridge: float) -> list[str]:
+    return [] if 0 <= ridge < float("inf") else [f"ridge is {ridge}, must be a finite number of at least 0"]
+
+
+@dataclass(frozen=True)
+class Wudi(Spectral):
+    """WUDI in closed form: what differs least from every expert on the inputs that its matrices respond to."""
+
+    name = "wudi"
+    function = staticmethod(wudi_vector)
+    ridge: float = 1e-8
+    """Added to the system's diagonal, relative to norms of 1; 0: the pseudo-inverse."""
+    norms: bool = True
+    """Divide by the squared norms; with --no-norms and --ridge 0 it is ACTMat."""
+
+    def mix(self) -> Mix:
+        return partial(nearest, ridge=self.ridge, norms=self.norms)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        def needed(rows: int, columns: int) -> int:
+            side = min(rows * experts, columns)
+            return 28 * experts * rows * columns + 40 * side * side + 32 * rows * max(columns, rows * experts)
+
+        shapes = [leaf.shape for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip)]
+        return max((needed(*shape) for shape in shapes), default=0)

@@ -1,0 +1,43 @@
+"""Noise in units of the update so far: sigma times the RMS of theta - theta_0, of the whole tree or leaf by leaf."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..types import Params, Where
+from .state import Draw, simulate
+
+
+def update_rms(params: Params, base: Params) -> Tensor:
+    """RMS of all coordinates of theta - theta_0, a 0-d float64 tensor on the device of the first leaf."""
+    origins = tree.flatten(base)
+    deltas = {path: _delta(leaf, origins[path]) for path, leaf in tree.flatten(params).items()}
+    return tree.global_norm(deltas) / math.sqrt(max(1, sum(delta.numel() for delta in deltas.values())))
+
+
+@torch.no_grad()
+def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where | None = None) -> Params:
+    r"""The simulated state with a sigma for each leaf: ``draw.sigma`` times the RMS of the leaf's update.
+
+    ``theta_0 + alpha m (.) (theta - theta_0) + epsilon``, epsilon of a leaf of RMS ``sigma RMS(theta - theta_0)``
+    there; alpha, mask and the unit noise are those of `simulate`, which a tree of one leaf at a time draws alike.
+
+    Args:
+        params, base, draw, where: as `simulate`.
+
+    Returns:
+        tree of params' structure, shapes and dtypes.
+    """
+    origins, found = tree.flatten(base), dict[str, Tensor]()
+    for path, leaf in tree.flatten(params).items():
+        own, origin = {path: leaf}, {path: origins[path]}
+        sigma = draw.sigma * update_rms(own, origin).to(draw.sigma.device)
+        found |= simulate(own, origin, draw._replace(sigma=sigma), where=where)
+    return tree.unflatten(params, found)
+
+
+def _delta(leaf: Tensor, origin: Tensor) -> Tensor:
+    dtype = tree.compute_dtype(leaf, origin)
+    return leaf.detach().to(dtype) - origin.detach().to(dtype)

@@ -1,0 +1,126 @@
+"""The screening: one small run of it, and what it says about its numbers."""
+
+import json
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+import pytest
+from scipy import stats
+
+from benchmarks import screening
+from benchmarks.study.trial import Trial
+from smat_fn.config import Msam, TaskArithmetic, Training
+from smat_fn.evaluate import Result
+from smat_fn.suites import digits
+from smat_fn.suites.digits_base import Examples
+
+
+@dataclass(frozen=True)
+class Few(digits.DigitsOptions):
+    pretrain_steps: int = 10
+    images_per_task: int = 120
+
+
+@pytest.fixture
+def _small(monkeypatch, _own_cache):
+    """Two tasks, 60 dev and test images, four steps, three coefficients."""
+    true = digits.splits
+    monkeypatch.setattr(digits, "DigitsOptions", Few)
+    monkeypatch.setattr(digits, "TASKS", {task: digits.TASKS[task] for task in ("rot90", "stripes")})
+    monkeypatch.setattr(digits, "splits", lambda seed: {name: few(part, name) for name, part in true(seed).items()})
+    monkeypatch.setattr(screening, "BASE", Training(steps=4, lr=1e-3))
+    monkeypatch.setattr(screening, "COEFS", (0.5, 1.0, 2.0))
+
+
+def few(part, name):
+    return part if name == "train" else Examples(part.images[:60], part.labels[:60])
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_stopped_screening_resumes_and_writes_tables(tmp_path, capsys):
+    words = [str(tmp_path), "--seeds", "112", "--rates", "1e-3", "--jobs", "1", "--families"]
+    screening.main([*words, "MSAM, gradient"])
+    result = json.loads((tmp_path / "screening.json").read_text())
+    assert [line["label"] for line in result["lines"]] == ["FT", "MSAM along the last gradient, rho 0.5"]
+    assert result["seeds"] == [112]
+    for line in result["lines"]:
+        assert line["training"]["lr"] == 1e-3
+        assert line["cpu_seconds"][0] > 0
+        assert line["coefs"][0]["wa"] is None
+        assert {line["coefs"][0][name] for name in ("ta", "ties", "tsv_merge")} <= {0.5, 1.0, 2.0}
+        mean = fmean(line["test"][name][0] for name in ("wa", "ta", "ties"))
+        assert line["test"]["mean"] == [pytest.approx(mean)]
+        assert line["from_ft"]["mean"] == pytest.approx(mean - result["lines"][0]["test"]["mean"][0])
+    assert not list(tmp_path.rglob("model.safetensors"))
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}
+    screening.main([*words, "MSAM, gradient", "SMAT"])
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("outcome.json")}.items()
+    assert len(json.loads((tmp_path / "screening.json").read_text())["lines"]) == 3
+    assert "| SMAT | 0.001 | 4 |" in (tmp_path / "screening.md").read_text()
+    assert "2 of 3 trials stand" in capsys.readouterr().out
+
+
+def outcome(test, dev, seconds):
+    model_rows = [Result("x", name, "t", "test", score, 1) for name, score in test.items()]
+    return {
+        "trial": {"training": asdict(Training(steps=4, lr=1e-3))},
+        "dev": {name: {"t": value} for name, value in dev.items()},
+        "coefs": {},
+        "test": [asdict(row) for row in model_rows],
+        "training_cpu_seconds": seconds,
+    }
+
+
+def test_differences_are_paired_by_seed_and_the_choice_is_by_dev():
+    def line(family, label, shifts, dev, seconds=2.0):
+        scores = [
+            {"expert:t": 90.0, "wa": 80 + i + s, "ta": 82 + i + s, "ties": 84 + i + s, "tsv_merge": 86.0}
+            for i, s in enumerate(shifts)
+        ]
+        own = dict.fromkeys(("wa", "ta", "ties"), dev)
+        candidate = screening.Candidate(family, label, Msam(), Training(steps=4, lr=1e-3))
+        return screening.line_of(candidate, [outcome(one, own, seconds) for one in scores])
+
+    lines = [
+        line("FT", "FT", (0, 0, 0), 70),
+        line("M", "good on test", (3, 4, 5), 71),
+        line("M", "M", (1, 2, 6), 72, 3.0),
+    ]
+    result = screening.compared(lines)
+    found = result["lines"][2]
+    assert found["from_ft"]["differences"] == [1.0, 2.0, 6.0]
+    interval = stats.t.interval(0.95, 2, 3.0, stats.sem([1, 2, 6]))
+    assert found["from_ft"]["interval"] == pytest.approx(list(interval))
+    assert found["cpu_ratio"] == 1.5
+    assert [one["label"] for one in result["by_dev"]] == ["FT", "M"]
+    text = screening.page({"seeds": [1, 2, 3], **result})
+    assert text.index("good on test") < text.index("| M |") < text.index("| FT |")
+    assert "| +3.00 (2.65) |" in text
+
+
+def test_passes_count_asam_twice():
+    passes = {one.label: one.passes for one in screening.candidates([1e-3])}
+    assert passes["ASAM, rho 0.5"] == 2 * passes["FT"] == 800
+    assert passes["ASAM, half the steps, rho 0.5"] == passes["MSAM, rho 0.5"] == passes["SMAT climbing, rho 1"] == 400
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--seeds", "41", "105"], "seed 41 was used before: take another; seed 105 was used before"),
+    (["--families", "best"], "family 'best' is unknown, choose from FT, SMAT, ASAM"),
+    (["--seeds", "111", "111"], "a seed is named twice"),
+])  # fmt: skip
+def test_bad_words_are_refused_before_any_work(tmp_path, capsys, words, told):
+    with pytest.raises(SystemExit):
+        screening.main([str(tmp_path / "out"), *words])
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trial_states_its_mergers_and_coefficients(tmp_path):
+    trial = screening.candidates([1e-3])[0].trial(111)
+    assert trial.facts()["mergers"] == {"wa": {}, "ta": {}, "ties": trial.facts()["mergers"]["ties"], "tsv_merge": {}}
+    assert trial.facts()["coefs"] == [i / 10 for i in range(1, 21)]
+    plain = Trial("FT", "digits", trial.method, trial.training, 111)
+    assert "coefs" not in plain.facts()
+    assert set(plain.facts()["mergers"]) == {"wa", "ta", "ties", "dare", "della"}
+    assert trial._replace(mergers=(TaskArithmetic(),)).folder(tmp_path) != trial.folder(tmp_path)

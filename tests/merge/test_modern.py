@@ -1,0 +1,552 @@
+"""The mergers of singular vectors, angles and masks: their formulas in NumPy, closed forms, errors."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from smat_fn import merge
+
+COEF = 0.3
+
+
+def svd(matrix):
+    return np.linalg.svd(matrix, full_matrices=False)
+
+
+def polar(matrix):
+    """The nearest orthonormal matrix, without an SVD of it: M (MᵀM)^(-1/2), or its transpose."""
+    if matrix.shape[0] < matrix.shape[1]:
+        return polar(matrix.T).T
+    values, vectors = np.linalg.eigh(matrix.T @ matrix)
+    return matrix @ vectors @ np.diag(values**-0.5) @ vectors.T
+
+
+# each returns the merged vector of a leaf from its task vectors, float64
+
+
+def plain_iso_c(*changes):
+    if changes[0].ndim != 2:
+        return sum(changes) / len(changes)
+    total = sum(changes)
+    return np.linalg.norm(total, "nuc") / min(total.shape) * polar(total)
+
+
+def plain_iso_cts(*changes, common=0.5):
+    if changes[0].ndim != 2:
+        return sum(changes) / len(changes)
+    least, count = min(changes[0].shape), len(changes)
+    own = round((least - int(least * common)) / count)
+    first = least - own * count
+    u, s, vt = svd(sum(changes))
+    lefts, values, rights = [u[:, :first]], [s[:first]], [vt[:first]]
+    for change in changes:
+        rest = change - u[:, :first] @ u[:, :first].T @ change
+        u_i, s_i, vt_i = svd(rest)
+        lefts, values, rights = [*lefts, u_i[:, :own]], [*values, s_i[:own]], [*rights, vt_i[:own]]
+    return np.concatenate(values).mean() * polar(np.hstack(lefts)) @ polar(np.vstack(rights))
+
+
+def plain_wudi(*changes, ridge=1e-8, norms=True):
+    if changes[0].ndim != 2:
+        return sum(changes) / len(changes)
+    left, right = np.zeros_like(changes[0]), ridge * np.eye(changes[0].shape[1])
+    for change in changes:
+        gram = change.T @ change / ((change**2).sum() if norms else 1)
+        left, right = left + change @ gram, right + gram
+    return left @ (np.linalg.inv(right) if ridge else np.linalg.pinv(right, hermitian=True))
+
+
+def plain_nuslerp(one, two, t=0.3):
+    cos = np.vdot(one, two) / np.linalg.norm(one) / np.linalg.norm(two)
+    if abs(cos) > 1 - 1e-14:
+        return (1 - t) * one + t * two
+    omega = np.arccos(cos)
+    return (np.sin((1 - t) * omega) * one + np.sin(t * omega) * two) / np.sin(omega)
+
+
+def plain_nuslerp_rows(one, two):
+    if one.ndim < 2:
+        return plain_nuslerp(one, two)
+    rows = [plain_nuslerp(*pair) for pair in zip(*(x.reshape(-1, x.shape[-1]) for x in (one, two)), strict=True)]
+    return np.stack(rows).reshape(one.shape)
+
+
+def plain_karcher(*leaves):
+    units = [leaf / np.linalg.norm(leaf) for leaf in leaves]
+    mean = sum(units) / np.linalg.norm(sum(units))
+    for _ in range(10):
+        angles = [np.arccos(np.vdot(mean, unit)) for unit in units]
+        step = sum(a / np.sin(a) * (u - np.cos(a) * mean) for a, u in zip(angles, units, strict=True)) / len(units)
+        length = np.linalg.norm(step)
+        if length < 1e-5:
+            break
+        mean = np.cos(length) * mean + np.sin(length) * step / length
+    return np.mean([np.linalg.norm(leaf) for leaf in leaves]) * mean
+
+
+def plain_multislerp(*changes, weights=(0.5, 2.0, 0.3)):
+    weights = np.array(weights) / sum(weights)
+    units = np.stack([change / np.linalg.norm(change) for change in changes])
+    mean = np.tensordot(weights, units, 1)
+    mean /= np.linalg.norm(mean)
+    tangents = np.stack([unit - np.vdot(unit, mean) * mean for unit in units])
+    tangent = np.tensordot(weights, tangents, 1)
+    length = np.linalg.norm(tangent) + 1e-8
+    end = np.cos(length) * mean + np.sin(length) / length * tangent
+    return end * sum(w * np.linalg.norm(change) for w, change in zip(weights, changes, strict=True))
+
+
+def plain_sce(*changes, density=0.4):
+    every = np.stack(changes)
+    variance = every.var(0).reshape(-1)
+    kept = np.argsort(-variance, kind="stable")[: int(density * np.count_nonzero(variance))]
+    every = every * np.isin(np.arange(variance.size), kept).reshape(every.shape[1:])
+    squares = (every**2).reshape(len(every), -1).mean(1)
+    sign = np.where(every.sum(0) >= 0, 1, -1)
+    weights = (squares / squares.sum()).reshape(-1, *[1] * (every.ndim - 1)) * (np.sign(every) == sign)
+    return (every * weights).sum(0) / np.maximum(weights.sum(0), 1e-6)
+
+
+def softmax(rows):
+    values = np.exp(rows - rows.max(-1, keepdims=True))
+    return values / values.sum(-1, keepdims=True) + 1e-8
+
+
+def plain_arcee(one, two):
+    p, q = softmax(two), softmax(one)
+    importance = np.abs(two - one) * (p * np.log(p / q)).sum(-1, keepdims=True)
+    ordered = np.sort(importance.reshape(-1))
+    low, middle, high = (ordered[int(q * (ordered.size - 1))] for q in (0.25, 0.5, 0.75))
+    return one + COEF * (two - one) * (importance >= middle + 1.5 * (high - low))
+
+
+def plain_cart(*leaves):
+    mean = sum(leaves) / len(leaves)
+    if mean.ndim != 2:
+        return mean
+    total = np.zeros_like(mean)
+    for leaf in leaves:
+        _, vectors = np.linalg.eigh((leaf - mean).T @ (leaf - mean))
+        leading = vectors[:, -int(np.ceil(0.3 * min(mean.shape))) :]
+        total += (leaf - mean) @ leading @ leading.T
+    return mean + COEF * total
+
+
+def plain_consensus(*changes, ratio=0.4, least=2):
+    total = sum(changes)
+    return total * (sum(np.abs(change) > ratio * np.abs(total - change) for change in changes) >= least)
+
+
+def plain_tall(*changes, ratio=0.4):
+    total = sum(changes)
+    return total * (np.abs(changes[0]) > ratio * np.abs(total - changes[0]))
+
+
+def plain_emr(*changes):
+    sign = np.where(sum(changes) > 0, 1.0, -1.0)
+    return sign * np.maximum(np.max([change * sign for change in changes], 0), 0) * (changes[0] * sign > 0)
+
+
+def plain_svc(merged, *changes, alpha=0.2):
+    if merged.ndim != 2:
+        return merged
+    u, s, vt = svd(merged)
+    for r in range(s.size):
+        ratios = [(u[:, r] @ merged) @ (u[:, r] @ d) / max(((u[:, r] @ d) ** 2).sum(), 1e-12) for d in changes]
+        s[r] /= np.mean([max(ratio, alpha) for ratio in ratios])
+    return u @ np.diag(s) @ vt
+
+
+def scaled_back(base, experts, task):
+    """The merger without its scale, the only number that sees several leaves."""
+    vector = merge.emr_vector(base, experts, task=task)
+    sizes, scale = [0.0, 0.0], 1.0
+    for path, leaf in vector.items():
+        start, leaves = base[path].double().numpy(), [expert[path].double().numpy() for expert in experts.values()]
+        if leaf.numel():
+            changes = [expert - start for expert in leaves]
+            sizes[0] += np.abs(changes[0]).mean()
+            sizes[1] += np.abs(plain_emr(*changes)).mean()
+            scale = sizes[0] / sizes[1]
+    return merge.emr(base, experts, task=task, coef=COEF / scale)
+
+
+# name of a merger -> runs: (merger, plain formula, number of experts)
+PLAIN = {
+    "iso_c": {"": (lambda b, e: merge.iso_c(b, e, coef=COEF), plain_iso_c, 3)},
+    "iso_cts": {"": (lambda b, e: merge.iso_cts(b, e, coef=COEF, common=0.5), plain_iso_cts, 3)},
+    "wudi": {
+        "": (lambda b, e: merge.wudi(b, e, coef=COEF, ridge=1e-3), lambda *d: plain_wudi(*d, ridge=1e-3), 3),
+        " of one": (lambda b, e: merge.wudi(b, e, coef=COEF, ridge=1e-3), lambda *d: plain_wudi(*d, ridge=1e-3), 1),
+        " act_mat": (
+            lambda b, e: merge.wudi(b, e, coef=COEF, ridge=0.0, norms=False),
+            lambda *d: plain_wudi(*d, ridge=0.0, norms=False),
+            2,
+        ),
+    },
+    "nuslerp": {
+        "": (lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3), plain_nuslerp, 2),
+        " rows": (lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3, along="last"), plain_nuslerp_rows, 2),
+        " columns": (
+            lambda b, e: merge.nuslerp(b, e, coef=COEF, t=0.3, along="first"),
+            lambda *d: plain_nuslerp_rows(*(x.swapaxes(0, -1) for x in d)).swapaxes(0, -1),
+            2,
+        ),
+    },
+    "karcher": {"": (lambda b, e: merge.karcher(e), plain_karcher, 3)},
+    "sce": {
+        "": (lambda b, e: merge.sce(b, e, coef=COEF), functools.partial(plain_sce, density=1.0), 3),
+        " selected": (lambda b, e: merge.sce(b, e, coef=COEF, density=0.4), plain_sce, 3),
+    },
+    "arcee_fusion": {"": (lambda b, e: merge.arcee_fusion(e, coef=COEF), plain_arcee, 2)},
+    "multislerp": {"": (lambda b, e: merge.multislerp(b, e, coef=COEF, weights=(0.5, 2.0, 0.3)), plain_multislerp, 3)},
+    "cart": {"": (lambda b, e: merge.cart(e, coef=COEF, share=0.3), plain_cart, 3)},
+    "consensus": {
+        "": (lambda b, e: merge.consensus(b, e, coef=COEF, ratio=0.4), plain_consensus, 4),
+        " of what one needs": (
+            lambda b, e: merge.consensus(b, e, coef=COEF, ratio=1.5, least=1),
+            functools.partial(plain_consensus, ratio=1.5, least=1),
+            2,
+        ),
+    },
+    "tall_mask": {
+        "": (lambda b, e: merge.tall_mask(b, e, coef=COEF, ratio=0.4, task=next(iter(e), "")), plain_tall, 3),
+    },
+    "svc": {
+        "": (lambda b, e: merge.svc(b, e, coef=COEF, alpha=0.2), plain_svc, 3),
+        " of the paper": (lambda b, e: merge.svc(b, e, coef=COEF), functools.partial(plain_svc, alpha=1.0), 4),
+    },
+    "emr": {"": (lambda b, e: scaled_back(b, e, next(iter(e), "")), plain_emr, 3)},
+}
+RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-10), (torch.float32, 3e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", RUNS)
+def test_close_to_the_plain_formula(name, dtype, error, family):
+    merger, plain, count = RUNS[name]
+    base, experts = family(dtype, count=count, scale=2.0)
+    merged = merger(base, experts)
+    for path in ("vector", "matrix", "conv", "column"):
+        start, *leaves = [leaf[path].double().numpy() for leaf in (base, *experts.values())]
+        changes = [leaf - start for leaf in leaves]
+        expected = plain(*leaves) if name in merge.BASELESS else start + COEF * plain(*changes)
+        np.testing.assert_allclose(merged[path].double().numpy(), expected, rtol=error, atol=4 * error, err_msg=path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trees_without_floating_coordinates_and_experts_that_do_not_fit(name):
+    merger, _, count = RUNS[name]
+    base = {"n": torch.tensor([1, 2]), "empty": torch.zeros(0, 3)}
+    merged = merger(base, {str(i): base for i in range(count)})
+    assert merged["n"].tolist() == [1, 2]
+    assert merged["empty"].shape == (0, 3)
+    base = {"w": torch.zeros(2), "v": torch.zeros(3)}
+    with raises("experts is empty"):
+        merger(base, {})
+    with raises("lacks leaf 'v' of", "leaf 'w' has shape (4,) in expert 'x'"):
+        merger(base, {**{str(i): base for i in range(count - 1)}, "x": {"w": torch.zeros(4)}})
+
+
+def raises(*parts):
+    return pytest.raises(ValueError, match=".*".join(re.escape(part) for part in parts))
+
+
+def matrices(count, shape=(18, 40), seed=0):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of(merger, *deltas, **options):
+    """The merged vector of a matrix."""
+    return merger({"w": torch.zeros_like(deltas[0])}, [{"w": delta} for delta in deltas], coef=1.0, **options)["w"]
+
+
+@pytest.mark.parametrize("shape", [(18, 40), (40, 18), (7, 7), (1, 5)])
+def test_iso_c_has_one_singular_value_the_mean(shape):
+    deltas = matrices(3, shape)
+    values = torch.linalg.svdvals(of(merge.iso_c, *deltas))
+    torch.testing.assert_close(values, torch.full_like(values, torch.linalg.svdvals(deltas.sum(0)).mean().item()))
+
+
+def test_iso_c_leaves_out_directions_without_a_value():
+    one = torch.outer(matrices(1)[0, :, 0], matrices(1)[0, 0])
+    merged = of(merge.iso_c, one)
+    torch.testing.assert_close(merged, one / 18)  # one value of 18, the others 0
+    assert torch.equal(of(merge.iso_c, one, -one), torch.zeros_like(one))
+
+
+def test_iso_cts_without_own_directions_is_iso_c():
+    deltas = matrices(3)
+    torch.testing.assert_close(of(merge.iso_cts, *deltas, common=1.0), of(merge.iso_c, *deltas))
+    # 2 directions for 3 experts round to one each, which are 3 of the 2 that there are: none is taken
+    small = matrices(3, (2, 5))
+    torch.testing.assert_close(of(merge.iso_cts, *small, common=0.0), of(merge.iso_c, *small))
+
+
+def test_iso_cts_keeps_an_expert_that_the_sum_hides():
+    loud, quiet = torch.zeros(6, 6), torch.zeros(6, 6)
+    loud[:5, :5], quiet[5, 5] = 10 * torch.eye(5), 1.0
+    merged = of(merge.iso_cts, loud, quiet, common=0.7)  # four in common, one of each
+    assert merged[5, 5] == pytest.approx((5 * 10 + 1) / 6)
+
+
+def test_wudi_of_one_or_of_equal_experts_is_the_expert_and_of_strangers_the_sum():
+    one, two = matrices(2, (7, 5))
+    torch.testing.assert_close(of(merge.wudi, one), one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of(merge.wudi, two, two, two), two, rtol=1e-5, atol=1e-5)
+    left, right = one.clone(), two.clone()
+    left[:, 2:], right[:, :2] = 0, 0  # they respond to other inputs
+    for options in ({}, {"ridge": 0.0, "norms": False}):
+        torch.testing.assert_close(of(merge.wudi, left, right, **options), left + right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of(merge.wudi, one, torch.zeros_like(one)), one, rtol=1e-5, atol=1e-5)
+
+
+def test_wudi_minimises_the_interference_of_its_source():
+    deltas = list(matrices(3, (7, 5)))
+
+    def interference(vector):
+        return sum((((vector - d) @ d.mT).square().sum() / d.square().sum()) for d in deltas)
+
+    best = of(merge.wudi, *deltas, ridge=0.0).requires_grad_()
+    interference(best).backward()
+    assert best.grad.abs().max() < 1e-12
+    assert interference(best) < interference(sum(deltas)) / 2
+
+
+def test_wudi_weighs_experts_by_their_norms_unless_told_otherwise():
+    one, two = matrices(2, (7, 5))
+    near, far = (of(merge.wudi, one, 100 * two, norms=norms) for norms in (True, False))
+    assert (near - 100 * two).norm() > 10 * (far - 100 * two).norm()
+
+
+@pytest.mark.parametrize("merger", [merge.tsv_merge, merge.iso_c, merge.iso_cts, merge.wudi])
+def test_other_leaves_and_skipped_matrices(merger):
+    leaves = {"a.w": (3, 4), "embed.w": (4, 3), "b": (3,), "conv": (2, 2, 2)}
+    base = {path: torch.zeros(shape) for path, shape in leaves.items()}
+    experts = [{path: torch.randn(shape) for path, shape in leaves.items()} for _ in range(2)]
+    means = {path: (experts[0][path] + experts[1][path]) / 2 for path in leaves}
+    for options, others in (({}, means), ({"others": "zero"}, base)):
+        merged = merger(base, experts, coef=1.0, skip=("embed*",), **options)
+        assert all(torch.equal(merged[path], others[path]) for path in leaves if path != "a.w")
+        plain = merger(base, experts, coef=1.0, **options)
+        assert torch.equal(plain["a.w"], merged["a.w"])
+        assert not torch.equal(plain["embed.w"], others["embed.w"])
+    with raises("others is 'sum', must be 'mean' or 'zero'", "skip is the text 'embed*': pass a list of globs"):
+        merger(base, experts, coef=1.0, others="sum", skip="embed*")
+
+
+@pytest.mark.parametrize("merger", [merge.iso_c, merge.iso_cts, merge.wudi])
+def test_a_matrix_that_is_not_finite_is_named(merger):
+    bad = {"v": torch.ones(2, 2), "w": torch.full((2, 2), float("nan"))}
+    with raises("leaf 'w' has no singular values, are all of its values finite?"):
+        merger({path: torch.zeros(2, 2) for path in bad}, [bad], coef=1.0)
+
+
+def test_tsv_of_all_singular_values():
+    one, two = matrices(2, (6, 9))
+    parts = zip(*map(svd, (one.numpy(), two.numpy())), strict=True)
+    u, s, vt = (np.concatenate(part, axis) for part, axis in zip(parts, (1, 0, 0), strict=True))
+    torch.testing.assert_close(of(merge.tsv_merge, one, two, share=1.0), torch.from_numpy(polar(u) * s @ polar(vt)))
+    torch.testing.assert_close(of(merge.tsv_merge, one, share=1.0), one)
+    for share in (0.5, 0.99):
+        assert torch.linalg.matrix_rank(of(merge.tsv_merge, one, share=share)) == int(6 * share)
+    assert torch.equal(of(merge.tsv_merge, one, two, share=0.1), (one + two) / 2)
+
+
+ONE = {
+    "ties": lambda b, e: merge.ties(b, e, coef=1.0, keep=1.0),
+    "tsv_merge": lambda b, e: merge.tsv_merge(b, e, coef=1.0, share=1.0),
+    "wudi": lambda b, e: merge.wudi(b, e, coef=1.0),
+    "act_mat": lambda b, e: merge.wudi(b, e, coef=1.0, norms=False, ridge=0.0),
+    "karcher": lambda b, e: merge.karcher(e),
+    "multislerp": lambda b, e: merge.multislerp(b, e),
+    "sce": lambda b, e: merge.sce(b, e),
+    "cart": lambda b, e: merge.cart(e, coef=1.0),
+    "consensus": lambda b, e: merge.consensus(b, e, coef=1.0, ratio=0.4, least=1),
+    "tall_mask": lambda b, e: merge.tall_mask(b, e, ratio=0.4, task=min(e)),
+    "emr": lambda b, e: merge.emr(b, e, task=min(e)),
+}
+MEANS = "wudi", "act_mat", "karcher", "multislerp", "sce", "cart"  # of equal experts they are the expert
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_expert_at_one_and_equal_experts_are_the_expert(name, family):
+    base, experts = family(torch.float64, count=1)
+    expert = experts["sum"]
+    for count in (1, 3) if name in MEANS else (1,):
+        merged = ONE[name](base, {str(i): expert for i in range(count)})
+        for path, leaf in expert.items():
+            torch.testing.assert_close(merged[path], leaf, rtol=1e-6, atol=1e-7, msg=f"{count}: {path}")
+
+
+def test_nuslerp_of_parallel_opposite_and_zero_vectors_is_linear():
+    one = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+    for along in ("leaf", "first", "last"):
+        for left, right in ((one, 3 * one), (one, -one), (one, 0 * one), (0 * one, 0 * one)):
+            merged = of(merge.nuslerp, left, right, t=0.25, along=along)
+            if right is not left and not right.any():  # no angle counts as a right one, as in mergekit
+                assert torch.equal(merged, left * np.sin(0.75 * np.pi / 2))
+            else:
+                torch.testing.assert_close(merged, 0.75 * left + 0.25 * right)
+    assert of(merge.nuslerp, one, -one, t=0.5).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nuslerp_keeps_the_norm_and_takes_rows_and_columns_by_themselves():
+    one, two = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    rows = of(merge.nuslerp, one, two, along="last")
+    torch.testing.assert_close(rows, torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, 2.0]]))
+    torch.testing.assert_close(of(merge.nuslerp, one.mT, two.mT, along="first"), rows.mT)
+    whole = of(merge.nuslerp, torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0]), t=1 / 3)
+    torch.testing.assert_close(whole, torch.tensor([1.5 * 3**0.5, 1.5]))
+
+
+def test_karcher_is_the_middle_of_an_arc_and_of_a_corner():
+    trees = [{"w": leaf} for leaf in torch.diag(torch.tensor([1.0, 2.0, 3.0]))]
+    middle = merge.karcher(trees[:2])["w"]
+    torch.testing.assert_close(middle, 1.5 * torch.tensor([0.5**0.5, 0.5**0.5, 0.0]))
+    torch.testing.assert_close(merge.karcher(trees)["w"], 2 * torch.full((3,), 3**-0.5))
+
+
+def test_karcher_of_opposite_and_of_zero_experts():
+    one, zero = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}
+    assert merge.karcher([one, {"w": -one["w"]}])["w"].tolist() == [3.0, 4.0]  # any direction is as good
+    torch.testing.assert_close(merge.karcher([one, zero])["w"], one["w"] / 2)
+    assert torch.equal(merge.karcher([zero, zero])["w"], zero["w"])
+
+
+def test_karcher_minimises_the_squared_arcs():
+    leaves = torch.nn.functional.normalize(matrices(4, (6,)) + 0.5, dim=1)
+
+    def arcs(point):
+        return (leaves @ point / point.norm()).acos().square().sum()
+
+    point = merge.karcher([{"w": leaf} for leaf in leaves], max_iter=50, tol=1e-9)["w"].requires_grad_()
+    arcs(point).backward()
+    assert point.grad.abs().max() < 1e-7
+
+
+def test_multislerp_where_directions_cancel_out():
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([-6.0, -8.0])
+    torch.testing.assert_close(of(merge.multislerp, one, two), (one + two) / 2)
+    with raises("leaf 'w': the directions of the task vectors cancel out: give other weights"):
+        of(merge.multislerp, one, two, one, -one)
+    torch.testing.assert_close(of(merge.multislerp, one, two, one), one * 20 / 15)
+    assert of(merge.multislerp, 0 * one, 0 * one, 0 * one).tolist() == [0.0, 0.0]
+    with raises("weights holds 1 numbers for 2 experts"):
+        of(merge.multislerp, one, two, weights=[1.0])
+
+
+def test_sce_by_hand():
+    one, two = torch.tensor([4.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, -1.0, 2.0, 1.0])
+    # squares 18 and 10; signs +, + (a sum of 0), +, +
+    expected = [(18 * 4 + 10 * 2) / 28, 1.0, 2.0, 1.0]
+    torch.testing.assert_close(of(merge.sce, one, two), torch.tensor(expected))
+    # variances 1, 1, 1, 0: of three that are not 0 two stay; squares 17 and 5
+    torch.testing.assert_close(
+        of(merge.sce, one, two, density=0.7), torch.tensor([(17 * 4 + 5 * 2) / 22, 1.0, 0.0, 0.0])
+    )
+    assert of(merge.sce, one, two, density=0.3).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_sce_of_small_changes_has_equal_weights_unless_told_otherwise():
+    one, two = 1e-4 * torch.tensor([4.0, 2.0]), 1e-4 * torch.tensor([2.0, 1.0])
+    torch.testing.assert_close(of(merge.sce, one, two), (one + two) / 2)
+    torch.testing.assert_close(of(merge.sce, one, two, floor=0.0), (20 * one + 5 * two) / 25)
+
+
+def test_arcee_fusion_takes_what_stands_out():
+    one = {"w": torch.zeros(2, 8), "s": torch.tensor(1.0), "n": torch.tensor(3)}
+    two = {"w": 0.01 * torch.arange(16.0).reshape(2, 8), "s": torch.tensor(2.0), "n": torch.tensor(3)}
+    two["w"][1, 7] = 5.0
+    merged = merge.arcee_fusion([one, two])
+    assert merged["w"].nonzero().tolist() == [[1, 7]]
+    assert merged["w"][1, 7] == 5.0
+    assert merged["s"] == 2.0  # a single entry is its own quartile
+    assert torch.equal(merge.arcee_fusion([one, one])["w"], one["w"])
+
+
+def test_cart_of_all_singular_values_is_task_arithmetic_around_the_mean(family):
+    _, experts = family(torch.float64)
+    mean = merge.weight_average(experts)
+    merged, expected = merge.cart(experts, coef=0.4, share=1.0), merge.task_arithmetic(mean, experts, coef=0.4)
+    for path in ("matrix", "row", "column"):
+        torch.testing.assert_close(merged[path], expected[path])
+    assert all(torch.equal(merged[path], mean[path]) for path in ("vector", "conv", "scalar"))
+    assert torch.equal(merge.cart(experts, coef=0.4, skip=["mat*"])["matrix"], mean["matrix"])
+
+
+def test_consensus_and_tall_masks_by_hand():
+    one, two, three = (
+        torch.tensor(row) for row in ([4.0, 1.0, 2.0, 0.0], [1.0, 1.0, -2.0, 0.0], [-1.0, 1.0, 0.1, 1.0])
+    )
+    # the others add up to 0, 2, -1.9, 1 | 3, 2, 2.1, 1 | 5, 2, 0, 0
+    options = {"ratio": 0.5}
+    assert of(merge.tall_mask, one, two, three, task="0", **options).tolist() == [4.0, 0.0, pytest.approx(0.1), 0.0]
+    assert of(merge.tall_mask, one, two, three, task="2", **options).tolist() == [0.0, 0.0, pytest.approx(0.1), 1.0]
+    kept = {least: of(merge.consensus, one, two, three, least=least, **options) for least in range(5)}
+    assert kept[0].tolist() == [4.0, 3.0, pytest.approx(0.1), 1.0]
+    assert kept[1].tolist() == [4.0, 0.0, pytest.approx(0.1), 1.0]
+    assert kept[2].tolist() == kept[3].tolist() == [0.0, 0.0, pytest.approx(0.1), 0.0]
+    assert kept[4].tolist() == [0.0] * 4
+
+
+def test_svc_undoes_a_sum_of_equal_experts_and_leaves_strangers_alone():
+    one, two = matrices(2, (6, 9))
+    torch.testing.assert_close(of(merge.svc, 3 * one, one, one, one), one)
+    torch.testing.assert_close(of(merge.svc, one, one), one)
+    left, right = one.clone(), two.clone()
+    left[3:], right[:3] = 0, 0  # they change other outputs: no direction is shared
+    torch.testing.assert_close(of(merge.svc, left, left, right), left)
+    lowered = torch.linalg.svdvals(of(merge.svc, one + two, one, two))
+    assert (lowered <= torch.linalg.svdvals(one + two) * (1 + 1e-12)).all()
+    assert torch.equal(of(merge.svc, 3 * one, one, skip=("w",)), 3 * one)
+    assert torch.equal(of(merge.svc, 0 * one, one), 0 * one)
+    with raises("experts holds 1 trees: svc takes at least 2", "alpha is 0, must be above 0 and finite"):
+        of(merge.svc, one, alpha=0)
+
+
+def test_emr_by_hand():
+    base = {"a": torch.zeros(4), "b": torch.zeros(1)}
+    one = {"a": torch.tensor([4.0, 1.0, -2.0, 0.0]), "b": torch.tensor([1.0])}
+    two = {"a": torch.tensor([1.0, -3.0, -1.0, 1.0]), "b": torch.tensor([3.0])}
+    # of both: 4, -3, -2, 1 and 3; one agrees with the first, the third and the last
+    scale = (7 / 4 + 1) / (6 / 4 + 3)
+    merged = merge.emr(base, {"one": one, "two": two}, task="one")
+    torch.testing.assert_close(merged["a"], scale * torch.tensor([4.0, 0.0, -2.0, 0.0]))
+    torch.testing.assert_close(merged["b"], scale * torch.tensor([3.0]))
+    assert torch.equal(merge.emr(base, {"one": one}, task="one")["a"], one["a"])
+    with raises("task 'three' is no expert, choose one of one, two"):
+        merge.emr(base, {"one": one, "two": two}, task="three")
+
+
+def test_options_out_of_range():
+    one = {"w": torch.ones(2, 2)}
+    with raises("coef is inf", "share is -1, must be in [0, 1]"):
+        merge.tsv_merge(one, [one], coef=float("inf"), share=-1)
+    with raises("coef is nan", "common is 1.5, must be in [0, 1]"):
+        merge.iso_cts(one, [one], coef=float("nan"), common=1.5)
+    with raises("ridge is -1.0, must be a finite number of at least 0"):
+        merge.wudi(one, [one], coef=1.0, ridge=-1.0)
+    with raises("coef is nan", "t is inf, must be finite", "along is 'row': leaf, first or last"):
+        merge.nuslerp(one, [one, one], coef=float("nan"), t=float("inf"), along="row")
+    with raises("max_iter is -1, must be at least 0", "tol is 0, must be above 0 and finite"):
+        merge.karcher([one], max_iter=-1, tol=0)
+    with raises("density is 2, must be in [0, 1]", "floor is -1, must be finite and at least 0"):
+        merge.sce(one, [one], density=2, floor=-1)
+    with raises("coef is nan", "share is 0, must be in (0, 1]", "skip is the text 'w'"):
+        merge.cart([one], coef=float("nan"), share=0, skip="w")
+    with raises("ratio is -1, must be finite and at least 0", "least is -1, must be at least 0"):
+        merge.consensus(one, [one], coef=1.0, ratio=-1, least=-1)
+    with raises("task 'b' is no expert, choose one of a"):
+        merge.tall_mask(one, {"a": one}, task="b", ratio=0.4)
+    for merger in (merge.arcee_fusion, functools.partial(merge.nuslerp, one)):
+        with raises("experts holds 1 trees:", "takes exactly 2"):
+            merger([one])
+
+
+def test_every_merger_is_tested_here():
+    names = [merger.name for merger in merge.MORE_MERGERS]
+    assert list(PLAIN) == names[names.index("tsv_merge") + 1 :]

@@ -1,0 +1,52 @@
+"""The climb: compiled loops and plain torch against ASAM's formula, bit for bit."""
+
+import pytest
+import torch
+
+from smat_fn import compiled, ops, testing, tree
+
+SHAPES = {"long": (5, 4099), "block": (4096,), "short": (7,), "number": (), "nothing": (0, 3)}
+
+
+def formula(params, slopes, rho, adaptive):
+    """``theta + |theta| (|theta| s) (rho / (norm + 1e-12))``, each operation rounded."""
+    wide = {path: tree.compute_dtype(leaf) for path, leaf in params.items()}
+    theta = {path: leaf.to(wide[path]) for path, leaf in params.items()}
+    weight = {path: leaf.abs() if adaptive else torch.ones_like(leaf) for path, leaf in theta.items()}
+    weighted = {path: weight[path] * leaf.to(wide[path]) for path, leaf in slopes.items()}
+    length = rho / (tree.global_norm(weighted) + 1e-12)
+    return [
+        (theta[path] + weight[path] * weighted[path] * length.to(wide[path])).to(leaf.dtype)
+        for path, leaf in params.items()
+    ]
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+def test_every_way_is_the_formula(dtype, adaptive):
+    params, slopes = (testing.random_tree(seed, SHAPES, dtype=dtype) for seed in (0, 1))
+    if dtype == torch.float32:
+        slopes["short"] = slopes["short"].bfloat16()  # momentum may be kept in another dtype than masters
+    params["strided"], slopes["strided"] = params["long"].T, slopes["long"].T
+    want = formula(params, slopes, 0.3, adaptive)
+    for strided in (True, False):
+        if not strided:
+            params.pop("strided"), slopes.pop("strided")
+            want = formula(params, slopes, 0.3, adaptive)
+        inputs = [leaf.clone() for leaf in (*params.values(), *slopes.values())]
+        found = ops.climb(list(params.values()), list(slopes.values()), rho=0.3, adaptive=adaptive)
+        with compiled.off():
+            plain = ops.climb(list(params.values()), list(slopes.values()), rho=0.3, adaptive=adaptive)
+        for path, a, b, c in zip(params, found, plain, want, strict=True):
+            assert a.dtype == params[path].dtype
+            assert torch.equal(a, c), path
+            assert torch.equal(b, c), path
+        for before, after in zip(inputs, (*params.values(), *slopes.values()), strict=True):
+            assert torch.equal(before, after)
+
+
+def test_without_a_slope_it_stays():
+    leaf = torch.randn(5, generator=torch.Generator().manual_seed(0))
+    (found,) = ops.climb([leaf], [torch.zeros(5)], rho=1.0, adaptive=True)
+    assert torch.equal(found, leaf)
+    assert ops.climb([], [], rho=1.0, adaptive=True) == []
