@@ -10,6 +10,6 @@ from .vocabulary import VOCABULARIES, Vocabulary
 
 __all__ = [
     "CHUNK", "SHARD_SIZE", "VOCABULARIES", "Extracted", "Options", "OutDtype", "Plan", "Report", "Vocabulary",
-    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "place_of", "plan", "prefix_of", "prepare",
-    "read_inputs",
+    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "place_of", "plan", "prefix_of",
+    "prepare", "read_inputs",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Leaves as ``transformers`` has them in memory, of checkpoints that store them under other names and in other shapes.
 
-``from_pretrained`` renames (ViT), fuses (the experts of Qwen3-MoE) and adds prefixes (a backbone that is loaded for image
-classification). The rules are transformers' own; here they are read off a model without memory, both ways.
+``from_pretrained`` renames (ViT), fuses (the experts of Qwen3-MoE) and adds prefixes (a backbone that is loaded for
+image classification). The rules are transformers' own; here they are read off a model without memory, both ways.
 """
 
 import logging
@@ -97,13 +97,19 @@ def _models(root: Path) -> Iterator[Any]:
             config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False)
         except (OSError, ValueError, KeyError):
             return
-        for name in (*(getattr(config, "architectures", None) or ()), *_AUTO):
-            found = getattr(transformers, name, None)
-            try:
-                with torch.device("meta"):
-                    yield found.from_config(config) if name in _AUTO else found(config)  # type: ignore[union-attr, misc]
-            except (ValueError, TypeError, ImportError):
-                continue
+    for name in (*(getattr(config, "architectures", None) or ()), *_AUTO):
+        if (model := _built(getattr(transformers, name, None), config)) is not None:
+            yield model
+
+
+def _built(kind: Any, config: Any) -> Any:
+    """A model without memory; None where this class, or none of it, is not for such a configuration."""
+    make = getattr(kind, "from_config", kind)
+    try:
+        with _quiet(), torch.device("meta"):
+            return make(config)
+    except (ValueError, TypeError, ImportError):
+        return None
 
 
 def _naming(model: Any, leaves: Mapping[str, Tensor]) -> Naming:

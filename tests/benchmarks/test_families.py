@@ -1,0 +1,42 @@
+"""Every family, tiny: trained, merged, published, loaded again, extracted as an adapter, loaded by peft."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import families
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
+# one of each way to load, name and store leaves; the others are slow tests
+FAST = (
+    *("llama", "opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen3_moe", "gpt_oss", "t5", "m2m_100"),
+    *("bert (a masked language model, the top layer)", "modernbert (the top layer)"),
+    *("vit (backbone alone)", "swin", "dinov2 (backbone alone)", "dinov3_vit (backbone alone)", "convnext"),
+    *("clip", "siglip"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in families.FAMILIES]
+)
+def test_what_is_trained_can_be_published(name, tmp_path):
+    pytest.importorskip("peft")
+    found = families.check(name, tmp_path)
+    assert found.low_rank > 0
+    # the page is of this outcome
+    assert families.row(name, found) in DOCUMENT.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_lists_all_families():
+    assert set(FAST) <= families.FAMILIES.keys()
+    lines = re.findall(r"^\| (?!family|---)", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == len(families.FAMILIES)
+
+
+def test_a_check_that_fails_says_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "export", lambda model, base, out: shutil.copytree(base, out))
+    with pytest.raises(AssertionError, match=r"\.weight is another one when it is loaded again"):
+        families.check("llama", tmp_path)
