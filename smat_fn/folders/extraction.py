@@ -58,21 +58,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         folder if naming is None else naming.seen(folder) for folder in (start, found["expert"])
     )
     kinds, modules = _modules(base_leaves, None if naming is None else naming.model)
-    stored: dict[str, Tensor] = {}
-    rests: dict[str, tuple[float, float]] = {}  # ‖Δ − B A‖² and ‖Δ‖²
-    ranks: dict[str, int] = {}
-    for path, leaf in base_leaves.leaves.items():
-        delta = _delta(path, base_leaves, expert_leaves) if leaf.is_floating_point() else None
-        if delta is None or not bool(delta.any()):
-            continue
-        module, _, last = path.rpartition(".")
-        if last != "weight" or module not in kinds or leaf.ndim != 2:
-            rests[path] = (size := _square(delta)), size
-            continue
-        left, right = low_rank(delta, rank)
-        rests[path] = _rest(delta, left, right), _square(delta)
-        ranks[module] = left.shape[1]
-        stored |= _named(module, left, right, kinds[module])
+    stored, rests, ranks = _factors(base_leaves, expert_leaves, rank, kinds)
     saved = _saved([path for path in rests if path.removesuffix(".weight") not in ranks], ranks)
     # peft reads all leaves of such a module, changed or not
     for path, leaf in base_leaves.leaves.items():
@@ -99,6 +85,31 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         () if naming is None else _tied(naming.model, ranks),
         sum(tensor.nbytes for tensor in stored.values()),
     )
+
+
+def _factors(
+    base: Folder, expert: Folder, rank: int, kinds: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]], dict[str, int]]:
+    """The factors of all changed matrices of modules that peft can adapt.
+
+    Returns: tensors as peft names them; ‖Δ − B A‖² and ‖Δ‖² of every changed leaf; ranks of the adapted modules.
+    """
+    stored: dict[str, Tensor] = {}
+    rests: dict[str, tuple[float, float]] = {}
+    ranks: dict[str, int] = {}
+    for path, leaf in base.leaves.items():
+        delta = _delta(path, base, expert) if leaf.is_floating_point() else None
+        if delta is None or not bool(delta.any()):
+            continue
+        module, _, last = path.rpartition(".")
+        if last != "weight" or module not in kinds or leaf.ndim != 2:
+            rests[path] = (size := _square(delta)), size
+            continue
+        left, right = low_rank(delta, rank)
+        rests[path] = _rest(delta, left, right), _square(delta)
+        ranks[module] = left.shape[1]
+        stored |= _named(module, left, right, kinds[module])
+    return stored, rests, ranks
 
 
 def _write(

@@ -67,18 +67,8 @@ def load(
     Raises:
         ValueError: a part cannot be loaded, weights are missing, or the model has fewer layers.
     """
-    kind, what = floating(dtype), "an encoder with a tokenizer"
-    own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
-    model, tokenizer = fetch(source, what, "AutoModel", "AutoTokenizer", **own)
-    if hasattr(model, "pooler"):
-        model.pooler = None
-    model = model.to(device).eval().requires_grad_(False)
-    layers = _layers(model)
-    if train_layers is not None and not 1 <= train_layers <= len(layers):
-        raise ValueError(
-            f"train_layers is {train_layers}, {type(model).__name__} has {len(layers) or 'no list of'} layers: "
-            "choose from 1 to that number, or None to train everything"
-        )
+    kind = floating(dtype)
+    model, tokenizer, layers = _read(source, train_layers, device)
     first = None if train_layers is None else len(layers) - train_layers
     pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
 
@@ -110,6 +100,22 @@ def load(
         layer.requires_grad_(True)
     note = f"the top layers of {str(source)!r} do not run on states alone ({reason}): the frozen ones run in every step"
     return made(whole, None, note)
+
+
+def _read(source: str | Path, train_layers: int | None, device: str | torch.device) -> tuple[Any, Any, list[nn.Module]]:
+    """The frozen model, its tokenizer and its layers. Raises: ValueError as `load`."""
+    own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
+    model, tokenizer = fetch(source, "an encoder with a tokenizer", "AutoModel", "AutoTokenizer", **own)
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    model = model.to(device).eval().requires_grad_(False)
+    layers = _layers(model)
+    if train_layers is not None and not 1 <= train_layers <= len(layers):
+        raise ValueError(
+            f"train_layers is {train_layers}, {type(model).__name__} has {len(layers) or 'no list of'} layers: "
+            "choose from 1 to that number, or None to train everything"
+        )
+    return model, tokenizer, layers
 
 
 def _ids(tokenizer: Any, vocabulary: int, texts: Sequence[str], longest: int) -> list[Tensor]:
