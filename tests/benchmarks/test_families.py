@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import families
+from smat_fn.folders import extract_lora
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 # one of each way to load, name and store leaves; the others are slow tests
@@ -40,3 +42,21 @@ def test_a_check_that_fails_says_where(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "export", lambda model, base, out: shutil.copytree(base, out))
     with pytest.raises(AssertionError, match=r"\.weight is another one when it is loaded again"):
         families.check("llama", tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+@pytest.mark.parametrize("name", ["opt", "phi"])
+def test_a_norm_of_which_one_leaf_changed_is_stored_with_all(name, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    families.write_base(name, tmp_path / "base")
+    expert = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    changed = [path for path, _ in expert.named_parameters() if path.endswith(("norm.bias", "q_proj.weight"))]
+    for path in changed:
+        expert.get_parameter(path).data += 0.1
+    expert.save_pretrained(tmp_path / "expert")
+    made = extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "adapter", rank=4)
+    assert sorted(made.errors) == sorted(changed)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    for path, leaf in expert.state_dict().items():
+        torch.testing.assert_close(found[path], leaf, rtol=0, atol=1e-6, msg=path)
