@@ -86,7 +86,8 @@ class Merge:
     dry_run: bool = False
     """Check everything, print memory, disk and time that a merge needs, write nothing."""
     preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
-    """Settings of mergers, by the name of a preset of train.py. A merger's own options override them."""
+    """Settings of mergers, by the name of a preset of train.py, which a merger's own options override; with --search
+    its suite too, of experts that name none."""
     seed: int = 0
     """Seed of random masks."""
     overwrite: bool = False
@@ -165,6 +166,7 @@ def in_memory(
         seed=args.seed,
         overwrite=args.overwrite,
         options=args.suite_options,
+        implied={"name": preset.suite, **preset.options} if args.preset else {},
         coefs=args.grid,
         widen=args.widen,
     )

@@ -117,6 +117,7 @@ class ShortText(EncoderSuite):
         self._encoder = encoder = encoders.load(
             own.model, train_layers=own.train_layers, normalize=own.normalize, dtype=own.dtype, device=self.device
         )
+        self.notes = (encoder.note,) if encoder.note else ()
         longest = encoder.config.get("max_position_embeddings") or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")

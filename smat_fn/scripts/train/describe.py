@@ -1,6 +1,7 @@
 """Descriptions of a run before it starts: one line, or all of --dry-run."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...analyses.diagnose import unmoved
@@ -8,6 +9,7 @@ from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
+from ..merge.exporting import export_problems
 from .loop import budget, loss_of
 from .training import numbers
 
@@ -24,7 +26,7 @@ def headline(
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
     parts += ["dropout"] if training.dropout else []
     parts += [f"{processes} processes"] if processes > 1 else []
-    return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"
+    return "\n".join([*_notes(suite), f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"])
 
 
 def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
@@ -35,6 +37,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
     own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
+        *_notes(suite),
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
         f"training: {_listed(shared)}, run seed {seed}",
@@ -50,6 +53,12 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
     budgets = {task: budget(suite, task, training) for task in tasks}
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
     return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
+
+
+def _notes(suite: Suite) -> list[str]:
+    """A line for what whoever trains should know, that the result cannot be exported among it."""
+    model = suite.recipe.get("model")
+    return [f"note: {note}" for note in (*suite.notes, *(export_problems(Path(model), suite.base) if model else ()))]
 
 
 def _task_line(suite: Suite, task: str, training: Training) -> str:
