@@ -63,6 +63,9 @@ else:
     ]
 
 
+NAMES = [config.name for config in (All, *MERGERS, *MORE_MERGERS)]
+
+
 @dataclass(frozen=True)
 class Merge:
     """Merge experts into one model."""
@@ -215,4 +218,4 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
 if __name__ == "__main__":
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
-    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob)
+    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob, names=NAMES)

@@ -45,6 +45,9 @@ else:  # a subcommand for every method
     Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry
 
 
+NAMES = [config.name for config in (*METHODS, *MORE_METHODS)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train(RunSettings):
     """Train experts of a suite with one method."""
@@ -130,7 +133,7 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.options import RunOptions, check_run, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
-    from smat_fn.suites import load_suite, task_names
+    from smat_fn.suites import describe_options, load_suite, task_names
 
     torch.set_num_threads(args.threads)
     preset = preset_of(args.preset)
@@ -138,6 +141,7 @@ def train(args: Train, world: "parallel.World") -> None:
     named = {"model": args.model, "data": args.data, "rows": args.rows, "mask_prompt": args.mask_prompt or None}
     options = suite_options(preset, args.suite_options, precision=args.precision, **named)
     known = task_names(preset.suite, **options)
+    only = {"only": args.tasks} if args.tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{own.name: getattr(args, own.name) for own in fields(RunSettings)},
         tasks=args.tasks or known,
@@ -153,7 +157,9 @@ def train(args: Train, world: "parallel.World") -> None:
     sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
     report(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
-        suite = load_suite(preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options)
+        suite = load_suite(
+            preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options, **only
+        )
     if args.dry_run:
         report(dry_run(suite, method, training, tasks=run.tasks, seed=run.seed))
         return
@@ -202,4 +208,4 @@ if __name__ == "__main__":
         "sweep": (lambda options: sweep(options, script=Path(__file__)), Sweep),
         "status": (status, Status),
     }
-    cli.run("train.py", main, Train, description=__doc__, commands=commands)
+    cli.run("train.py", main, Train, description=__doc__, commands=commands, names=NAMES)

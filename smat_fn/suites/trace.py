@@ -54,7 +54,7 @@ SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source'
 class TraceOptions(SuiteOptions):
     """Options of suite ``trace``."""
 
-    LOCAL = ("device", "device_map", "decode_batch", "engine")
+    LOCAL = ("device", "device_map", "decode_batch", "engine", "only")
     LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
 
     model: str
@@ -79,6 +79,8 @@ class TraceOptions(SuiteOptions):
     """Recompute activations in the backward pass: less memory, more time."""
     max_new_tokens: int | None = None
     """Tokens of an answer, at most the task's own (default: the task's own, for other tasks 100)."""
+    only: tuple[str, ...] | None = None
+    """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
     """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
@@ -130,7 +132,7 @@ class Trace(BaseSuite):
         except ValueError as error:
             problems.append(str(error))
         self._rows, found = collect(
-            product(tasks, SPLITS), lambda key: _texts(own, *key), local=lambda key: Path(own.data).exists()
+            product(own.only or tasks, SPLITS), lambda key: _texts(own, *key), local=lambda key: Path(own.data).exists()
         )
         problems += [*model_problems(own.model), *found]
         for (task, split), rows in self._rows.items():
@@ -285,7 +287,8 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
 def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
     rows = load_rows(options.data, task, SPLITS[split], columns=options.columns)
     if not isinstance(rows, TextRows):
-        raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images: give rows of prompt and answer")
+        way = "this suite takes prompts and answers: give some, or take --preset clip-vit-b32"
+        raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
     return TextRows(rows.prompts[: options.rows], rows.answers[: options.rows])
 
 

@@ -329,3 +329,15 @@ def test_a_suite_over_a_device_map_is_the_same_suite(load, suite, folders):
     assert mapped.score(mapped.base, "MeetingBank", "dev") == suite.score(suite.base, "MeetingBank", "dev")
     with pytest.raises(ValueError, match="device is 'cpu' and there is a device_map too: give one of them"):
         load(device_map="auto")
+
+
+def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
+    write_rows(tmp_path, "FOMC")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.json").write_text("[]")
+    with pytest.raises(ValueError, match="other"):
+        load(data=str(tmp_path))
+    part = load(data=str(tmp_path), only=("FOMC",))
+    assert part.tasks == ("FOMC", "other")
+    assert part.recipe["tasks"] == ["FOMC", "other"]
+    assert "only" not in part.recipe
