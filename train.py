@@ -95,6 +95,8 @@ class Train(RunSettings):
     """The expert is an average over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none."""
     accumulate: int | None = None
     """Micro-batches per step: less memory, the same step up to rounding."""
+    metric: Annotated[str | None, arg(help_behavior_hint="(default: rouge-l)")] = None
+    """Language tasks of your own: rouge-l, label, number, exact, f1, contains, or a function as module:function."""
     mask_prompt: bool = False
     """Language models: compute the loss on the answer only, not on the prompt."""
     precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
@@ -139,6 +141,7 @@ def train(args: Train, world: "parallel.World") -> None:
     preset = preset_of(args.preset)
     method = resolve(args.method, preset.methods)
     named = {"model": args.model, "data": args.data, "rows": args.rows, "mask_prompt": args.mask_prompt or None}
+    named["metric"] = args.metric
     options = suite_options(preset, args.suite_options, precision=args.precision, **named)
     known = task_names(preset.suite, **options)
     only = {"only": args.tasks} if args.tasks and "only" in describe_options(preset.suite) else {}

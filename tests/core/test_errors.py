@@ -15,9 +15,7 @@ def test_problems_are_said_once_and_joined():
 
 def test_of_many_problems_every_kind_is_said():
     many = [f"leaf 'a.{i}' of /x/{i} is float16" for i in range(60)]
-    with pytest.raises(
-        ValueError, match=r"/0 is float16; .*/2 is float16; lr is 0; and 57 more like these$"
-    ):
+    with pytest.raises(ValueError, match=r"/0 is float16; .*/2 is float16; lr is 0; and 57 more like these$"):
         raise_problems([*many, "lr is 0"])
     with pytest.raises(ValueError, match=r"kind a; .*kind l$"):  # twelve kinds
         raise_problems([f"kind {letter}" for letter in "abcdefghijkl"])
