@@ -63,7 +63,7 @@ else:
     ]
 
 
-NAMES = [config.name for config in (All, *MERGERS, *MORE_MERGERS)]
+NAMES = [All.name, *(config.name for config in (*MERGERS, *MORE_MERGERS))]
 
 
 @dataclass(frozen=True)
