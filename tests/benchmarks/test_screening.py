@@ -118,7 +118,9 @@ def test_bad_words_are_refused_before_any_work(tmp_path, capsys, words, told):
 
 def test_a_trial_states_its_mergers_and_coefficients(tmp_path):
     trial = screening.candidates([1e-3])[0].trial(111)
-    assert trial.facts()["mergers"] == {"wa": {}, "ta": {}, "ties": trial.facts()["mergers"]["ties"], "tsv_merge": {}}
+    mergers = trial.facts()["mergers"]
+    assert list(mergers) == ["wa", "ta", "ties", "tsv_merge"]
+    assert (mergers["wa"], mergers["ties"]["keep"]) == ({}, 0.5)
     assert trial.facts()["coefs"] == [i / 10 for i in range(1, 21)]
     plain = Trial("FT", "digits", trial.method, trial.training, 111)
     assert "coefs" not in plain.facts()

@@ -358,8 +358,8 @@ def test_one_listed_layer_is_no_mixture():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4)])
             self.score = nn.Linear(4, 1)
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
 
     class Net(nn.Module):
         def __init__(self):
@@ -369,4 +369,4 @@ def test_one_listed_layer_is_no_mixture():
     net = Net()
     inside = where.block_linear(net)
     picked = [path for path, leaf in net.named_parameters() if inside(path, leaf)]
-    assert picked == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("layers.0", "score")]
+    assert picked == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("score", "layers.0")]
