@@ -145,7 +145,7 @@ def main(args: Merge) -> None:
     configs = mergers(args, preset)
     if not args.dry_run:
         found = "experts" if args.run is None else f"experts of {args.run}"
-        print(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}", flush=True)
+        print(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}", file=sys.stderr)
     for line in merge(args, preset, configs, base, experts):
         print(line, flush=True)
 

@@ -158,7 +158,8 @@ def train(args: Train, world: "parallel.World") -> None:
         check_run(method, training, run, known=known, world=world)
     report = partial(print, flush=True) if world.leads else lambda line: None
     sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
-    report(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
+    if world.leads:
+        print(f"loading suite {preset.suite}{f': {sources}' if sources else ''}", file=sys.stderr, flush=True)
     with world.first():
         suite = load_suite(
             preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options, **only
