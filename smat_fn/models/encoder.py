@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..progress import bar
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
@@ -207,17 +208,15 @@ def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool
 
 
 def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int, progress: bool | None) -> Tensor:
-    from tqdm import trange
-
     def reached(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         raise _Reached(args[0] if args else options["hidden_states"])
 
     found: dict[int, Tensor] = {}
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # equal lengths need no padding
     hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
+    parts = bar(-(-len(order) // _TOGETHER), desc="states of frozen layers", shown=progress, leave=False)
     try:
-        silent = None if progress is None else not progress
-        for start in trange(0, len(order), _TOGETHER, desc="frozen layers", disable=silent, leave=False):
+        for start in range(0, len(order), _TOGETHER):
             places = order[start : start + _TOGETHER]
             some = texts([ids[i] for i in places], torch.zeros(len(places)))
             try:
@@ -227,6 +226,8 @@ def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int,
             except _Reached as stopped:
                 for place, states in zip(places, stopped.args[0], strict=True):
                     found[place] = states[: len(ids[place])].cpu().clone()
+            parts.update()
     finally:
         hook.remove()
+        parts.close()
     return torch.cat([found[i] for i in range(len(ids))])

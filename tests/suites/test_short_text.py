@@ -426,3 +426,37 @@ def test_the_five_tasks_have_their_rows_and_classes():
         assert len(set.union(*sets)) == 2700
         places = heads.head_rows(found.splits["train"].labels, classes, random.key(0), None)
         assert len(places) == classes * (3 if classes > 20 else 16)
+
+
+def test_columns_of_other_names_are_named(tmp_path):
+    renamed = [{"review": row["text"], "stars": row["label"]} for row in rows("tone", "train")]
+    write(tmp_path / "tone", {"train.json": renamed, "validation.json": renamed[:4], "eval.json": renamed[4:9]})
+    names = {"text": "review", "label": "stars"}
+    found = labelled.load_task(str(tmp_path / "tone"), columns=names)
+    assert [len(found.splits[split].texts) for split in ("train", "dev", "test")] == [30, 4, 5]
+    with pytest.raises(ValueError, match=r"no column text or sentence.*--suite-options columns text=NAME,label=NAME"):
+        labelled.load_task(str(tmp_path / "tone"))
+    with pytest.raises(ValueError, match=r"columns renames \['prompt'\]"):
+        labelled.load_task(str(tmp_path / "tone"), columns={"prompt": "review"})
+
+
+def test_rows_and_images_of_other_presets_are_recognised(tmp_path):
+    write(tmp_path / "a", {"train.json": [{"prompt": "x", "answer": "y"}]})
+    with pytest.raises(ValueError, match="these look like prompt/answer rows, for which there is --preset llama"):
+        labelled.load_task(str(tmp_path / "a"))
+    (tmp_path / "b" / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(ValueError, match="these look like images, for which there is --preset clip-vit-b32"):
+        labelled.load_task(str(tmp_path / "b"))
+
+
+def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_path):
+    data = {"tone": str(folders / "rows" / "tone"), "topic": str(tmp_path / "broken")}
+    with pytest.raises(ValueError, match="broken"):
+        load(data=data)
+    part = load(data=data, only=("tone",))
+    assert part.tasks == part.options.tasks == ("tone", "topic")
+    assert "only" not in part.recipe
+    assert part.content("tone", "dev") == load().content("tone", "dev")
+    renamed = load(data=data, only=("tone",), columns="text=text,label=label")
+    assert renamed.recipe["columns"] == {"text": "text", "label": "label"}
+    assert "columns" not in part.recipe

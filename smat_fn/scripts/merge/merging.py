@@ -1,7 +1,7 @@
 """Merge in memory: checked inputs, an optional search on dev, a folder with a model card for each merged model."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from .inputs import Inputs, facts_of, find_inputs, load_inputs
 
 __all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "summary"]
 
+SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
 
 
@@ -39,6 +40,7 @@ def merge_run(
     implied: Mapping[str, Any] | None = None,
     coefs: Sequence[float] = (),
     widen: bool = False,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
@@ -58,6 +60,7 @@ def merge_run(
         implied: name and options of the suite of experts that name none; its model is then base.
         coefs: that a search tries (default: the merger's own, `Merger.grid`).
         widen: try more as long as the best one is at an edge of those, ten at most.
+        report: called with each line of `summary` as soon as its model is done.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
@@ -79,7 +82,8 @@ def merge_run(
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
-    note = merge.unequal(merge.norms(inputs.base, inputs.experts)) if len(kept) < len(configs) else ""
+    sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
+    note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
@@ -88,8 +92,11 @@ def merge_run(
                 kept[folder] = merge_one(
                     config, inputs, seed=seed, scorer=scorer, coefs=coefs, widen=widen, calibration=at
                 )
-                kept[folder] = kept[folder]._replace(notes=(note,) if note and config.based else ())
+                notes = note if config.based else "", tied(kept[folder])
+                kept[folder] = kept[folder]._replace(notes=tuple(filter(None, notes)))
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
+            for line in summary({folder: kept[folder]}):
+                report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
 
 
@@ -101,6 +108,16 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
         yield from (f"note: {note}" for note in model.notes)
+
+
+def tied(model: Merged) -> str:
+    """A note where every coefficient of a search has one dev score; an empty text where they differ."""
+    if len(model.curve) < 2 or len({score for _, score in model.curve}) > 1:
+        return ""
+    return (
+        f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}: {model.coef:g} is only "
+        "the smallest; give more dev rows, another metric, or --coef"
+    )
 
 
 def _option_problems(
