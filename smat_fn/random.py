@@ -42,7 +42,8 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     """
     small = 0 < seed.numel() <= _SMALL and 0 < counter.numel() <= _SMALL
     if compiled.readable(seed, counter) and (small or (counter.numel() and compiled.loops() is not None)):
-        return torch.from_numpy(_words(seed.numpy(), counter.numpy()).view(numpy.int64)).unbind()
+        w0, w1, w2, w3 = torch.from_numpy(_words(seed.numpy(), counter.numpy()).view(numpy.int64))
+        return w0, w1, w2, w3
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2 = c3 = torch.zeros_like(c0)

@@ -46,10 +46,10 @@ def climb_into(params: list[Tensor], slopes: list[Tensor], out: list[Tensor], rh
     ways: dict[tuple[torch.device, type[_Way]], list[int]] = {}
     for i, (theta, slope) in enumerate(zip(params, slopes, strict=True)):
         ways.setdefault((theta.device, _way_of(theta, slope)), []).append(i)
-    passes = []
-    for (_, way), rows in ways.items():
-        own = ([leaves[i].contiguous() for i in rows] for leaves in (params, slopes, out))
-        passes.append((way(*own, adaptive), rows))
+    passes: list[tuple[_Way, list[int]]] = []
+    for (_, kind), rows in ways.items():
+        own, along, into = ([leaves[i].contiguous() for i in rows] for leaves in (params, slopes, out))
+        passes.append((kind(own, along, into, adaptive), rows))
     sums = library.in_order([(way.squares(), rows) for way, rows in passes], params)
     length = rho / (tree.sum_by_halves(sums).sqrt() + 1e-12) if len(sums) else sums.new_zeros(())
     for way, _ in passes:
@@ -77,7 +77,7 @@ class _Way:
     def move(self, length: Tensor) -> None:
         """Write the climbed weights."""
         for theta, slope, target in zip(self._params, self._slopes, self._out, strict=True):
-            target.copy_(*_moved([theta], [slope], length, self._adaptive))
+            target.copy_(_moved([theta], [slope], length, self._adaptive)[0])
 
 
 class _Looped(_Way):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import TypeVar
 
 import numpy
 import torch
@@ -20,6 +21,7 @@ from .cpu import Numbers, first_tiles
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels compute in float32
 _forced = False
+Path = TypeVar("Path", bound=Hashable)
 
 
 @contextmanager
@@ -306,7 +308,7 @@ def _by_kernels(
     return norm.float()
 
 
-def owned(grads: Mapping[Hashable, Tensor]) -> set[Hashable]:
+def owned(grads: Mapping[Path, Tensor]) -> set[Path]:
     """The tensors that may be written to: they share their memory with no other one of these."""
     # autograd may hand out one tensor for two leaves, or an expanded one: in place would change those twice
     users = Counter(g.untyped_storage().data_ptr() for g in grads.values())
