@@ -285,14 +285,14 @@ def global_norm(tree: Params) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    if transformed() or recorded or any(type(leaf) not in _PLAIN for leaf in leaves):
+    if transformed() or recorded or any(type(leaf) not in PLAIN for leaf in leaves):
         sums = block_squares(leaves)
     else:
         sums = torch.ops.smat_fn.block_squares(leaves)
     return root(sum_by_halves(sums)) if sums.numel() else leaves[0].new_zeros((), dtype=torch.float64)
 
 
-_PLAIN = Tensor, nn.Parameter
+PLAIN = Tensor, nn.Parameter  # what custom operations are asked about; other types keep to plain torch
 
 
 def block_squares(leaves: Sequence[Tensor]) -> Tensor:

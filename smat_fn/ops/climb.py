@@ -24,7 +24,7 @@ def climb(
 
     Args: donate: may write into slopes.
     """
-    if transformed():
+    if transformed() or any(type(leaf) not in tree.PLAIN for leaf in (*params, *slopes)):
         return _moved(params, slopes, rho / (tree.global_norm(_weighted(params, slopes, adaptive)) + 1e-12), adaptive)
     with torch.no_grad():
         free = library.owned(dict(enumerate(slopes))) if donate else set()
