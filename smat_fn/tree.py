@@ -285,7 +285,8 @@ def global_norm(tree: Params) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    if transformed() or recorded or any(type(leaf) not in PLAIN for leaf in leaves):
+    launched = hasattr(torch.ops.smat_fn, "block_squares")  # whoever takes a step has imported `smat_fn.ops`
+    if not launched or transformed() or recorded or any(type(leaf) not in PLAIN for leaf in leaves):
         sums = block_squares(leaves)
     else:
         sums = torch.ops.smat_fn.block_squares(leaves)

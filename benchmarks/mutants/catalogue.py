@@ -313,7 +313,6 @@ MUTANTS = [
         ("1 + (count - 1) * cos", "1 + count * cos"),
         ("max(cos, 0.0) if clamp else cos", "cos"),
         ("return count * cos / below", "return cos / below"),
-        ("min(max(products[left][right] / size, -1.0), 1.0)", "products[left][right] / size"),
     ),
     *_of("merge/magmax.py", ("high >= -low", "high > -low"), ("high >= -low", "high >= low")),
     *_of(
@@ -330,7 +329,6 @@ MUTANTS = [
         ("least // len(deltas)", "least"),
         ("(orthonormal(left) * values) @ orthonormal(right).mT", "(left * values) @ right.mT"),
         ("add(deltas).div_(len(deltas))", "add(deltas)"),
-        ("values[:count] * real", "values[:count]"),
     ),
     *_of(
         "merge/iso_c.py",

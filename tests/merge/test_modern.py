@@ -522,6 +522,13 @@ def test_emr_by_hand():
         merge.emr(base, {"one": one, "two": two}, task="three")
 
 
+def test_emr_takes_the_negative_sign_of_a_sum_of_zero():
+    base = {"w": torch.zeros(2)}
+    experts = {"one": {"w": torch.tensor([1.0, 3.0])}, "two": {"w": torch.tensor([-1.0, 1.0])}}
+    assert merge.emr(base, experts, task="one")["w"][0] == 0
+    assert merge.emr(base, experts, task="two")["w"][0] < 0
+
+
 def test_options_out_of_range():
     one = {"w": torch.ones(2, 2)}
     with raises("coef is inf", "share is -1, must be in [0, 1]"):
