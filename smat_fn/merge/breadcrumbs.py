@@ -97,11 +97,13 @@ def breadcrumbs_vector(
 
 def sparse(part: Part, plain: bool, *, own: tuple[float, float], count: Count, largest: Numbers) -> Tensor:
     """A whole leaf without its smallest and largest magnitudes."""
-    high = number(largest, part.name, part.path, own[1])
-    low = own[0] if part.density is None else max(0.0, 1 - part.density - high)
-    if part.density is not None and part.density + high > 1:  # as many stay, the largest go only as far as they may
-        high = 1 - part.density
-    return _between(part.delta, *bounds(len(part.delta), low, high, count))
+    size, high = len(part.delta), number(largest, part.name, part.path, own[1])
+    if part.density is None:
+        return _between(part.delta, *bounds(size, own[0], high, count))
+    if count == "kept":
+        return _between(part.delta, *_around(size, part.density, high))
+    high = min(high, 1 - part.density)  # the largest go only as far as they may
+    return _between(part.delta, *bounds(size, max(0.0, round(1 - part.density - high, 12)), high, count))
 
 
 def _between(delta: Tensor, low: int, high: int) -> Tensor:
@@ -115,7 +117,11 @@ def bounds(size: int, drop_smallest: float, drop_largest: float, count: Count) -
     """The ranks [low, high) by magnitude that stay, of ``size`` coordinates."""
     if count == "dropped":
         return int(size * drop_smallest), size - int(size * drop_largest)
-    density = round(1 - drop_smallest - drop_largest, 12)  # of decimal shares the float that one would write
+    # of decimal shares the float that one would write
+    return _around(size, round(1 - drop_smallest - drop_largest, 12), drop_largest)
+
+
+def _around(size: int, density: float, drop_largest: float) -> tuple[int, int]:
     kept = int(density * size)
     low = max(0, size - kept - int(drop_largest * size)) if density < 1 else 0
     return low, low + kept
