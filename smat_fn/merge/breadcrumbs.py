@@ -160,7 +160,7 @@ class Breadcrumbs(Sparse):
     """Sum of the weighted changes, or their mean over the weights."""
     elect: bool = field(default=False, kw_only=True)
     """Take only what agrees in sign with the weighted sum."""
-    largest: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """drop-largest of experts by name."""
     whole = True
 

@@ -206,7 +206,7 @@ class Della(Sparse):
     """Mean or sum of the agreeing entries."""
     elect: bool = field(default=True, kw_only=True)
     """Elect signs; with --no-elect take all entries."""
-    windows: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    windows: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Window of experts by name."""
 
     def special(self) -> bool:

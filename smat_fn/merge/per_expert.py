@@ -23,7 +23,7 @@ _SMALL = 1e-7  # an L1 norm below it is not divided by
 class Part(NamedTuple):
     """Coordinates of one expert's leaf."""
 
-    index: int  # of the expert
+    place: int  # of the expert
     name: str
     path: str
     shape: torch.Size  # of the leaf
@@ -49,8 +49,8 @@ class PerExpert:
     """
 
     sparsify: Sparsify | None = None
-    weights: Numbers = field(default_factory=dict)
-    densities: Numbers = field(default_factory=dict)
+    weights: Numbers = field(default_factory=dict, hash=False)
+    densities: Numbers = field(default_factory=dict, hash=False)
     aggregate: Aggregate = "sum"
     elect: bool = False
     rescale: bool = False
@@ -152,7 +152,7 @@ def aggregate_problems(aggregate: str) -> list[str]:
 class Weighted(Merger):
     """A merger whose experts may have weights; without them it is what it was, bit for bit."""
 
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Weight of experts by name, negative to subtract one; 1 for those not named."""
 
     def settings(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Weighted(Merger):
 class Sparse(Weighted):
     """A merger whose experts may have weights and densities."""
 
-    densities: Mapping[str, float] = field(default_factory=dict)
+    densities: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Share of coordinates that stays of experts by name; the merger's own for those not named."""
     rescale: bool = False
     """Give each leaf of what stays the L1 norm that it had, instead of dividing by keep probabilities."""

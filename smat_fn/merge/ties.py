@@ -88,7 +88,7 @@ def ties_vector(
     start, flat = check(base, experts, [*problems, *_density_problems(densities, scope)])
     cuts = _cuts(start, flat, keep, scope, densities)
     if weights or densities or rescale:
-        return _per_expert(cuts, weights, aggregate, rescale=rescale).vector(start, flat)
+        return _per_expert(cuts, weights, densities, aggregate, rescale=rescale).vector(start, flat)
     if scope == "tensor":
         majority = 1
     else:
@@ -97,11 +97,13 @@ def ties_vector(
     return merge_pieces(start, flat, lambda piece: fuse(piece, cuts, majority, aggregate))
 
 
-def _per_expert(cuts: Cuts, weights: Numbers, aggregate: Aggregate, *, rescale: bool) -> PerExpert:
+def _per_expert(cuts: Cuts, weights: Numbers, densities: Numbers, aggregate: Aggregate, *, rescale: bool) -> PerExpert:
     def kept(part: Part, plain: bool) -> Tensor:
-        return zeroed(part.delta, _keeps(part.delta, part.start, cuts[part.path][part.index]))
+        if part.density == 0:  # a cut keeps one coordinate at least
+            return torch.zeros_like(part.delta)
+        return zeroed(part.delta, _keeps(part.delta, part.start, cuts[part.path][part.place]))
 
-    return PerExpert(kept, weights, NONE, aggregate, elect=True, rescale=rescale)
+    return PerExpert(kept, weights, densities, aggregate, elect=True, rescale=rescale)
 
 
 def fuse(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
@@ -264,5 +266,5 @@ class Ties(Sparse):
         aggregate = self.aggregate
         assert aggregate is not None
         if self.special():
-            return _per_expert(leaves.cuts, self.weights, aggregate, rescale=self.rescale).rule(leaves)
+            return _per_expert(leaves.cuts, self.weights, self.densities, aggregate, rescale=self.rescale).rule(leaves)
         return Rule(lambda _: lambda piece: fuse(piece, leaves.cuts, leaves.majority, aggregate))

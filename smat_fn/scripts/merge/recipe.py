@@ -35,7 +35,6 @@ from ...config import (
 from ...folders import open_folder
 from ...folders.inputs import local_folder, repository_of
 
-RECIPE = "recipe.yml"
 FIELDS = "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source"
 REFUSED = {
     "modules": "only whole models are merged, give models",
@@ -43,8 +42,6 @@ REFUSED = {
     "chat_template": "the output has base's, set it there",
 }
 DTYPES = "float32", "bfloat16", "float16", "float64"
-SHARED = "normalize", "rescale", "int8_mask", "lambda", "t", "select_topk", "nuslerp_flatten", "nuslerp_row_wise"
-SHARED += "max_iter", "tol", "normalize_weights", "eps"
 
 
 class Recipe(NamedTuple):
@@ -68,6 +65,7 @@ class Method:
     based: bool = True  # its base is our base; else base is one of the models, or there is none
     pair: bool = False  # of a base and one other model
     required: tuple[str, ...] = ()
+    drops: bool = False  # at random
 
 
 class Resolved(NamedTuple):
@@ -147,6 +145,7 @@ def _multislerp(found: Resolved) -> MergerConfig:
 
 
 GTA = "normalize", "rescale", "int8_mask", "lambda"
+WD = "weight", "density"
 METHODS = {
     "linear": Method(
         lambda f: WeightedAverage(f.ordered("weight", 1.0), normalize=f.flag("normalize", True)),
@@ -156,18 +155,18 @@ METHODS = {
         lambda f: TaskArithmetic(coef=1.0, weights=f.of("weight"), aggregate=f.aggregate(mean=False)),
         ("weight",), ("normalize", "int8_mask", "lambda"), required=("weight",),
     ),
-    "ties": Method(_ties, ("weight", "density"), GTA, required=("weight",)),
-    "dare_linear": Method(lambda f: _dare(f, elect=False), ("weight", "density"), GTA, required=("weight",)),
-    "dare_ties": Method(lambda f: _dare(f, elect=True), ("weight", "density"), GTA, required=("weight",)),
-    "della": Method(lambda f: _della(f, elect=True), ("weight", "density", "epsilon"), GTA, required=("weight",)),
+    "ties": Method(_ties, WD, GTA, required=("weight",)),
+    "dare_linear": Method(lambda f: _dare(f, elect=False), WD, GTA, required=("weight",), drops=True),
+    "dare_ties": Method(lambda f: _dare(f, elect=True), WD, GTA, required=("weight",), drops=True),
+    "della": Method(lambda f: _della(f, elect=True), (*WD, "epsilon"), GTA, required=("weight",), drops=True),
     "della_linear": Method(
-        lambda f: _della(f, elect=False), ("weight", "density", "epsilon"), GTA, required=("weight",)
+        lambda f: _della(f, elect=False), (*WD, "epsilon"), GTA, required=("weight",), drops=True
     ),
     "breadcrumbs": Method(
-        lambda f: _breadcrumbs(f, elect=False), ("weight", "density", "gamma"), GTA, required=("weight",)
+        lambda f: _breadcrumbs(f, elect=False), (*WD, "gamma"), GTA, required=("weight",)
     ),
     "breadcrumbs_ties": Method(
-        lambda f: _breadcrumbs(f, elect=True), ("weight", "density", "gamma"), GTA, required=("weight",)
+        lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)
     ),
     "slerp": Method(lambda f: Slerp(), (), ("t",), based=False, pair=True, required=("t",)),
     "nuslerp": Method(_nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
@@ -208,6 +207,8 @@ def _foreign(found: Mapping[str, Any]) -> Recipe:
     alone = found["merge_method"] == "nuslerp" and origin is None
     based = method.based and not alone
     models = [(ref, own) for ref, own in sources if not (based and ref == origin)]
+    if not based and origin is not None and all(ref != origin for ref, _ in models):
+        models.append((origin, {}))  # as mergekit does
     if method.pair:
         models = sorted(models, key=lambda model: model[0] != origin)
     base = Path(origin or sources[0][0])
@@ -253,7 +254,7 @@ def _resolved(method: Method, models: Mapping[str, Mapping[str, Any]], resolve: 
                 problems.append(f"parameters.{name} differs by leaf: give one value")
             elif value is not ...:
                 shared[name] = value
-    if shared.get("rescale", True) is False and {"epsilon"} & set(method.per_model):
+    if shared.get("rescale", True) is False and method.drops:
         problems.append("parameters.rescale: what is dropped at random is always rescaled here, leave it out")
     errors.raise_problems(problems)
     return Resolved(list(models), per_model, shared)
@@ -290,7 +291,7 @@ class _Resolver:
             return setting
         if isinstance(setting, str):
             return float(setting)
-        conditions = [setting] if isinstance(setting, dict) else setting
+        conditions: list[Any] = [setting] if isinstance(setting, dict) else setting
         if all(isinstance(entry, (bool, int, float, str)) for entry in conditions):
             return self._gradient([float(entry) for entry in conditions], path)
         for entry in conditions:

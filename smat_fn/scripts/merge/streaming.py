@@ -21,7 +21,7 @@ from ...folders.writing import copied, exclusive
 from .card import CARD, card, rounding
 from .finished import differences, hashes, is_merged, seconds_to_hash, sources_text, verify
 from .inputs import by_name, facts_of, manifest_of, mask_key
-from .recipe import RECIPE, written
+from .recipe import written
 
 __all__ = ["Order", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
 
@@ -221,7 +221,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
         CARD: card(manifest),
         checkpoint.SOURCES: sources_text(report.inputs),
-        RECIPE: _recipe(config, order),
+        checkpoint.RECIPE: _recipe(config, order),
     }
 
 

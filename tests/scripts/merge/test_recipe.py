@@ -11,8 +11,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from smat_fn.checkpoint import RECIPE
 from smat_fn.scripts.merge import commands
-from smat_fn.scripts.merge.recipe import RECIPE, load
+from smat_fn.scripts.merge.recipe import load
 
 GOLDEN = Path(__file__).parent / "golden"
 _spec = importlib.util.spec_from_file_location("make_recipes", GOLDEN.parent / "make_recipes.py")
@@ -99,6 +100,7 @@ REFUSALS = {
     | {"parameters": {"normalize": [{"filter": "mlp", "value": True}, {"value": False}]}},
     "parameters.rescale: what is dropped at random": SHARED
     | {"merge_method": "della", "parameters": {"rescale": False}},
+    "at random is always rescaled": SHARED | {"merge_method": "dare_linear", "parameters": {"rescale": False}},
     "layer_range of A is [0, 2]": {
         "merge_method": "ties",
         "base_model": "BASE",
