@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo report test test-all test-matrix lint format clean
+.PHONY: demo report test test-all test-matrix mutants lint format clean
 
 demo: $(VENV)/.run
 	$(PY) train.py ft --out demo/ft --overwrite
@@ -28,6 +28,10 @@ test-matrix:
 	$(PYTHON) -m venv $(VENV)-matrix
 	$(VENV)-matrix/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[test]'
 	$(VENV)-matrix/bin/python -m pytest tests/ops tests/transforms
+
+# small faults, put into copies of the library one by one: a test must find each; runs what has changed
+mutants: $(VENV)/.dev
+	$(PY) -m benchmarks mutants --jobs 2
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

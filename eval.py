@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 
 from smat_fn.scripts import cli
 from smat_fn.scripts.analyse import scores, weights
-from smat_fn.scripts.analyse.commands import command
+from smat_fn.scripts.analyse.commands import SUITE, command
 from smat_fn.scripts.evaluate.reporting import Report, report
 
 
@@ -36,10 +36,7 @@ class Eval:
     """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
     """Split to score."""
-    suite_options: Annotated[
-        dict[str, bool | int | float | str | None],
-        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
-    ] = field(default_factory=dict)
+    suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
     """Other options of model and data: model FOLDER device cpu; train.py --preset NAME --help lists them."""
     threads: int = 1
     """CPU threads."""
@@ -49,23 +46,22 @@ def main(args: Eval) -> None:
     if not args.checkpoints:
         raise ValueError("give at least one checkpoint, or a folder that holds some")
     import torch
-    from rich.console import Console
 
+    from smat_fn.checkpoint import write_bytes
     from smat_fn.report.plots import main_plot
-    from smat_fn.report.tables import main_table, terminal
+    from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
     folders = evaluation.find_checkpoints(args.checkpoints)
     rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options, keep=args.out)
     table = main_table(rows, split=args.split)
-    Console(width=max(100, Console().width)).print(terminal(table))
+    show(terminal(table))
     if args.out:
         evaluation.write_report(args.out, rows, table, checkpoints=folders)
         print(f"results: {args.out}")
     if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        main_plot(table, args.plot, title=f"{args.split} score, mean over tasks")
+        write_bytes(args.plot, main_plot(table, title=f"{args.split} score, mean over tasks"))
         print(f"plot: {args.plot}")
     print(evaluation.verdict(table))
 

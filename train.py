@@ -16,7 +16,7 @@ the result is bit-identical.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
@@ -25,6 +25,7 @@ from tyro.conf import arg, subcommand
 
 from smat_fn.config import METHODS, MORE_METHODS, Adapters, MethodConfig, Smat, Training, preset_of, resolve
 from smat_fn.scripts import cli
+from smat_fn.scripts.train.settings import RunSettings
 from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 from smat_fn.types import Precision
 
@@ -38,13 +39,11 @@ else:  # a subcommand for every method
     Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry
 
 
-@dataclass(frozen=True)
-class Train:
+@dataclass(frozen=True, kw_only=True)
+class Train(RunSettings):
     """Train experts of a suite with one method."""
 
     method: Chosen
-    out: Path
-    """Folder for the experts."""
     preset: str = "digits"
     """An experiment: its suite, budget and hyperparameters. Other options override it."""
     tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all of the suite)")] = ()
@@ -60,8 +59,7 @@ class Train:
     rows: Annotated[int | None, arg(help_behavior_hint="(default: all)")] = None
     """Use only the first rows of each split."""
     suite_options: Annotated[
-        dict[str, bool | int | float | str | None],
-        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)"),
+        cli.Values, arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)")
     ] = field(default_factory=dict)
     """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. Listed at the end of --help."""
     lr: float | None = None
@@ -102,26 +100,10 @@ class Train:
     """SMAT simulates on the merged weight, or on the two factors themselves, which is cheaper."""
     independent_draws: bool = False
     """With torchrun: each process has its own draws, and the gradients are averaged."""
-    label: Annotated[str | None, arg(help_behavior_hint="(default: the method's)")] = None
-    """Name of these experts in tables."""
-    log_every: int = 1
-    """Steps between lines of the log."""
-    log: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
-    ] = ()
-    """Trackers to log to as well; their packages must be installed."""
-    save_every_steps: Annotated[int | None, arg(help_behavior_hint="(default: by time only)")] = None
-    """Steps between training checkpoints, from which --resume continues."""
-    save_every_minutes: float = 30.0
-    """Minutes between training checkpoints; inf: none by time."""
-    resume: bool = False
-    """Keep finished experts of --out and continue an interrupted one from its checkpoint; train the others."""
-    probe: int = 0
-    """Simulated states at which to measure each expert's dev loss, with the preset's hyperparameters of SMAT."""
+    dropout: bool = False
+    """Train in train mode: the model's own dropout is on, drawn from the run's key. Default: eval mode."""
     dry_run: bool = False
     """Only check, and print settings, parameters, steps, and the rows that truncation cuts."""
-    overwrite: bool = False
-    """Replace experts that exist."""
     threads: int = 1
     """CPU threads; small models are fastest with one. Results are bit-identical at the same number."""
 
@@ -151,18 +133,10 @@ def train(args: Train, world: "parallel.World") -> None:
     options = suite_options(preset, args.suite_options, precision=args.precision, **named)
     known = task_names(preset.suite, **options)
     run = RunOptions(
-        out=args.out,
+        **{own.name: getattr(args, own.name) for own in fields(RunSettings)},
         tasks=args.tasks or known,
         seed=preset.seed if args.seed is None else args.seed,
-        label=args.label,
         preset=args.preset,
-        log_every=args.log_every,
-        log_to=args.log,
-        save_every_steps=args.save_every_steps,
-        save_every_minutes=args.save_every_minutes,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        probe=args.probe,
         probe_at=resolve(Smat(), preset.methods),
     )
     training = training_of(args, replace(preset.training, lr=preset.lr.get(method.name, preset.training.lr)), run.tasks)
@@ -212,7 +186,7 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         raise ValueError("--lora-alpha and --lora-targets require --lora-rank")
     if args.decay_matrices:
         given["decay_matrices"] = True
-    return replace(training, independent_draws=args.independent_draws, **given)
+    return replace(training, independent_draws=args.independent_draws, dropout=args.dropout, **given)
 
 
 if __name__ == "__main__":

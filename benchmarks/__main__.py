@@ -2,6 +2,9 @@
 
 import importlib
 import sys
+from inspect import signature
+
+import tyro
 
 BENCHMARKS = {
     "digits": "FT against SMAT on digits over seeds, by docs/protocols/digits.md (about 10 minutes on 2 cores)",
@@ -18,6 +21,7 @@ BENCHMARKS = {
     "merge": "merging folders against mergekit in another Python (--mergekit PYTHON; tens of minutes)",
     "backbones": "pretrained backbones that packages ship, converted and checked (a minute, 300 MB of downloads)",
     "fuzz": "malformed folders and flags for merge.py: a line each, never a traceback (300 cases, about a minute)",
+    "mutants": "small faults put into the library, each of which a test of its folder must find (an hour on one core)",
     "readme": "tables of README.md from the stored results (runs nothing)",
     "gpu": "all that needs a CUDA device, a short table last (under 8 minutes; --dry-run needs none)",
 }
@@ -27,7 +31,13 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] not in BENCHMARKS:
         print("\n".join(f"python -m benchmarks {name}: {what}" for name, what in BENCHMARKS.items()))
         sys.exit(bool(arguments))
-    importlib.import_module("." + arguments[0].replace("-", "_"), __package__).main(arguments[1:])
+    name, *words = arguments
+    module = importlib.import_module("." + name.replace("-", "_"), __package__)
+    if list(signature(module.main).parameters) == ["arguments"]:  # it reads the words itself
+        module.main(words)
+        return
+    config = tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff
+    tyro.cli(module.main, args=words, prog=f"python -m benchmarks {name}", description=module.__doc__, config=config)
 
 
 if __name__ == "__main__":

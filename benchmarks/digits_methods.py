@@ -1,15 +1,15 @@
 """All methods on digits by docs/protocols/digits_methods.md: tuning on dev, then test scores on fresh seeds."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
+
+from tyro.conf import Positional
 
 from smat_fn import machine
 from smat_fn.config import DIGITS
 
-from .methods import Candidate, Protocol, grid, run
+from .methods import Candidate, Protocol, Stage, grid, run
 
-COMMAND = "python -m benchmarks digits-methods"
 RATES = DIGITS.lr_grid
 
 
@@ -46,11 +46,12 @@ PROTOCOL = Protocol(
 )
 
 
-def main(arguments: list[str]) -> None:
-    """Run the protocol, or one of its two stages."""
-    parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run resumes from it")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--only", choices=("tuning", "evaluation"))
-    asked = parser.parse_args(arguments)
-    run(PROTOCOL, asked.folder, asked.jobs, machine.describe(f"{COMMAND} FOLDER"), asked.only)
+def main(folder: Positional[Path], *, jobs: int = 2, only: Stage | None = None) -> None:
+    """Run the protocol.
+
+    Args:
+        folder: keeps the trials; a stopped run resumes from it.
+        jobs: processes of one thread each.
+        only: one of its two stages.
+    """
+    run(PROTOCOL, folder, jobs, machine.describe("python -m benchmarks digits-methods FOLDER"), only)

@@ -18,6 +18,7 @@ from smat_fn.ops.cpu import Numbers
 from smat_fn.simulation import draw
 
 from . import timing
+from .shapes import SHAPES, llama
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m benchmarks kernels"
@@ -43,9 +44,11 @@ class Leaves(NamedTuple):
         return sum(leaf.numel() * leaf.element_size() for leaf in self.params)
 
 
-def main(arguments: list[str]) -> None:
-    """Print a table; without ``--dry-run`` also write the result file."""
-    dry_run = "--dry-run" in arguments
+def main(*, dry_run: bool = False) -> None:
+    """Print a table.
+
+    Args: dry_run: tiny sizes on the CPU, no result file.
+    """
     rows = run(dry_run)
     print(timing.markdown(rows))
     if dry_run:
@@ -82,23 +85,17 @@ def by_kernels(device: torch.device) -> AbstractContextManager[None]:
 
 def cases(dry_run: bool) -> list[tuple[str, Mapping[str, Sequence[int]], torch.dtype]]:
     """(name, shapes, dtype) of every case."""
-    llama = llama_shapes(hidden=32, layers=1, mlp=64, vocab=50) if dry_run else llama_shapes()
-    trees: dict[str, Mapping[str, Sequence[int]]] = {"Llama-3.2-1B": llama}
+    trees: dict[str, Mapping[str, Sequence[int]]] = {"Llama-3.2-1B": llama_shapes(dry_run)}
     trees |= {f"{size:.0e}": {"layers.w": (size,)} for size in ((8, 5001) if dry_run else SIZES)}
     return [(name, shapes, dtype) for dtype in (torch.bfloat16, torch.float32) for name, shapes in trees.items()]
 
 
-def llama_shapes(
-    *, hidden: int = 2048, layers: int = 16, mlp: int = 8192, vocab: int = 128256
-) -> dict[str, Sequence[int]]:
-    """Shapes of the 146 parameters of Llama-3.2-1B (8 of 32 heads for keys and values, head tied to the embedding)."""
-    block = {"q": (hidden, hidden), "k": (hidden // 4, hidden), "v": (hidden // 4, hidden), "o": (hidden, hidden)}
-    block |= {"gate": (mlp, hidden), "up": (mlp, hidden), "down": (hidden, mlp)}
-    shapes: dict[str, Sequence[int]] = {"embed": (vocab, hidden), "norm": (hidden,)}
-    for layer in range(layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-        shapes |= {f"layers.{layer}.norm{i}": (hidden,) for i in (1, 2)}
-    return shapes
+def llama_shapes(tiny: bool) -> dict[str, Sequence[int]]:
+    """Shapes of the 146 parameters of Llama-3.2-1B."""
+    shape = SHAPES["llama-3.2-1b"]
+    with torch.device("meta"):
+        module = llama({**shape.sizes, **(shape.tiny if tiny else {})})
+    return {path: leaf.shape for path, leaf in module.named_parameters()}
 
 
 def make(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device) -> Leaves:

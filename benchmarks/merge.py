@@ -4,7 +4,6 @@ Every merge is a process of its own, the inputs are in the page cache, the clock
 turns with ours, reads all inputs and writes one output of base's size, as plain bytes in one thread. Nobody hashes.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -14,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors import safe_open
@@ -25,6 +25,7 @@ from smat_fn import machine
 from smat_fn.checkpoint import write_text
 
 from . import timing
+from .shapes import llama
 
 ROOT = Path(__file__).parent.parent
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}
@@ -72,7 +73,8 @@ for folder in (*experts, base):
             os.fsync(target)
 print("done", flush=True); sys.stdin.readline()
 """
-MERGERS = {
+Merger = Literal["wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "dare", "della"]
+MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "wa": ("WeightAverage()", "linear", {}, {"weight": 1.0}),
     "ta": ("TaskArithmetic(coef=0.3)", "task_arithmetic", {"lambda": 0.3, "normalize": False}, {"weight": 1.0}),
     "ties, threshold per tensor": (
@@ -99,19 +101,26 @@ MERGERS = {
 SAME_BITS = "wa", "ta"  # TIES: equal magnitudes are common in bfloat16, and mergekit takes any of them
 
 
-def main(arguments: list[str]) -> None:
-    """Print the table; without ``--small``, write benchmarks/results/merge.json too."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks merge", description=__doc__)
-    found = "a Python that has mergekit (default: $MERGEKIT_PYTHON; without one, no comparison)"
-    parser.add_argument("--mergekit", default=os.environ.get("MERGEKIT_PYTHON"), metavar="PYTHON", help=found)
-    parser.add_argument("--small", action="store_true", help="tiny checkpoints, no result file")
-    parser.add_argument("--experts", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--repeats", type=int, default=1, help="of what takes less than 10 s; the best counts (default: 1)"
-    )
-    parser.add_argument("--mergers", nargs="*", default=list(MERGERS), choices=list(MERGERS))
-    options = parser.parse_args(arguments)
+@dataclass(frozen=True)
+class Options:
+    """What is merged, and how often."""
+
+    mergekit: str | None = os.environ.get("MERGEKIT_PYTHON")
+    """A Python that has mergekit (default: $MERGEKIT_PYTHON); without one, no comparison."""
+    small: bool = False
+    """Tiny checkpoints, no result file."""
+    experts: int = 7
+    """Number of experts."""
+    threads: int = 2
+    """Threads of a merge."""
+    repeats: int = 1
+    """Runs of what takes less than 10 s; the best counts."""
+    mergers: tuple[Merger, ...] = get_args(Merger)
+    """Mergers to compare."""
+
+
+def main(options: Options) -> None:
+    """Print the table; of the large checkpoints, write benchmarks/results/merge.json too."""
     with tempfile.TemporaryDirectory(prefix="merge-") as name:
         base, experts = checkpoints(Path(name), SMALL if options.small else LARGE, options.experts)
         size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
@@ -122,26 +131,19 @@ def main(arguments: list[str]) -> None:
             print(json.dumps(rows[-1]), flush=True)
     print(timing.markdown(rows))
     if not options.small:
-        facts = machine.describe("python -m benchmarks merge " + shlex.join(_public(arguments)))
-        facts |= {
-            "threads": options.threads,
-            "repeats": options.repeats,
-            "experts": options.experts,
-            "model": LARGE,
-            "MB of a model": round(size / 1e6),
-        }
+        facts = machine.describe("python -m benchmarks merge " + shlex.join(_public(sys.argv[2:])))
+        facts |= {name: getattr(options, name) for name in ("threads", "repeats", "experts")}
+        facts |= {"model": LARGE, "MB of a model": round(size / 1e6)}
         facts |= {"mergekit": _version(options.mergekit), "load at the end": os.getloadavg()[0], "rows": rows}
         write_text(ROOT / "benchmarks/results/merge.json", json.dumps(facts, indent=1) + "\n")
 
 
 def checkpoints(folder: Path, sizes: dict[str, int], count: int) -> tuple[Path, list[Path]]:
     """A random bfloat16 Llama and experts at small distances."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    base = folder / "base"
-    config = LlamaConfig(**sizes, num_attention_heads=sizes["hidden_size"] // 64 or 1, tie_word_embeddings=False)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(base)
+    base, heads = folder / "base", sizes["hidden_size"] // 64 or 1
+    model: Any = llama({**sizes, "num_attention_heads": heads, "tie_word_embeddings": False})
+    model.to(torch.bfloat16).save_pretrained(base)
     experts = [folder / f"expert-{i}" for i in range(count)]
     for expert in experts:
         expert.mkdir()
@@ -164,17 +166,11 @@ class Cost(NamedTuple):
 
 
 def compare(
-    merger: str,
-    base: Path,
-    experts: Sequence[Path],
-    folder: Path,
-    options: argparse.Namespace,
-    known: dict[str, Cost] | None = None,
+    merger: Merger, base: Path, experts: Sequence[Path], folder: Path, options: Options, known: dict[str, Cost]
 ) -> dict[str, Any]:
     """Cost of one merge by both; mergekit computes in float32 too. ``known``: of mergekit's runs, by recipe."""
     config, method, top, each = MERGERS[merger]
     out, other = folder / "ours", folder / "theirs"
-    known = {} if known is None else known
     copied = folder / "floor"
     scripts = {copied: [FLOOR], out: [OURS.format(threads=options.threads), config]}
     floor, ours = best(
@@ -185,13 +181,8 @@ def compare(
     row["times the floor"] = round(ours.seconds / max(floor.seconds, 0.01), 2)
     if options.mergekit:
         models = [{"model": str(expert), "parameters": each} for expert in experts]
-        recipe = {
-            "merge_method": method,
-            "models": models,
-            "parameters": top,
-            "dtype": "float32",
-            "out_dtype": "bfloat16",
-        }
+        recipe = {"merge_method": method, "models": models, "parameters": top}
+        recipe |= {"dtype": "float32", "out_dtype": "bfloat16"}
         recipe |= {} if method == "linear" else {"base_model": str(base)}
         text = json.dumps(recipe)
         if text not in known:
@@ -199,11 +190,9 @@ def compare(
             (known[text],) = best({other: command}, options)
         theirs = known[text]
         row |= {"mergekit s": theirs.seconds, "mergekit cpu s": theirs.cpu, "mergekit MB": theirs.megabytes}
-        row |= {
-            "time ratio": round(theirs.seconds / ours.seconds, 2),
-            "cpu ratio": round(theirs.cpu / max(ours.cpu, 0.01), 2),
-            "memory ratio": round(theirs.megabytes / ours.megabytes, 1),
-        }
+        row["time ratio"] = round(theirs.seconds / ours.seconds, 2)
+        row["cpu ratio"] = round(theirs.cpu / max(ours.cpu, 0.01), 2)
+        row["memory ratio"] = round(theirs.megabytes / ours.megabytes, 1)
         if merger in SAME_BITS:
             row["differing coordinates"] = differing(out, other)
     for used in (copied, out, other):
@@ -211,7 +200,7 @@ def compare(
     return row
 
 
-def best(commands: Mapping[Path, Sequence[str]], options: argparse.Namespace) -> list[Cost]:
+def best(commands: Mapping[Path, Sequence[str]], options: Options) -> list[Cost]:
     """The least of every cost of several runs of commands by their output, in turns, those of long ones of one run.
 
     The last outputs stay.
@@ -239,7 +228,7 @@ def measure(command: Sequence[str], threads: int) -> Cost:
         assert child.stdout is not None
         if child.stdout.readline().strip() != "ready":
             raise RuntimeError(_text(errors))
-        start = peak = _anonymous(child.pid)
+        start = peak = timing.anonymous_memory(child.pid)
         cpu, begin = _cpu(child.pid), time.perf_counter()
         child.stdin.write("\n")
         child.stdin.flush()
@@ -247,7 +236,7 @@ def measure(command: Sequence[str], threads: int) -> Cost:
         while "done" not in (child.stdout.readline() or ""):
             if child.poll() is not None:
                 raise RuntimeError(_text(errors))
-            peak = max(peak, _anonymous(child.pid))
+            peak = max(peak, timing.anonymous_memory(child.pid))
             time.sleep(0.005)
         seconds, cpu = time.perf_counter() - begin, _cpu(child.pid) - cpu
         child.stdin.write("\n")
@@ -259,22 +248,14 @@ def differing(left: Path, right: Path) -> int:
     found = 0
     placed = [{name: store for store in _stores(folder) for name in store.keys()} for folder in (left, right)]  # noqa: SIM118
     assert placed[0].keys() == placed[1].keys()
-    for name, store in placed[0].items():
-        found += int(
-            (store.get_tensor(name).view(torch.int16) != placed[1][name].get_tensor(name).view(torch.int16)).sum()
-        )
+    for name in placed[0]:
+        ours, theirs = (stores[name].get_tensor(name).view(torch.int16) for stores in placed)
+        found += int((ours != theirs).sum())
     return found
 
 
 def _stores(folder: Path) -> list[Any]:
     return [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
-
-
-def _anonymous(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _cpu(pid: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.study.study import paired
 from benchmarks.study.trial import Trial
@@ -30,6 +30,7 @@ ABLATED = "SMAT"
 COMPARED = "FT", "SMAT", "ASAM", "MergOPT", "OrthoReg"  # in the analyses, all with Adam
 ANALYSES = "experts-curve", "replacement", "landscape"
 Facts = Mapping[str, Any]
+Stage = Literal["tuning", "evaluation"]
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -41,11 +42,7 @@ class Candidate(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            "method": self.method.name,
-            "hyperparameters": settings(self.method),
-            "training": asdict(self.training),
-        }
+        return {"method": self.method.name, "hyperparameters": settings(self.method), "training": asdict(self.training)}
 
     def is_stored(self, facts: Facts) -> bool:
         """Whether these are its facts; what training could not be told when they were stored is at its default."""
@@ -95,8 +92,8 @@ def grid(
     return [Candidate(m, replace(own.training, lr=lr)) for lr in rates for m in methods]
 
 
-def run(protocol: Protocol, work: Path, jobs: int, facts: Facts, only: str | None = None) -> None:
-    """The protocol, or one of its two stages ("tuning", "evaluation")."""
+def run(protocol: Protocol, work: Path, jobs: int, facts: Facts, only: Stage | None = None) -> None:
+    """The protocol, or one of its two stages."""
     number = (
         len(protocol.tuning) * sum(map(len, protocol.grids.values())),
         len(protocol.evaluation) * len(protocol.labels),

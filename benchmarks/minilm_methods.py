@@ -1,20 +1,20 @@
 """All methods on a pretrained text encoder by docs/protocols/minilm.md: tuning on dev, then test scores on fresh seeds.
 
-``--report OUT`` writes, after them, the curve over the number of experts and a page of all into OUT.
 ``--steps``, ``--rows`` and ``--tasks`` make a trial run of the command: on one seed outside the protocol, with two
 candidates a method, and with its results in FOLDER.
 """
 
-import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
 from smat_fn import machine
 
-from .methods import Protocol, grid, run, write_report
+from .methods import Protocol, Stage, grid, run, write_report
 
-COMMAND = "python -m benchmarks minilm-methods"
 RATES = (2e-4, 4e-4)
 TRIAL_SEED = 10
 
@@ -35,30 +35,42 @@ PROTOCOL = Protocol(
 )
 
 
-def main(arguments: list[str]) -> None:
-    """Run the protocol, or one of its two stages, or try the command."""
-    parser = argparse.ArgumentParser(prog=COMMAND)
-    parser.add_argument("folder", type=Path, help="keeps the trials; a stopped run resumes from it")
-    parser.add_argument("--model", required=True, help="folder of all-MiniLM-L6-v2, or its name on the hub")
-    parser.add_argument("--data", required=True, help="folder of TASK/{train,dev,test}.json, or see suite short_text")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--only", choices=("tuning", "evaluation"))
-    parser.add_argument("--report", type=Path, metavar="OUT", help="where to write analyses and a page of all results")
-    parser.add_argument("--steps", type=int, help="a trial run: steps of an expert")
-    parser.add_argument("--rows", type=int, help="a trial run: rows of a split")
-    parser.add_argument("--tasks", nargs="+", help="a trial run: some of the tasks")
-    asked = parser.parse_args(arguments)
-    if asked.report and asked.only == "tuning":
-        parser.error("--report is of the evaluation: leave out --only tuning")
-    tried = {name: value for name in ("rows", "tasks") if (value := getattr(asked, name)) is not None}
-    protocol = PROTOCOL._replace(options=(*_absolute(asked.model, asked.data), *tried.items()))
-    facts = machine.describe(f"{COMMAND} FOLDER --model MODEL --data DATA")
-    if asked.steps is not None or tried:
-        protocol = trial_run(protocol, asked.folder, asked.steps)
-        facts = {**facts, "trial_run": {"steps": asked.steps, **tried}}
-    run(protocol, asked.folder, asked.jobs, facts, asked.only)
-    if asked.report:
-        write_report(protocol, asked.folder, asked.report, ("experts-curve",))
+def main(
+    folder: Positional[Path],
+    *,
+    model: str,
+    data: str,
+    jobs: int = 2,
+    only: Stage | None = None,
+    report: Path | None = None,
+    steps: int | None = None,
+    rows: int | None = None,
+    tasks: tuple[str, ...] = (),
+) -> None:
+    """Run the protocol.
+
+    Args:
+        folder: keeps the trials; a stopped run resumes from it.
+        model: folder of all-MiniLM-L6-v2, or its name on the hub.
+        data: folder of TASK/{train,dev,test}.json, or see suite short_text.
+        jobs: processes of one thread each.
+        only: one of its two stages.
+        report: where to write the curve over the number of experts and a page of all results.
+        steps: a trial run: steps of an expert.
+        rows: a trial run: rows of a split.
+        tasks: a trial run: some of the tasks.
+    """
+    if report and only == "tuning":
+        sys.exit("--report is of the evaluation: leave out --only tuning")
+    tried = {name: value for name, value in {"rows": rows, "tasks": tasks}.items() if value}
+    protocol = PROTOCOL._replace(options=(*_absolute(model, data), *tried.items()))
+    facts = machine.describe("python -m benchmarks minilm-methods FOLDER --model MODEL --data DATA")
+    if steps is not None or tried:
+        protocol = trial_run(protocol, folder, steps)
+        facts = {**facts, "trial_run": {"steps": steps, **tried}}
+    run(protocol, folder, jobs, facts, only)
+    if report:
+        write_report(protocol, folder, report, ("experts-curve",))
 
 
 def trial_run(protocol: Protocol, folder: Path, steps: int | None) -> Protocol:

@@ -7,12 +7,13 @@ from statistics import mean, stdev
 from typing import Any
 
 from smat_fn.checkpoint import write_text
+from smat_fn.evaluate.statistics import paired
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Write every table whose results stand."""
     for name, text in TABLES.items():
         file = RESULTS / f"{name}.json"
@@ -40,7 +41,8 @@ def digits_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "strength of each method were chosen among six candidates on dev of three other seeds, by a "
         "[protocol](docs/protocols/digits_methods.md) fixed before the runs. Seeds re-split the same images, so "
-        f"intervals are optimistic. From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
+        f"intervals are optimistic. {beside('digits_methods', result)} "
+        f"From `make report` at commit {result['commit'][:7]} on {result['hardware']}: "
         "[the whole report](docs/results/digits_methods/report.md).\n"
     )
 
@@ -52,7 +54,8 @@ def minilm_methods(result: dict[str, Any]) -> str:
         f"Test score, mean over five tasks and {seeds(result)} ± standard deviation. Learning rate and "
         "strength of each method were chosen among four candidates on dev of another seed, by a "
         "[protocol](docs/protocols/minilm.md) fixed before the runs. Model, tasks and rows are the same for all seeds, "
-        f"so intervals do not cover their choice. From `{result['command']}` at commit {result['commit'][:7]} on "
+        f"so intervals do not cover their choice. {beside('minilm_methods', result)} "
+        f"From `{result['command']}` at commit {result['commit'][:7]} on "
         f"{result['hardware']}: [the whole report](docs/results/minilm_methods/report.md).\n"
     )
 
@@ -72,6 +75,33 @@ def methods(name: str, result: dict[str, Any]) -> str:
         lines.append((label, spread(scores["Expert"]), spread(scores["Avg"]), difference, f"{ratio:.2f}"))
     head = "Method", "Expert", "Mean of five mergers", "Difference from FT (95 % interval)", "Training time x FT"
     return table(head, lines)
+
+
+def beside(name: str, result: dict[str, Any]) -> str:
+    """What the table does not show: SMAT against ASAM, and choices at an edge of their grid."""
+    found = paired(result["test"]["SMAT"]["Avg"], result["test"]["ASAM"]["Avg"])
+    low, high = found["interval"]
+    tuning = json.loads((RESULTS / f"{name}_tuning.json").read_text(encoding="utf-8"))
+    return (
+        f"ASAM - SMAT, paired by seed: {found['mean']:+.2f} ({low:+.2f} to {high:+.2f}). "
+        f"The choices of {', '.join(at_edge(tuning))} lie at an edge of their grid, beyond which better ones may lie."
+    )
+
+
+def at_edge(tuning: dict[str, Any]) -> list[str]:
+    """Methods whose chosen learning rate or strength is the smallest or the largest of those tried."""
+
+    def numbers(candidate: dict[str, Any]) -> dict[str, float]:
+        values = {**candidate["hyperparameters"], **candidate["training"]}
+        return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+    found = []
+    for label, candidates in tuning["dev"].items():
+        tried, own = [numbers(candidate) for candidate in candidates], numbers(tuning["chosen"][label])
+        grids = {name: {one[name] for one in tried} for name in own}
+        if any(len(grid) > 1 and own[name] in (min(grid), max(grid)) for name, grid in grids.items()):
+            found.append(label)
+    return found
 
 
 def seeds(result: dict[str, Any]) -> str:

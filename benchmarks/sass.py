@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,23 @@ from smat_fn.checkpoint import write_text
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "python -m benchmarks sass"
-DRY_RUN = "--dry-run"
 DTYPES = ("bfloat16", "float16", "float32")
 NOTE = "compiled for sm_90, not run"
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, tensors, options of a launch
 
 
-def main(arguments: list[str]) -> None:
-    """Compile all variants and print a table; ``--check`` writes no file, ``--dry-run`` takes a few variants only."""
+def main(*, check: bool = False, dry_run: bool = False) -> None:
+    """Compile the variants and print a table.
+
+    Args: check: write no file; dry_run: a few variants only, no file.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":  # kernels of an interpreting process cannot be compiled
         clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", "benchmarks", "sass", *arguments]
+        command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
         sys.exit(subprocess.run(command, env=clean, cwd=ROOT, check=False).returncode)
-    rows = [measure(*call) for call in record(dry_run=DRY_RUN in arguments)]
+    rows = [measure(*call) for call in record(dry_run=dry_run)]
     print(table(rows))
-    if not arguments:
+    if not (check or dry_run):
         result = {**machine.describe(COMMAND), "note": NOTE, "rows": rows}
         write_text(ROOT / "benchmarks/results/sass.json", json.dumps(result, indent=1) + "\n")
     problems = [f"{name(row)}: {problem}" for row in rows for problem in row["problems"]]
@@ -64,14 +67,12 @@ def record(*, dry_run: bool) -> list[Call]:
             return call
 
     def trees() -> Iterator[tuple[list[Any], list[Any], bool, str]]:
-        for dtype in DTYPES[: 1 if dry_run else None]:
-            for size in (8,) if dry_run else (8, 7):
-                for masked in (True,) if dry_run else (True, False):
-                    for noise in ("uniform",) if dry_run else ("uniform", "gaussian"):
-                        leaf = torch.zeros(size, dtype=getattr(torch, dtype))
-                        yield [leaf], [leaf.clone()], masked, noise
-                        if dtype == "float32":
-                            yield [leaf], [leaf.bfloat16()], masked, noise
+        every = product(DTYPES, (8, 7), (True, False), ("uniform", "gaussian"))
+        for dtype, size, masked, noise in islice(every, 1 if dry_run else None):
+            leaf = torch.zeros(size, dtype=getattr(torch, dtype))
+            yield [leaf], [leaf.clone()], masked, noise
+            if dtype == "float32":
+                yield [leaf], [leaf.bfloat16()], masked, noise
 
     originals = kernels.simulate_kernel, kernels.reweight_kernel
     kernels.simulate_kernel, kernels.reweight_kernel = (Recorded(kernel) for kernel in originals)

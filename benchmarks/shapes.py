@@ -91,10 +91,15 @@ def set_up(shape: Shape, device: torch.device, dry_run: bool) -> Setup:
     return Setup(wrapped, where, optimizer, state, batch, shape, f"{sizes['num_hidden_layers']} of {full}")
 
 
-def _text(shape: Shape, sizes: Mapping[str, Any], dry_run: bool) -> tuple[nn.Module, Any, Tensor]:
+def llama(sizes: Mapping[str, Any]) -> nn.Module:
+    """A Llama of these sizes with random weights, on the default device in the default dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    module = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=131072)).train()
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+
+
+def _text(shape: Shape, sizes: Mapping[str, Any], dry_run: bool) -> tuple[nn.Module, Any, Tensor]:
+    module = llama({**sizes, "max_position_embeddings": 131072}).train()
     tokens = torch.randint(sizes["vocab_size"], (2, 16) if dry_run else shape.batch)
     return module, lambda m, batch: (m(input_ids=batch, labels=batch).loss, None), tokens
 

@@ -4,7 +4,6 @@ Blocks of one period (t steps) of FT and SMAT alternate in one process and on on
 FT against FT says how small a difference can be told.
 """
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -32,7 +31,9 @@ from .shapes import SHAPES, Setup, set_up
 
 PERIOD = 4
 SECONDS, LIMIT = 8, 300  # of rounds for a row; after the limit no other row is started
-OFFLOADS = (None, "cpu", "recompute", "stream")
+# times that the state is simulated (rebuilt weights once more in backward) and the base copied, by offload
+OFFLOADS = {None: (1, 0), "cpu": (1, 1), "recompute": (2, 0), "stream": (2, 2)}
+PHASES = "simulate", "finish", "copies", "rest"
 RESULTS = Path(__file__).parent / "results/steps.json"
 
 
@@ -40,32 +41,25 @@ def simulated(setup: Setup, offload: Any) -> Method:
     """SMAT with the paper's hyperparameters; its base is where the offload wants it."""
     kept_there = offload in (None, "recompute")
     base = {path: leaf.clone() if kept_there else leaf.cpu() for path, leaf in setup.state.params.items()}
-    return smat.build(
-        setup.loss,
-        setup.optimizer,
-        base,
-        where=setup.where,
-        max_grad_norm=setup.shape.clip,
-        period=PERIOD,
-        drop_prob=0.5,
-        offload=offload,
-        engine="autograd",
-        donate=True,
-        **setup.shape.hyperparameters,
-    )
+    hyperparameters = {"period": PERIOD, "drop_prob": 0.5, "offload": offload, **setup.shape.hyperparameters}
+    return smat.build(setup.loss, setup.optimizer, base, where=setup.where, **hyperparameters, **_shared(setup))
 
 
-class Trainer:
-    """Trains the one state by whichever method, a period at a time."""
+def _shared(setup: Setup) -> dict[str, Any]:
+    return {"max_grad_norm": setup.shape.clip, "engine": "autograd", "donate": True}
 
-    def __init__(self, setup: Setup, device: torch.device) -> None:
-        self._state, self._batch, self._key = setup.state, setup.batch, random.key(0).to(device)
 
-    def period(self, method: Method) -> None:
-        """PERIOD steps, the last one simulated."""
-        assert self._state.step % PERIOD == 0
+def trainer(setup: Setup, device: torch.device) -> Callable[[Method], None]:
+    """A function that trains the one state by whichever method for PERIOD steps, the last one simulated."""
+    state, key = setup.state, random.key(0).to(device)
+
+    def period(method: Method) -> None:
+        nonlocal state
+        assert state.step % PERIOD == 0
         for _ in range(PERIOD):
-            self._state, _ = method.update(self._key, self._state, self._batch)
+            state, _ = method.update(key, state, setup.batch)
+
+    return period
 
 
 def alternate(
@@ -185,15 +179,8 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
 def measure(name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool) -> list[dict[str, Any]]:
     """Rows of one model: FT against FT, then SMAT against FT by offload; none is started after the deadline."""
     setup = set_up(SHAPES[name], device, dry_run)
-    trainer, rates = Trainer(setup, device), bandwidths(device, 1 << (16 if dry_run else 30))
-    ft = finetune.build(
-        setup.loss,
-        setup.optimizer,
-        setup.state.params,
-        max_grad_norm=setup.shape.clip,
-        engine="autograd",
-        donate=True,
-    )
+    train, rates = trainer(setup, device), bandwidths(device, 1 << (16 if dry_run else 30))
+    ft = finetune.build(setup.loss, setup.optimizer, setup.state.params, **_shared(setup))
     size = sum(leaf.nbytes for leaf in setup.state.params.values())
     common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}
     rows, memory = [], None
@@ -202,7 +189,7 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
             print(f"steps: {name}, offload {offload}, not started, {LIMIT} s are over")
             break
         method = ft if offload == "FT" else simulated(setup, offload)
-        period, baseline = functools.partial(trainer.period, method), functools.partial(trainer.period, ft)
+        period, baseline = functools.partial(train, method), functools.partial(train, ft)
         baseline()
         period()
         peak = _peak(period)
@@ -220,22 +207,17 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
             "ratio": round(ratio, 5),
             "95 %": f"{low:.4f} to {high:.4f}",
             "rounds": len(times),
-            **{
-                f"{part} ms a period": round(1e3 * parts.get(part, 0.0), 4) for part in ("simulate", "finish", "copies")
-            },
-            "rest ms a period": round(1e3 * parts["rest"], 4),
+            **{f"{part} ms a period": round(1e3 * parts.get(part, 0.0), 4) for part in PHASES},
             "peak GB": peak / 1e9,
             "memory ratio": peak / memory if memory else 1.0,
         }
         if offload == "FT":
             row["resolves 0.2 %"] = str(0.998 <= low <= 1 <= high <= 1.002)
         else:
-            # theta and theta_0 read, theta~ written; rebuilt weights nearly all once more in backward
-            passes = 1 if offload in (None, "cpu") else 2
+            passes, copies = OFFLOADS[offload]
+            # theta and theta_0 read, theta~ written
             row["simulate floor ms"] = round(1e3 * passes * 3 * size / rates["device"], 4)
-            row["copies floor ms"] = round(
-                1e3 * {None: 0, "cpu": 1, "recompute": 0, "stream": 2}[offload] * size / rates["link"], 4
-            )
+            row["copies floor ms"] = round(1e3 * copies * size / rates["link"], 4)
         rows.append({**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}})
         del method, period
         gc.collect()
@@ -273,14 +255,17 @@ def run(
     return rows
 
 
-def main(arguments: list[str]) -> None:
-    """``--dry-run``: tiny widths; ``--only`` models; ``--seconds`` of rounds a row; ``--out`` file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks steps")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    if not (options.dry_run or torch.cuda.is_available()):
+def main(
+    *, dry_run: bool = False, only: tuple[str, ...] = tuple(SHAPES), seconds: float = SECONDS, out: Path = RESULTS
+) -> None:
+    """Measure, print a table, write the results.
+
+    Args:
+        dry_run: tiny widths, no result file.
+        only: models, of `SHAPES`.
+        seconds: of rounds a row.
+        out: file of the results.
+    """
+    if not (dry_run or torch.cuda.is_available()):
         sys.exit("benchmarks steps: needs a CUDA device; --dry-run takes every path on tiny widths on the CPU")
-    print(timing.markdown(run(options.dry_run, only=options.only, seconds=options.seconds, out=options.out)))
+    print(timing.markdown(run(dry_run, only=only, seconds=seconds, out=out)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smat_fn import machine
+from smat_fn.scripts.train.memory import process_memory
 
 Times = dict[str, list[float]]
 
@@ -61,6 +62,11 @@ def host_time(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def anonymous_memory(pid: int) -> int:
+    """Bytes of anonymous memory of a process, 0 if it has ended."""
+    return process_memory("RssAnon", pid) or 0
 
 
 def quartiles(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

@@ -6,7 +6,6 @@ disturbs the machine disturbs all alike. Memory is the largest anonymous memory 
 2 ms while its variant runs), less that after the imports.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -27,6 +26,7 @@ from .train_worker import GROUPS, LENGTH, PERIOD, ROWS, SIZES, VARIANTS
 
 COMMAND = "python -m benchmarks train-features"
 RESULTS = Path(__file__).parent / "results/train_features.json"
+EVERY = tuple(range(len(GROUPS)))
 
 
 class Running:
@@ -50,7 +50,7 @@ class Running:
     def ready(self) -> None:
         """Wait for the imports."""
         self._answers("ready")
-        self._start = [_anonymous(process.pid) for process in self._processes]
+        self._start = [timing.anonymous_memory(process.pid) for process in self._processes]
 
     def period(self) -> float:
         """Seconds of one period, of the slower process."""
@@ -91,7 +91,7 @@ class Running:
     def _sample(self, running: threading.Event) -> None:
         while running.is_set():
             for i, process in enumerate(self._processes):
-                self._peak[i] = max(self._peak[i], _anonymous(process.pid))
+                self._peak[i] = max(self._peak[i], timing.anonymous_memory(process.pid))
             time.sleep(0.002)
 
 
@@ -137,31 +137,24 @@ def _beside(what: str, variant: Running, other: Running) -> dict[str, Any]:
     return {f"time / {what}": round(ratio, 4), f"time / {what}, 95 %": f"{low:.3f} to {high:.3f}"}
 
 
-def main(arguments: list[str]) -> None:
-    """``--seconds`` of rounds a group; ``--only`` numbers of groups; ``--out`` file, or none with ``--dry-run``."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--seconds", type=float, default=35.0)
-    parser.add_argument("--only", type=int, nargs="+", choices=range(len(GROUPS)), default=list(range(len(GROUPS))))
-    parser.add_argument("--dry-run", action="store_true", help="two rounds of each, no result file")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+def main(*, seconds: float = 35.0, only: tuple[int, ...] = EVERY, dry_run: bool = False, out: Path = RESULTS) -> None:
+    """Measure, print a table a group, write the results.
+
+    Args:
+        seconds: of rounds a group.
+        only: numbers of groups.
+        dry_run: two rounds of each, no result file.
+        out: file of the results.
+    """
     rows: list[dict[str, Any]] = []
     facts = {**machine.describe(COMMAND), "load_before": os.getloadavg()[0]}
-    for group in options.only:
-        found = measure(GROUPS[group], seconds=0.0 if options.dry_run else options.seconds)
+    for group in only:
+        found = measure(GROUPS[group], seconds=0.0 if dry_run else seconds)
         print(timing.markdown(found), flush=True)
         rows += [{"group": group, **one} for one in found]
-    if not options.dry_run:
+    if not dry_run:
         model = {**SIZES, "batch": [ROWS, LENGTH], "period": PERIOD, "threads": 1}
-        options.out.write_text(json.dumps({**facts, "model": model, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def _anonymous(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+        out.write_text(json.dumps({**facts, "model": model, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def _free_port() -> int:

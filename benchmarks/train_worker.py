@@ -28,6 +28,8 @@ from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.snapshots import Saver
 from smat_fn.suites.suite import BaseSuite
 
+from .shapes import llama
+
 PERIOD, CLIP, LR, DECAY = 4, 1.0, 2e-5, 1e-3
 STRENGTHS: dict[str, Any] = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3}
 SIZES = {
@@ -67,12 +69,10 @@ class Variant(NamedTuple):
     processes: int = 1
 
 
-def llama(**sizes: int) -> nn.Module:
+def model(**sizes: int) -> nn.Module:
     """The model, or one of other sizes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}, use_cache=False)).eval()
+    return llama({**SIZES, **sizes}).eval()
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -85,7 +85,7 @@ def scripted(method: MethodConfig, *, every: int | None = None, **changes: Any) 
     """The loop of train.py."""
 
     def run(gate: Gate) -> None:
-        module, data = llama(), batches()
+        module, data = model(), batches()
         loss_fn = ModuleLoss(module, next_token_loss)
         suite = BaseSuite(
             name="random",
@@ -123,7 +123,7 @@ def scripted(method: MethodConfig, *, every: int | None = None, **changes: Any) 
 
 def plain(gate: Gate) -> None:
     """A PyTorch loop without this library."""
-    module, data = llama(), batches()
+    module, data = model(), batches()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
     gate.wait()
     for step in range(1 << 30):
@@ -140,7 +140,7 @@ def sharded(simulate: bool) -> Callable[[Gate], None]:
     def run(gate: Gate) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        module, data, key = llama(), batches(), random.key(0)
+        module, data, key = model(), batches(), random.key(0)
         masked = where.block_linear(module)
         with parallel.joined() as world:
             for layer in module.model.layers:  # type: ignore[union-attr]
@@ -185,7 +185,7 @@ def trainer(attached: bool) -> Callable[[Gate], None]:
                 lr_scheduler_type="constant", max_grad_norm=CLIP, report_to=[], use_cpu=True, disable_tqdm=True,
                 logging_strategy="no", save_strategy="no",
             )  # fmt: skip
-            own = transformers.Trainer(llama(), arguments, train_dataset=rows, callbacks=[Told()])
+            own = transformers.Trainer(model(), arguments, train_dataset=rows, callbacks=[Told()])
             if attached:
                 attach(own, key=random.key(0), period=PERIOD, **STRENGTHS)
             gate.wait()
@@ -217,14 +217,7 @@ VARIANTS = {
     "Trainer, SMAT attached": Variant(trainer(True), "Trainer"),
 }
 GROUPS = (
-    (
-        "FT",
-        "plain PyTorch loop",
-        "SMAT",
-        "FT, 4 micro-batches",
-        "SMAT, 4 micro-batches",
-        "SMAT, saved every 8 steps",
-    ),
+    ("FT", "plain PyTorch loop", "SMAT", "FT, 4 micro-batches", "SMAT, 4 micro-batches", "SMAT, saved every 8 steps"),
     ("FT", "FT, bf16", "SMAT, bf16", "FT, mixed", "SMAT, mixed"),
     ("FT", "FT, adapters", "SMAT, adapters, at the merged weight", "SMAT, adapters, at the factors"),
     ("FT", "FT, 2 replicas", "SMAT, 2 replicas", "SMAT, 2 replicas, own draws"),
@@ -238,7 +231,7 @@ def main(name: str) -> None:
     torch.set_num_threads(1)
     if name.startswith("Trainer"):
         importlib.import_module("accelerate")
-    small, ids = llama(hidden_size=12, intermediate_size=16, vocab_size=8), torch.zeros(1, 4, dtype=torch.int64)
+    small, ids = model(hidden_size=12, intermediate_size=16, vocab_size=8), torch.zeros(1, 4, dtype=torch.int64)
     base = {path: p.detach() for path, p in small.named_parameters()}
     loss_fn = ModuleLoss(small, next_token_loss)
     optimizer = optim.adamw(LR, weight_decay=DECAY, fused=True)

@@ -5,7 +5,6 @@ pretrained one. Three sweeps of `smat_fn.analyses`, on one CPU thread: by a loop
 memory budgets, of which the first is the default on a CPU.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smat_fn import merge, random
-from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, score_jobs
+from smat_fn.analyses import Job, cyclic_subsets, landscape, partner_update, scores_of
 from smat_fn.checkpoint import write_text
 from smat_fn.suites import load_suite
 
@@ -27,12 +26,11 @@ BUDGETS = {"loop": 0, "vmap, 8 MiB": 1 << 23, "vmap, 64 MiB": 1 << 26}
 UPDATE = 2e-3  # RMS of an expert's update, about that of FT on this suite
 
 
-def main(arguments: list[str]) -> None:
-    """Time the sweeps, print a table, write the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks vmap")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+def main(*, rounds: int = 7, out: Path = RESULTS) -> None:
+    """Time the sweeps, print a table, write the results.
+
+    Args: rounds: of every sweep; out: file of the results.
+    """
     torch.set_num_threads(1)
     facts = timing.describe("python -m benchmarks vmap")
     rows = []
@@ -40,15 +38,13 @@ def main(arguments: list[str]) -> None:
         values = {label: torch.tensor(run(memory)) for label, memory in BUDGETS.items()}
         gap = max(float((found - values["loop"]).abs().max()) for found in values.values())
         times = timing.interleaved(
-            {label: partial(run, memory) for label, memory in BUDGETS.items()},
-            rounds=options.rounds,
-            clock=timing.cpu_time,
+            {label: partial(run, memory) for label, memory in BUDGETS.items()}, rounds=rounds, clock=timing.cpu_time
         )
         row: dict[str, Any] = {"sweep": name, "evaluations": count, "loop s": timing.quartiles(times["loop"])}
         row |= {f"{label} / loop": timing.ratios(t, times["loop"]) for label, t in times.items() if label != "loop"}
         rows.append({**row, "largest difference": gap})
         print(timing.markdown(rows[-1:]), flush=True)
-    write_text(options.out, json.dumps({**facts, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    write_text(out, json.dumps({**facts, "rounds": rounds, "rows": rows}, indent=1) + "\n")
     print(timing.markdown(rows))
 
 
@@ -58,17 +54,9 @@ def sweeps() -> dict[str, tuple[int, Callable[[int], list[float]]]]:
     base, tasks, key = suite.base, suite.tasks, random.key(0)
     experts = {task: _moved(base, random.fold_in(key, task)) for task in tasks}
     vector = merge.task_arithmetic_vector(base, experts)
-    assert suite.score_tensor is not None
-    score_tensor = suite.score_tensor
 
     def scores(jobs: list[Job], memory: int) -> list[float]:
-        found = score_jobs(
-            jobs,
-            lambda params, task: suite.score(params, task, "dev"),
-            batched=lambda params, task: score_tensor(params, task, "dev"),
-            memory=memory,
-        )
-        return [value for job in found for value in job.values()]
+        return [value for job in scores_of(suite, "dev", memory=memory)(jobs) for value in job.values()]
 
     grid = [Job(partial(merge.apply_vector, base, vector, coef=c), tasks) for c in merge.COEFS]
     subsets = [subset for count in range(2, len(tasks) + 1) for subset in cyclic_subsets(tasks, count)]

@@ -3,8 +3,9 @@
 #
 #   MODEL=meta-llama/Llama-3.2-1B-Instruct DATA=yanggangu/SMAT-TRACE bash examples/llama_main.sh
 #
-# PRESET=llama-3.1-8b is the larger backbone, for it MORE="--suite-options device_map balanced
-# gradient_checkpointing True" as in the paper, on two GPUs; examples/common.sh has the other variables.
+# PRESET=llama-3.1-8b is the larger backbone: MORE="--suite-options device_map balanced" splits its blocks over two GPUs,
+# as the paper does; "gradient_checkpointing True", which the paper does not mention, needs less memory there for the
+# same bits. examples/common.sh has the other variables.
 . "$(dirname "$0")/common.sh"
 METHODS=${METHODS:-"ft asam mergopt orthoreg smat"}
 

@@ -1,19 +1,23 @@
-"""Access to the loops that numba compiles: an optional dependency, imported on first use, that changes no bit.
+"""What runs a call: loops that numba compiles, or a transform of torch.func, torch.compile or a mode around it.
 
-Loops read and write plain memory of the CPU. Without numba, inside `off` or with ``SMAT_FN_NUMBA=0`` torch does all.
+The loops are an optional dependency, imported on first use, that changes no bit. They read and write plain memory of
+the CPU. Without numba, inside `off` or with ``SMAT_FN_NUMBA=0`` torch does all.
+
+One rule for what the package keeps between calls: numbers, numpy arrays, and tensors that `constant` makes of them.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 _off = False
 
 
@@ -58,3 +62,66 @@ def array(tensor: Tensor) -> Any:
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(numpy.uint16)
     return flat.numpy().view(numpy.uint64) if flat.dtype == torch.int64 else flat.numpy()
+
+
+def transformed() -> bool:
+    """Whether torch.func or torch.compile looks on: tensors may have no values yet, and nothing is written in place."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def valueless() -> bool:
+    """Whether numbers of a state must be tensors: inside vmap, which returns no others, and torch.compile."""
+    if torch.compiler.is_compiling():
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def unread(value: object) -> bool:
+    """Whether a hyperparameter is a tensor that cannot be checked, since a transform has not given it a value yet."""
+    return isinstance(value, Tensor) and transformed()
+
+
+def no_grad(function: F) -> F:
+    """``torch.no_grad()`` around a function, but inside transforms, whose derivatives pass through it."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if transformed():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(F, run)
+
+
+def refuse_donation(name: str, donate: bool) -> None:
+    """Raises: ValueError for donated arguments inside torch.func, which must not see them change."""
+    if donate and not torch.compiler.is_compiling() and transformed():
+        raise ValueError(
+            f"{name}: donate=True and out= write into tensors given, which would spoil derivatives and batches of "
+            "torch.func in silence: take donate=False, and no out, inside its transforms"
+        )
+
+
+def constant(values: numpy.ndarray, kept: dict[Any, Tensor], key: Any, device: torch.device | None = None) -> Tensor:
+    """The tensor of an array, kept under a key; in a mode or transform that replaces tensors one of its own, not kept.
+
+    Args: values: shared memory, never written to; device: None is the CPU.
+    """
+    modes = torch._C._len_torch_dispatch_stack()
+    if transformed() or (modes and any(torch._C._get_dispatch_mode(mode) for mode in _REPLACING)):
+        tensor = torch.from_numpy(values)
+        return tensor if device is None else tensor.to(device)
+    found = kept.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # it may be needed where gradients are taken
+            found = torch.from_numpy(values)
+            # once, so that the host may wait: every stream finds it there
+            found = found if device is None else found.to(device)
+        if not modes:
+            kept[key] = found
+    return found
+
+
+_REPLACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake tensors, proxies, functional ones

@@ -100,7 +100,7 @@ def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     Returns:
         int64 (size,) in [0, 65536).
     """
-    _check_one(key)
+    check_key(key)
     return streams(key[None], (size,), starts=(start,))[0]
 
 
@@ -136,8 +136,8 @@ def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     Args: key: int64 (2,); paths: n leaf paths.
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
-    _check_one(key)
-    hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64)
+    check_key(key)
+    hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64, device="cpu")
     hashes = hashes.to(key.device, non_blocking=key.device.type == "cuda")  # the host does not wait
     return split(fold_in(key, hashes))
 
@@ -161,18 +161,27 @@ def uniform(
 ) -> Tensor:
     """Uniform numbers in [minval, maxval): ``minval + (maxval - minval) * u``, u = the low 24 bits of a word / 2**24.
 
+    What rounds to maxval becomes the number of the dtype before it.
+
     Args:
         key: int64 (2,).
         shape: of the result, word n of the key's blocks at flat index n.
+        dtype: of the result, in which the bounds are taken.
     """
-    _check_one(key)
+    check_key(key)
     if not maxval >= minval:
         raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"uniform: dtype {dtype} is no floating-point dtype")
     size = math.prod(shape)
     counters = torch.arange(-(-size // 4), device=key.device)
     words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
     unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
-    return (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
+    drawn = (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
+    if (minval, maxval) == (0, 1) and torch.finfo(dtype).eps <= 2.0**-23:  # u has as many bits as float32
+        return drawn
+    low, high = (torch.full((), bound, dtype=dtype, device=key.device) for bound in (minval, maxval))
+    return drawn.minimum(torch.nextafter(high, low))
 
 
 def name_hashes(names: tuple[str, ...]) -> list[int]:
@@ -201,7 +210,8 @@ def _check_key(key: Tensor) -> None:
         raise ValueError(f"a key is an int64 tensor of shape (..., 2), got {got}: make one by smat_fn.random.key(seed)")
 
 
-def _check_one(key: Tensor) -> None:
+def check_key(key: Tensor) -> None:
+    """Raises: ValueError unless this is one key, int64 of shape (2,)."""
     _check_key(key)
     if key.ndim != 1:
         raise ValueError(

@@ -1,18 +1,22 @@
-"""Parameter trees: any nesting of mappings, sequences and NamedTuples, seen as one flat ``{path: tensor}``.
+"""Parameter trees: any nesting of mappings, sequences and pytree nodes, seen as one flat ``{path: tensor}``.
 
-A leaf's path joins mapping keys, indices and field names with "."; a flat dict's key is its own path.
+A leaf's path joins mapping keys, indices and field names with "."; a flat dict's key is its own path. None has no
+leaves. Other types are nodes once they are registered with ``torch.utils._pytree`` (dataclasses by its
+``register_dataclass``); without names of their own, their children count from 0.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from .compiled import transformed, valueless
 from .errors import raise_problems, shortened
-from .types import Params, Where
+from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
 
@@ -31,33 +35,54 @@ def flatten(tree: Params) -> dict[str, Tensor]:
 
 
 def unflatten(like: Params, leaves: Mapping[str, Any]) -> Params:
-    """The tree of ``like``'s structure whose leaves are ``leaves[path]``."""
+    """The tree of ``like``'s structure whose leaves are ``leaves[path]``.
 
-    return _build(like, "", leaves)
+    Raises: ValueError that lists leaves of ``like`` that ``leaves`` lacks (`shortened`).
+    """
+    missing: list[str] = []
+    built = _build(like, "", leaves, missing)
+    if missing:
+        raise_problems(shortened([f"leaf {path!r} is missing" for path in missing], "{} more leaves are missing"))
+    return built
 
 
 # no closures: one that calls itself keeps the leaves alive until the garbage collector runs
-def _collect(node: Any, path: str, leaves: dict[str, Tensor], problems: list[str]) -> None:
-    children = _children(node)
+def _collect(node: Any, path: str, leaves: dict[str, Any], problems: list[str], kind: type = Tensor) -> None:
+    children = None if isinstance(node, kind) else _children(node)
     if children is not None:
         for name, child in children:
-            _collect(child, f"{path}.{name}" if path else name, leaves, problems)
-    elif not isinstance(node, Tensor):
-        problems.append(
-            f"leaf {path!r} is a {type(node).__name__}, not a tensor: "
-            "a tree is made of mappings, sequences, NamedTuples and tensors"
-        )
+            _collect(child, f"{path}.{name}" if path else name, leaves, problems, kind)
+    elif not isinstance(node, kind):
+        problems.append(f"leaf {path!r} is a {type(node).__name__}, {_WANTED[kind]}{_way_out(node)}")
     elif path in leaves:
         problems.append(f"two leaves have the path {path!r}: rename one of them")
     else:
         leaves[path] = node
 
 
-def _build(node: Any, path: str, leaves: Mapping[str, Any]) -> Any:
-    children = _children(node)
+_WANTED = {
+    Tensor: "not a tensor: a tree is made of mappings, sequences, NamedTuples, registered pytree nodes and tensors",
+    bool: "not a bool",
+}
+
+
+def _way_out(node: Any) -> str:
+    if isinstance(node, nn.ParameterDict):
+        return ", give dict(it.items()) for an nn.ParameterDict"
+    return ", give dict(module.named_parameters()) for an nn.Module" if isinstance(node, nn.Module) else ""
+
+
+def _build(node: Any, path: str, leaves: Mapping[str, Any], missing: list[str]) -> Any:
+    children = None if isinstance(node, Tensor) else _children(node)
     if children is None:
-        return leaves[path]
-    built = [_build(child, f"{path}.{name}" if path else name, leaves) for name, child in children]
+        if path not in leaves:
+            missing.append(path)
+        return leaves.get(path)
+    built = [_build(child, f"{path}.{name}" if path else name, leaves, missing) for name, child in children]
+    if node is None:
+        return None
+    if (registered := _registered(node)) is not None:
+        return registered.unflatten_fn(built, registered.flatten_fn(node)[1])
     if isinstance(node, Mapping):
         rebuilt = dict(zip(node, built, strict=True))
         if isinstance(node, defaultdict):
@@ -67,6 +92,12 @@ def _build(node: Any, path: str, leaves: Mapping[str, Any]) -> Any:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
+    if node is None:
+        return []
+    if (registered := _registered(node)) is not None:
+        if registered.flatten_with_keys_fn is None:
+            return [(str(index), child) for index, child in enumerate(registered.flatten_fn(node)[0])]
+        return [(_name(key), child) for key, child in registered.flatten_with_keys_fn(node)[0]]
     if isinstance(node, Mapping):
         return [(str(key), child) for key, child in node.items()]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -76,10 +107,56 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+_BUILT_IN = frozenset((dict, list, tuple, OrderedDict, defaultdict))
+
+
+def _registered(node: Any) -> Any:
+    """How torch's pytrees take a type of the user's apart; None for builtin types and those that they do not know."""
+    return None if type(node) in _BUILT_IN else pytree.SUPPORTED_NODES.get(type(node))
+
+
+def _name(key: Any) -> str:
+    """The name that a pytree's key entry stands for: a mapping's key, an index, or a field."""
+    return str(next((getattr(key, part) for part in ("key", "idx", "name") if hasattr(key, part)), key))
+
+
 def tree_map(fn: Callable[..., Any], tree: Params, *rest: Params) -> Params:
-    """``fn(leaf, *other_leaves)`` on leaves of equal path; the result has the first tree's structure."""
-    others = [flatten(other) for other in rest]
-    return unflatten(tree, {path: fn(leaf, *(o[path] for o in others)) for path, leaf in flatten(tree).items()})
+    """``fn(leaf, *other_leaves)`` on leaves of equal path; the result has the first tree's structure.
+
+    Raises: ValueError that lists leaves of the other trees that the first one lacks, and the other way round.
+    """
+    leaves, others = flatten(tree), [flatten(other) for other in rest]
+    if any(other.keys() != leaves.keys() for other in others):
+        names = {f"tree {number}": other for number, other in enumerate(others, 2)}
+        raise_problems([text for name, other in names.items() for text in _differences(leaves, "tree 1", name, other)])
+    return unflatten(tree, {path: fn(leaf, *(o[path] for o in others)) for path, leaf in leaves.items()})
+
+
+def predicate(where: Where | None) -> Predicate | None:
+    """A choice of leaves as ``where(path, leaf) -> bool``: a predicate itself, a tree of bools by path, None as it is.
+
+    A tree of bools may name more leaves than are asked for. Raises: ValueError for anything else, and, when asked, for
+    a leaf that the tree of bools does not name.
+    """
+    if where is None or callable(where):
+        return where
+    chosen: dict[str, bool] = {}
+    problems: list[str] = []
+    if not isinstance(where, (set, frozenset, str)):
+        _collect(where, "", chosen, problems, bool)
+    if problems or isinstance(where, (set, frozenset, str)):
+        raise_problems([
+            f"where is a {type(where).__name__}: give a function (path, leaf) -> bool, a tree of bools that is like "
+            "the parameters, or None for every leaf",
+            *shortened(problems, "{} more leaves of where are no bools"),
+        ])  # fmt: skip
+
+    def picks(path: str, leaf: Tensor) -> bool:
+        if path not in chosen:
+            raise ValueError(f"where is a tree of bools that lacks leaf {path!r}: give it a bool for every leaf")
+        return chosen[path]
+
+    return picks
 
 
 def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[str, Tensor]) -> None:
@@ -93,18 +170,23 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
             path in other and other[path].shape == leaf.shape for path, leaf in reference.items()
         ):
             continue
-        lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
-        unknown = [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
         misshapen = [
             f"leaf {path!r} has shape {tuple(other[path].shape)} in {other_name} but {tuple(leaf.shape)} in {name}"
             for path, leaf in reference.items()
             if path in other and other[path].shape != leaf.shape
         ]
-        problems += shortened(lacking, f"{other_name} lacks {{}} more leaves of {name}")
-        problems += shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
+        problems += _differences(reference, name, other_name, other)
         problems += shortened(misshapen, f"{{}} more leaves of {other_name} have another shape in {name}")
     if problems:
         raise_problems(problems)
+
+
+def _differences(reference: Mapping[str, Any], name: str, other_name: str, other: Mapping[str, Any]) -> list[str]:
+    """Errors for leaves that only one of two flat trees has (`shortened`)."""
+    lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]
+    unknown = [f"{other_name} has leaf {path!r} that {name} lacks" for path in other if path not in reference]
+    found = shortened(lacking, f"{other_name} lacks {{}} more leaves of {name}")
+    return found + shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
@@ -134,6 +216,22 @@ def compute_dtype(*leaves: Tensor) -> torch.dtype:
     return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
 
+def counter(number: int | Tensor, params: Params) -> int | Tensor:
+    """Steps done, as a state holds them: an integer, and 0-d int64 beside params inside vmap and torch.compile."""
+    if isinstance(number, Tensor) or not valueless():
+        return number
+    first = next(iter(flatten(params).values()), None)
+    return torch.full((), number, dtype=torch.int64, device=None if first is None else first.device)
+
+
+def root(values: Tensor) -> Tensor:
+    """Square roots; inside transforms with the derivative 0 at 0, where torch's is infinite."""
+    if not transformed():
+        return values.sqrt()
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), values)
+
+
 def cast(tree: Params, dtype: torch.dtype) -> Params:
     """Floating-point leaves in another dtype; other leaves as they are."""
     return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
@@ -145,9 +243,9 @@ def clone(tree: Params) -> Params:
 
 
 def partition(tree: Params, where: Where) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Flat leaves that ``where`` picks, and the others."""
-    leaves = flatten(tree)
-    picked = {path: leaf for path, leaf in leaves.items() if where(path, leaf)}
+    """Flat leaves that ``where`` picks (`predicate`), and the others."""
+    leaves, picks = flatten(tree), predicate(where)
+    picked = {path: leaf for path, leaf in leaves.items() if picks is None or picks(path, leaf)}
     return picked, {path: leaf for path, leaf in leaves.items() if path not in picked}
 
 
@@ -204,7 +302,7 @@ def global_norm(tree: Params) -> Tensor:
             rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
         sums.append(sum_by_halves(block * block).double().to(leaves[0].device))
-    return sum_by_halves(torch.cat(sums)).sqrt() if sums else leaves[0].new_zeros((), dtype=torch.float64)
+    return root(sum_by_halves(torch.cat(sums))) if sums else leaves[0].new_zeros((), dtype=torch.float64)
 
 
 def sum_by_halves(values: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
 """The calling conventions of the whole library, written once.
 
-- *Params*: any pytree of tensors (mappings, sequences, NamedTuples); canonically the flat ``dict[str, Tensor]``
-  of ``module.named_parameters()``, with tied weights once.
-- *LossFn*: ``loss_fn(params, *args) -> (loss, aux)`` with a scalar loss.
-- *Where*: ``where(path, tensor) -> bool`` picks leaves; ``None`` picks every leaf.
+- *Params*: any pytree of tensors (mappings, sequences, NamedTuples, None, types registered with
+  ``torch.utils._pytree``); canonically the flat ``dict[str, Tensor]`` of ``module.named_parameters()``, with tied
+  weights once.
+- *LossFn*: ``loss_fn(params, *args) -> (loss, aux)`` with a scalar loss. One with a parameter named ``key`` gets from
+  methods a key of its own: a child of the step's, the same in all passes of a step, another for each micro-batch.
+- *Where*: ``where(path, tensor) -> bool`` picks leaves, or a tree of bools that is like the parameters; ``None`` picks
+  every leaf.
 - *Optimizer*: ``init(params) -> state``; ``update(grads, state, params) -> (params, state)``.
 - *Method*: ``init(params) -> State``; ``update(key, state, batch) -> (State, Info)``. ``key`` is the run key: the
-  step number is folded in by ``update``. ``batch`` is one batch of any type but ``list``, or a ``list`` of
-  micro-batches, whose losses and gradients are averaged: with equal weights, or those of `Micro`.
+  step number is folded in by ``update``. ``batch`` is one batch of any type, or a ``list`` of
+  `Micro`, whose losses and gradients are averaged by their weights.
 - *Suite*: a base model and K tasks on it, as training, merging and evaluation see them.
 
 This module imports nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -25,8 +28,9 @@ Params: TypeAlias = Any
 Batch: TypeAlias = Any
 Aux: TypeAlias = Any
 LossFn: TypeAlias = Callable[..., tuple[Tensor, Aux]]
-Where: TypeAlias = Callable[[str, Tensor], bool]
-Schedule: TypeAlias = Callable[[int], float]
+Predicate: TypeAlias = Callable[[str, Tensor], bool]
+Where: TypeAlias = Predicate | Mapping[str, Any] | Sequence[Any]
+Schedule: TypeAlias = Callable[[Any], Any]  # step -> learning rate: numbers, or 0-d tensors inside transforms
 Engine: TypeAlias = Literal["func", "autograd"]
 Noise: TypeAlias = Literal["uniform", "gaussian", "laplace"]
 Offload: TypeAlias = Literal["cpu", "recompute", "stream"]
@@ -36,10 +40,13 @@ Scope: TypeAlias = Literal["global", "tensor"]
 
 
 class Micro(NamedTuple):
-    """A micro-batch in a list with its weight: the number of examples or tokens that its loss is the mean of."""
+    """A micro-batch: a list of them, and nothing else, is what one step averages over.
+
+    Its weight is the number of examples or tokens that its loss is the mean of; equal weights are all 1.
+    """
 
     batch: Batch
-    weight: float
+    weight: float = 1.0
 
 
 class Optimizer(NamedTuple):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .types import Where
+from .tree import predicate
+from .types import Predicate, Where
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _NOT_LINEAR = re.compile(r"Router|PatchMerging|PatchEmbed")
@@ -15,7 +16,7 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _NOT_A_MATRIX = re.compile(r"emb|pos_|position|bias|token")  # 3-D parameters: XLNet's and Funnel's seg_embed
 
 
-def trainable(module: nn.Module) -> Where:
+def trainable(module: nn.Module) -> Predicate:
     """Leaves that are parameters with ``requires_grad``, under their ``named_parameters`` names (tied weights once)."""
     names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
     return lambda path, leaf: path in names
@@ -56,9 +57,10 @@ def block_linear(module: nn.Module) -> Picked:
     return Picked(names, _looked_at(module, [path for path, _ in lists]))
 
 
-def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: float) -> list[str]:
+def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: float | Tensor) -> list[str]:
     """The error for ``drop_prob > 0`` with nothing to mask; `never` is how to switch Mask off on purpose."""
-    if not drop_prob or where is None or where is never or any(where(path, leaf) for path, leaf in leaves.items()):
+    off, picks = not isinstance(drop_prob, Tensor) and not drop_prob, predicate(where)
+    if off or picks is None or picks is never or any(picks(path, leaf) for path, leaf in leaves.items()):
         return []
     problem = f"drop_prob is {drop_prob}, but Mask has nothing to act on: where picks none of {len(leaves)} parameters"
     few = ", ".join(list(leaves)[:3]) + ", ..." * (len(leaves) > 3)
@@ -66,7 +68,7 @@ def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: 
     return [f"{problem}. {how}. Give where=, a function (name, parameter) -> bool, or drop_prob=0 to switch Mask off"]
 
 
-def muon_matrices(module: nn.Module) -> Where:
+def muon_matrices(module: nn.Module) -> Predicate:
     """The 2-D leaves of `block_linear`: the matrices that `smat_fn.optim.muon` takes (paper section 5.3)."""
     inside = block_linear(module)
     return lambda path, leaf: leaf.ndim == 2 and inside(path, leaf)

@@ -69,3 +69,18 @@ def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
 @pytest.fixture
 def family():
     return _family
+
+
+@pytest.fixture
+def rows():
+    """Two methods, two tasks, two seeds, by formula: task scores 10 and 20 higher than multiples of the column."""
+    from smat_fn.evaluate import Result
+
+    out = []
+    for bonus, method in ((0.0, "FT"), (4.0, "SMAT")):
+        for seed in (0, 1):
+            for place, model in enumerate(("expert", "wa", "ta", "ties", "dare", "della")):
+                for more, task in ((10.0, "a"), (20.0, "b")):
+                    name = f"expert:{task}" if model == "expert" else model
+                    out.append(Result(method, name, task, "test", 10.0 * place + more + bonus + 2 * seed, seed))
+    return out

@@ -3,7 +3,7 @@
 from .curves import Gain, Scored, cyclic_subsets, experts_curve, gains, replacement_curve, replacement_sets
 from .diagnose import Group, diagnose, groups, suggested_sigma, unmoved, unmoved_shares
 from .landscape import landscape, mean_loss, partner_update, slice_point
-from .stacked import Job, evaluate, score_jobs, stack
+from .stacked import Job, evaluate, score_jobs, scores_of, stack
 
 __all__ = [
     "Gain",
@@ -22,6 +22,7 @@ __all__ = [
     "replacement_curve",
     "replacement_sets",
     "score_jobs",
+    "scores_of",
     "slice_point",
     "stack",
     "suggested_sigma",

@@ -42,11 +42,7 @@ def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
 
 
 def experts_curve(
-    tasks: Sequence[str],
-    merge: Callable[[tuple[str, ...]], Params],
-    scores: Scores,
-    *,
-    reference: Mapping[str, float],
+    tasks: Sequence[str], merge: Callable[[tuple[str, ...]], Params], scores: Scores, *, reference: Mapping[str, float]
 ) -> list[Scored]:
     """Scores of merges of K = 2..N experts, the cyclic subsets of each K, on their own tasks alone.
 
@@ -136,8 +132,7 @@ def gains(table: MainTable) -> dict[str, Gain]:
         for method, columns in lacking.items()
         if columns
     ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    errors.raise_problems(problems)
     found = {}
     for method, line in table.cells.items():
         expert, merged = line["Expert"], line["Avg"]

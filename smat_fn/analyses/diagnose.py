@@ -30,7 +30,7 @@ def groups(module: nn.Module, where: Where | None = None) -> dict[str, str]:
     positions, patch projections); below a module whose type says "Attention"; picked by ``where`` (the masked set);
     outside every ``nn.ModuleList``: head; other. A weight that is tied to an embedding counts there.
     """
-    modules = dict(module.named_modules())
+    modules, picks = dict(module.named_modules()), tree.predicate(where)
 
     def kind(path: str, leaf: Tensor) -> str:
         parts = path.split(".")
@@ -44,7 +44,7 @@ def groups(module: nn.Module, where: Where | None = None) -> dict[str, str]:
             return "embeddings"
         if any("Attention" in name for name in names):
             return "attention"
-        if where is not None and where(path, leaf):
+        if picks is not None and picks(path, leaf):
             return "mlp"
         return "other" if any(isinstance(owner, nn.ModuleList) for owner in owners) else "head"
 

@@ -60,10 +60,7 @@ def landscape(
     delta = tree.flatten(merge.task_vector(expert, base))
     points = list(product(b, a))
     values = evaluate(
-        loss,
-        (partial(slice_point, base, delta, partners, x, y) for y, x in points),
-        memory=memory,
-        done=done,
+        loss, (partial(slice_point, base, delta, partners, x, y) for y, x in points), memory=memory, done=done
     )
     return [values[start : start + len(a)] for start in range(0, len(points), len(a))]
 

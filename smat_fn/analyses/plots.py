@@ -1,15 +1,15 @@
 """Figures of the analyses, from their results alone, and results as files."""
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import checkpoint
-from ..report.plots import COLOURS, SPARE
-from .results import Result, Row, as_csv, as_json, curves, methods
+from ..report.plots import colours, new_figure, png, tidy
+from ..report.section import csv_text
+from .results import Result, Row, as_json, curves, methods, records
 
 MARKERS = "osD^vP"
 STEP = 0.1  # between contours
@@ -18,7 +18,7 @@ CONTOURS = 100  # at most, counted from the lowest: above them colour alone
 
 def write(out: Path, result: Result) -> list[Path]:
     """``<analysis>.json`` (all of it), ``.csv`` (the rows) and ``.png`` in a folder; each file is replaced whole."""
-    contents = {".json": as_json(result).encode(), ".csv": as_csv(result).encode(), ".png": draw(result)}
+    contents = {".json": as_json(result).encode(), ".csv": csv_text(records(result)).encode(), ".png": draw(result)}
     files = {out / f"{result['analysis']}{suffix}": content for suffix, content in contents.items()}
     for path, content in files.items():
         checkpoint.write_bytes(path, content)
@@ -27,33 +27,18 @@ def write(out: Path, result: Result) -> list[Path]:
 
 def draw(result: Result) -> bytes:
     """The figure of a result as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
-    {
-        "experts-curve": _curve,
-        "replacement": _curve,
-        "gains": _gains,
-        "landscape": _landscape,
-        "diagnose": _diagnose,
-    }[result["analysis"]](figure, result)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+    return png(DRAWN[result["analysis"]](result))
 
 
-def _curve(figure: Any, result: Result) -> None:
-    figure.set_size_inches(6, 4)
-    axes = figure.add_subplot()
+def _curve(result: Result) -> Any:
+    figure, axes = new_figure(6, 4)
     found = curves(result["rows"])
-    colours = _colours(list(found))
+    palette = colours(found)
     for index, (method, line) in enumerate(found.items()):
         counts = list(line)
         means, errors = [cell.mean for cell in line.values()], [cell.sd or 0.0 for cell in line.values()]
         axes.errorbar(
-            counts, means, errors if any(errors) else None, label=method, color=colours[method], capsize=2.5,
+            counts, means, errors if any(errors) else None, label=method, color=palette[method], capsize=2.5,
             marker=MARKERS[index % len(MARKERS)], markersize=6, markeredgecolor="black", markeredgewidth=0.5,
         )  # fmt: skip
     counts = sorted({count for line in found.values() for count in line})
@@ -66,36 +51,37 @@ def _curve(figure: Any, result: Result) -> None:
     )  # fmt: skip
     spread = any(cell.sd for line in found.values() for cell in line.values())
     axes.set_ylabel(f"{settings['split']} score, % of the FT experts'" + "\n± standard deviation over seeds" * spread)
-    _tidy(axes)
+    tidy(axes, "y")
     axes.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, columnspacing=1)
+    return figure
 
 
-def _gains(figure: Any, result: Result) -> None:
+def _gains(result: Result) -> Any:
     found = methods(result["rows"])
-    figure.set_size_inches(6, 1.2 + 0.5 * len(found))
-    axes = figure.add_subplot()
-    colours = _colours(list(found))
+    figure, axes = new_figure(6, 1.2 + 0.5 * len(found))
+    palette = colours(found)
     for place, (method, own) in enumerate(found.items()):
         expert, merged, drop = (float(np.mean([row[name] for row in own])) for name in ("expert", "merged", "drop"))
         axes.plot([merged, expert], [place, place], color="0.6", zorder=1)
         style: dict[str, Any] = {"s": 60, "edgecolors": "black", "linewidths": 0.8, "zorder": 2}
         axes.scatter([expert], [place], color="white", label="" if place else "experts", **style)
-        axes.scatter([merged], [place], color=colours[method], label="" if place else "mean of five mergers", **style)
+        axes.scatter([merged], [place], color=palette[method], label="" if place else "mean of five mergers", **style)
         axes.annotate(
             f"{-drop:+.1f}", ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center", fontsize=9
         )
     axes.set_yticks(range(len(found)), list(found))
     axes.set(ylim=(len(found) - 0.5, -0.6))
     axes.set_xlabel(f"mean {result['settings']['split']} score over tasks")
-    _tidy(axes, "x")
+    tidy(axes, "x")
     axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
 
 
-def _landscape(figure: Any, result: Result) -> None:
+def _landscape(result: Result) -> Any:
     rows = result["rows"]
     tasks, names = (list(dict.fromkeys(row[field] for row in rows)) for field in ("task", "method"))
-    figure.set_size_inches(1 + 2.6 * len(names), 0.5 + 2.3 * len(tasks))
-    grid = figure.subplots(len(tasks), len(names), squeeze=False, sharex=True, sharey=True)
+    shape: dict[str, Any] = {"nrows": len(tasks), "ncols": len(names), "squeeze": False, "sharex": True, "sharey": True}
+    figure, grid = new_figure(1 + 2.6 * len(names), 0.5 + 2.3 * len(tasks), **shape)
     for line, task in zip(grid, tasks, strict=True):
         own = [row for row in rows if row["task"] == task]
         low, high = min(row["loss"] for row in own), max(row["loss"] for row in own)
@@ -117,12 +103,12 @@ def _landscape(figure: Any, result: Result) -> None:
         axes.set_xlabel("a, own update")
         axes.tick_params(axis="x", labelsize=8)
     figure.supxlabel(f"contours: every {STEP:g}; star: the expert alone, (1, 0)", fontsize=9)
+    return figure
 
 
-def _diagnose(figure: Any, result: Result) -> None:
+def _diagnose(result: Result) -> Any:
     rows, settings = result["rows"], result["settings"]
-    figure.set_size_inches(6, 1.5 + 0.35 * len(rows))
-    axes = figure.add_subplot()
+    figure, axes = new_figure(6, 1.5 + 0.35 * len(rows))
     dots = {"delta": ("updates", "#56B4E9", "o"), "partners": (f"{settings['coef']:g} x partners' sum", "#E69F00", "s")}
     for field, (label, colour, marker) in dots.items():
         drawn = {place: row[field] for place, row in enumerate(rows) if row[field]}
@@ -134,8 +120,9 @@ def _diagnose(figure: Any, result: Result) -> None:
     axes.set_yticks(range(len(rows)), [row["kind"] for row in rows])
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.set_xlabel("root mean square over weights")
-    _tidy(axes, "both")
+    tidy(axes, "both")
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+    return figure
 
 
 def surface(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -145,14 +132,7 @@ def surface(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, np.array([[found[x, y] for x in a.tolist()] for y in b.tolist()])
 
 
-def _colours(names: Sequence[str]) -> Mapping[str, str]:
-    """The colours of the main figure; for other names, the spare ones in turn."""
-    others = [name for name in names if name.lower() not in COLOURS]
-    spare = {name: SPARE[index % len(SPARE)] for index, name in enumerate(others)}
-    return {name: spare[name] if name in spare else COLOURS[name.lower()] for name in names}
-
-
-def _tidy(axes: Any, axis: str = "y") -> None:
-    axes.grid(axis=axis, color="0.88", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+# by the names of the analyses
+DRAWN = {
+    "experts-curve": _curve, "replacement": _curve, "gains": _gains, "landscape": _landscape, "diagnose": _diagnose
+}  # fmt: skip

@@ -3,11 +3,8 @@
 A result has ``analysis`` (its name), ``settings``, ``runs`` (what the manifests say), ``versions`` and ``rows``.
 """
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -32,16 +29,12 @@ def as_json(result: Result) -> str:
     return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
-def as_csv(result: Result) -> str:
-    """The rows, a column for every field, sequences joined by "+"."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(chain.from_iterable(result["rows"]))), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
+def records(result: Result) -> list[dict[str, Any]]:
+    """The rows, sequences joined by "+"."""
+    return [
         {key: "+".join(value) if isinstance(value, (list, tuple)) else value for key, value in row.items()}
         for row in result["rows"]
-    )
-    return text.getvalue()
+    ]
 
 
 def summary(result: Result) -> Summary:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import tree
-from ..types import Params
+from ..types import Params, Suite
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,7 @@ def stack(trees: Sequence[Params]) -> Params:
 
 
 def evaluate(
-    fn: Callable[[Params], Tensor],
-    builds: Iterable[Build],
-    *,
-    memory: int | None = None,
-    done: Progress | None = None,
+    fn: Callable[[Params], Tensor], builds: Iterable[Build], *, memory: int | None = None, done: Progress | None = None
 ) -> list[float]:
     """``[fn(build()) for build in builds]``, as many models at a time as fit into ``memory``, without gradients.
 
@@ -80,37 +76,46 @@ def score_jobs(
     return _sweep(jobs, batched, memory, done)
 
 
+def scores_of(
+    suite: Suite, split: str, *, memory: int | None = None, done: Progress | None = None
+) -> Callable[[Iterable[Job]], list[dict[str, float]]]:
+    """`score_jobs` by the scores of a suite on a split, batched where the suite allows it."""
+    tensor = suite.score_tensor
+    return partial(
+        score_jobs,
+        score=lambda params, task: suite.score(params, task, split),
+        batched=None if tensor is None else lambda params, task: tensor(params, task, split),
+        memory=memory,
+        done=done,
+    )
+
+
 def _sweep(
     jobs: Iterable[Job], fn: Callable[[Params, str], Any], memory: int | None, done: Progress | None
 ) -> list[dict[str, float]]:
-    rest, found, count = iter(jobs), [], 1
+    rest, found, count = iter(jobs), list[dict[str, float]](), 1
     with torch.no_grad():
-        for job in islice(rest, 1):
-            params, first = job.build(), {}
-            with _Largest() if memory != 0 else nullcontext() as seen:
-                for task in job.tasks:
-                    first[task] = float(fn(params, task))
-                    _report(done, 1)
-            found.append(first)
-            if seen is not None:
-                leaves = list(tree.flatten(params).values())
-                budget = MEMORY.get(leaves[0].device.type, MEMORY["cpu"]) if memory is None else memory
-                # weights twice: a model is there while it is copied into the stack
-                count = max(1, budget // max(1, 2 * sum(leaf.nbytes for leaf in leaves) + 4 * seen.bytes))
         while chunk := list(islice(rest, count)):
             models = [job.build() for job in chunk]
             scores: list[dict[str, float]] = [dict.fromkeys(job.tasks, 0.0) for job in chunk]
-            for task in dict.fromkeys(task for job in chunk for task in job.tasks):
-                places = [place for place, job in enumerate(chunk) if task in job.tasks]
-                own = [models[place] for place in places]
-                values = _batched(partial(_on_task, fn, task), own) if count > 1 and len(own) > 1 else None
-                if values is None:
-                    values = [float(fn(params, task)) for params in own]
-                    if len(own) > 1:  # refused: a loop from here on
-                        count = 1
-                for place, value in zip(places, values, strict=True):
-                    scores[place][task] = value
-                _report(done, len(own))
+            with _Largest() if not found and memory != 0 else nullcontext() as seen:
+                for task in dict.fromkeys(task for job in chunk for task in job.tasks):
+                    places = [place for place, job in enumerate(chunk) if task in job.tasks]
+                    own = [models[place] for place in places]
+                    values = _batched(partial(_on_task, fn, task), own) if count > 1 and len(own) > 1 else None
+                    if values is None:
+                        values = [float(fn(params, task)) for params in own]
+                        if len(own) > 1:  # refused: a loop from here on
+                            count = 1
+                    for place, value in zip(places, values, strict=True):
+                        scores[place][task] = value
+                    if done is not None:
+                        done(len(own))
+            if seen is not None:  # the first model, alone
+                leaves = list(tree.flatten(models[0]).values())
+                budget = MEMORY.get(leaves[0].device.type, MEMORY["cpu"]) if memory is None else memory
+                # weights twice: a model is there while it is copied into the stack
+                count = max(1, budget // max(1, 2 * sum(leaf.nbytes for leaf in leaves) + 4 * seen.bytes))
             found += scores
     return found
 
@@ -128,11 +133,6 @@ def _batched(fn: Callable[[Params], Tensor], models: Sequence[Params]) -> list[f
     except (RuntimeError, UserWarning) as error:  # an error of fn itself comes again in the loop
         log.info("vmap cannot batch these models, they are evaluated one by one: %s", shorten(str(error), 200))
         return None
-
-
-def _report(done: Progress | None, count: int) -> None:
-    if done is not None:
-        done(count)
 
 
 class _Largest(TorchFunctionMode):

@@ -65,6 +65,8 @@ def resolve(config: C, defaults: Mapping[str, Any]) -> C:
     """``config`` with the preset's value wherever it says None; as it is where the preset holds no such config."""
     default = defaults.get(config.name, config)
     missing = {f.name for f in fields(config) if getattr(config, f.name) is None}
+    if isinstance(config, Smat) and config.lam is not None:
+        missing -= {"period"}  # lam replaces it, so that no manifest holds a period that nothing uses
     return replace(config, **{name: getattr(default, name) for name in missing})
 
 

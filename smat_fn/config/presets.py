@@ -47,6 +47,7 @@ class Training:
     warmup: int = 0  # first steps, over which the learning rate rises linearly
     decay_matrices: bool = False  # weight decay on matrices alone: not on norms and biases
     average: str | None = None  # over steps: ema:0.999, swa:25%; None: the last parameters
+    dropout: bool = False  # the model in train mode
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task, where there are no steps
 
 
@@ -94,7 +95,8 @@ DIGITS = Preset(
     family="vision",
     seed=21,
     training=Training(steps=400, lr=2.5e-4),
-    # chosen on dev: FT and SMAT by docs/protocols/digits.md, the others and hyperparameters by digits_methods.md
+    # chosen on dev: FT's and SMAT's rates by docs/protocols/digits.md; the other rates and the strengths of ASAM,
+    # MergOPT and OrthoReg by docs/protocols/digits_methods.md, which chose 1.25e-4 for FT and SMAT
     lr={"ft": 2.5e-4, "smat": 5e-4, "asam": 2.5e-4, "mergopt": 1.25e-4, "orthoreg": 1.25e-4},
     lr_grid=(1.25e-4, 2.5e-4, 5e-4),
     methods=_methods(alpha_min=0.1, sigma=0.01, rho=0.5, b=4e-3, k_max=4, lambda_reg=0.2),
@@ -107,7 +109,7 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
     epochs = {
         "C-STANCE": 5, "FOMC": 3, "MeetingBank": 7, "ScienceQA": 3, "NumGLUE-cm": 5, "NumGLUE-ds": 5, "20Minuten": 7,
     }  # fmt: skip
-    lr = 2e-5
+    lr = 2e-5  # of all methods in the paper
     return Preset(
         suite="trace",
         family="language",
@@ -138,7 +140,7 @@ def _llama(model: str, *, rho: float, b: float, lambda_reg: float, muon_lr: floa
 
 def _clip(model: str, *, rho: float, b: float, lambda_reg: float) -> Preset:
     """The paper's vision experiment on a backbone."""
-    lr = 1e-5
+    lr = 1e-5  # of all methods in the paper
     return Preset(
         suite="clip8",
         family="vision",
@@ -157,7 +159,7 @@ MINILM = Preset(
     family="vision",  # classification under frozen heads by Adam and a cosine, as there
     seed=51,
     training=Training(steps=600, lr=2e-4, optimizer="adam", schedule="cosine"),
-    # chosen on dev, hyperparameters too: docs/protocols/minilm.md
+    # rates and strengths chosen on dev by docs/protocols/minilm.md
     lr={"ft": 4e-4, "smat": 2e-4, "asam": 4e-4, "mergopt": 2e-4, "orthoreg": 2e-4},
     lr_grid=(1e-4, 2e-4, 4e-4, 8e-4),
     methods=_methods(alpha_min=0.1, sigma=0.005, rho=0.5, b=1e-3, k_max=5, lambda_reg=0.2),

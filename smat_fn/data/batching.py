@@ -3,6 +3,7 @@
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -38,12 +39,15 @@ def batch_indices(key: Tensor, size: int, batch_size: int, step: int) -> Tensor:
     if problems:
         raise ValueError("batch_indices: " + "; ".join(problems))
     epoch, batch = divmod(step, -(-size // batch_size))
-    return _epoch(tuple(key.tolist()), size, epoch)[batch * batch_size : (batch + 1) * batch_size].clone()
+    order = _epoch(tuple(key.tolist()), size, epoch)
+    return torch.from_numpy(order[batch * batch_size : (batch + 1) * batch_size].copy())
 
 
 @lru_cache(maxsize=32)  # an order costs as much as a fifth of a small training step
-def _epoch(key: tuple[int, int], size: int, epoch: int) -> Tensor:
-    return permutation(random.fold_in(torch.tensor(key), f"epoch:{epoch}"), size)
+def _epoch(key: tuple[int, int], size: int, epoch: int) -> numpy.ndarray:
+    # plain memory: a tensor would belong to the mode or transform that was there first
+    order = permutation(random.fold_in(torch.tensor(key, device="cpu"), f"epoch:{epoch}"), size)
+    return numpy.array(order.tolist())
 
 
 def split_rows(batch: Batch, parts: int) -> list[Micro]:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import raise_problems
-from ..models import seq2seq
 from ..models.causal_lm import IGNORED
 from ..models.pretrained import check_tokenizer
 from ..types import Micro
+from . import text
 from .batching import split_rows
 from .text import Cut, Example, Row, fit_problems
 
@@ -38,14 +38,12 @@ def encode(
     bare = [f"{i}" for i, own in enumerate(found) if not own.input_ids]
     raise_problems(fit_problems([(*own.input_ids, *own.labels) for own in found], vocabulary))
     raise_problems([f"rows {', '.join(bare)} have prompts without a token: remove them"] if bare else [])
-    return [Example(*(tuple(seq2seq.shorten(ids, max_length)) for ids in own)) for own in found]
+    return [Example(*(_shortened(ids, max_length) for ids in own)) for own in found]
 
 
 def collate(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
-    """Examples side by side (`seq2seq.fill`). Raises: ValueError for no examples."""
-    if not examples:
-        raise ValueError("collate: no examples, give at least one")
-    return seq2seq.fill(examples, pad)
+    """Examples as a batch (`text.collate`), sources and targets each filled up to their own longest."""
+    return text.collate(examples, pad, multiple=1)
 
 
 def split(batch: Mapping[str, Tensor], parts: int) -> list[Micro]:
@@ -74,4 +72,16 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
 
 
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    return seq2seq.tokens(rows, tokenizer) if rows else []
+    """Sources as the tokenizer leaves them, as they are in decoding, and targets with EOS at their end."""
+    if not rows:
+        return []
+    options = {"padding": False, "truncation": False, "verbose": False}
+    sources = tokenizer([source for source, _ in rows], **options)["input_ids"]
+    targets = tokenizer(text_target=[target for _, target in rows], **options)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [(list(source), text.closed(target, eos)) for source, target in zip(sources, targets, strict=True)]
+
+
+def _shortened(ids: Sequence[int], length: int) -> tuple[int, ...]:
+    """The first tokens, but for the last one, which stays the last: EOS of most tokenizers."""
+    return tuple(ids) if len(ids) <= length else (*ids[: length - 1], ids[-1])

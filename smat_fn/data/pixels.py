@@ -27,16 +27,12 @@ _LAYOUT = {"input_data_format": "channels_last", "return_tensors": "pt"}
 Pixels = Callable[[Tensor], Tensor]  # places (n,) -> uint8 (n, 3, H, W)
 
 
-def prepare(images: np.ndarray | Images, processor: Any) -> Tensor:
-    """All the images, resized and cropped: uint8 (N, 3, H, W)."""
-    return prepare_some(images, processor, range(len(images)))
-
-
-def prepare_some(images: np.ndarray | Images, processor: Any, places: Sequence[int]) -> Tensor:
-    """The images at these places, resized and cropped: uint8 (n, 3, H, W).
+def prepare(images: np.ndarray | Images, processor: Any, places: Sequence[int] | None = None) -> Tensor:
+    """The images at these places (None: all), resized and cropped: uint8 (n, 3, H, W).
 
     Raises: ValueError for a processor that gives other than 8-bit values then, or images of several sizes.
     """
+    places = range(len(images)) if places is None else places
 
     def some(start: int) -> Tensor:
         chosen = [np.asarray(images[place]) for place in places[start : start + _TOGETHER]]
@@ -72,17 +68,13 @@ def look_up(table: Tensor, pixels: Tensor) -> Tensor:
 
 
 def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> Pixels:
-    """Access to `prepare_some` of images: through the cache, by content, where they take no more than `HELD` bytes.
+    """Access to `prepare` of images: through the cache, by content, where they take no more than `HELD` bytes.
 
     Args: first: one image prepared, (1, 3, H, W).
     """
     if len(images) * first.numel() > HELD:
-        return lambda places: prepare_some(images, processor, places.tolist())
-    config = {
-        "images": content(images),
-        "processor": processor.to_json_string(),
-        **versions("transformers", "pillow"),
-    }
+        return lambda places: prepare(images, processor, places.tolist())
+    config = {"images": content(images), "processor": processor.to_json_string(), **versions("transformers", "pillow")}
     kept = cached("pixels", config, lambda: {"pixels": prepare(images, processor)})["pixels"]
     return lambda places: kept[places]
 

@@ -6,14 +6,14 @@ A tokenizer is one of ``transformers``; only its call, its special ids and its v
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-import torch
 from torch import Tensor
 
 from ..errors import raise_problems
 from ..models.causal_lm import IGNORED
+from ..models.modules import filled
 from ..models.pretrained import NO_EOS, check_tokenizer
 from ..types import Micro
-from .batching import batch_indices, split_rows
+from .batching import split_rows
 
 MULTIPLE = 8
 Truncate: TypeAlias = Literal["right", "left", "prompt-middle"]
@@ -100,22 +100,13 @@ def collate(examples: Sequence[Example], pad: int, *, multiple: int = MULTIPLE) 
     """
     if not examples:
         raise ValueError("collate: no examples, give at least one")
-    length = -(-max(len(example.input_ids) for example in examples) // multiple) * multiple
-
-    def filled(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=torch.int64)
-
-    return {
-        "input_ids": filled([example.input_ids for example in examples], pad),
-        "attention_mask": filled([[1] * len(example.input_ids) for example in examples], 0),
-        "labels": filled([example.labels for example in examples], IGNORED),
+    ids, labels = zip(*examples, strict=True)
+    columns = {
+        "input_ids": (ids, pad),
+        "attention_mask": ([[1] * len(row) for row in ids], 0),
+        "labels": (labels, IGNORED),
     }
-
-
-def batch(examples: Sequence[Example], key: Tensor, step: int, *, batch_size: int, pad: int) -> dict[str, Tensor]:
-    """The batch of one step: `batch_indices` of the run key, collated; a pure function of its arguments."""
-    chosen = batch_indices(key, len(examples), batch_size, step)
-    return collate([examples[i] for i in chosen.tolist()], pad)
+    return {name: filled(rows, value, multiple=multiple) for name, (rows, value) in columns.items()}
 
 
 def split(batch: Mapping[str, Tensor], parts: int, *, multiple: int = MULTIPLE) -> list[Micro]:
@@ -164,6 +155,11 @@ def fit_problems(texts: Sequence[Sequence[int]], vocabulary: int) -> list[str]:
     ] if outside else []  # fmt: skip
 
 
+def closed(ids: Sequence[int], eos: int) -> list[int]:
+    """Tokens with EOS at their end: a tokenizer that appends it itself adds no second one."""
+    return list(ids) if ids and ids[-1] == eos else [*ids, eos]
+
+
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> tuple[list[list[int]], list[int]]:
     """Whole texts with EOS, and where their answers begin."""
     eos = tokenizer.eos_token_id
@@ -174,7 +170,7 @@ def _tokens(rows: Sequence[Row], tokenizer: Any) -> tuple[list[list[int]], list[
     options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
     fronts = tokenizer([prompt + "\n" for prompt, _ in rows], **options)["input_ids"]
     texts = tokenizer([prompt + "\n" + answer for prompt, answer in rows], **options)["input_ids"]
-    texts = [list(ids) if ids and ids[-1] == eos else [*ids, eos] for ids in texts]
+    texts = [closed(ids, eos) for ids in texts]
     starts = []
     for front, ids in zip(fronts, texts, strict=True):
         same = (i for i, (a, b) in enumerate(zip(front, ids, strict=False)) if a != b)

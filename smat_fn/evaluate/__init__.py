@@ -5,13 +5,4 @@ from .records import Records
 from .results import Result, read_results, write_results
 from .scoring import Scorer, score_bar, score_models
 
-__all__ = [
-    "Records",
-    "Result",
-    "Scorer",
-    "accuracy",
-    "read_results",
-    "score_bar",
-    "score_models",
-    "write_results",
-]
+__all__ = ["Records", "Result", "Scorer", "accuracy", "read_results", "score_bar", "score_models", "write_results"]

@@ -29,17 +29,7 @@ TRACE = {
 }
 
 
-Progress = Callable[[int, int], None]  # (rows done, rows)
-
-
-def generator(
-    model: ModuleLoss,
-    tokenizer: Any,
-    params: Mapping[str, Tensor],
-    *,
-    batch_size: int = 16,
-    progress: Progress | None = None,
-) -> Generate:
+def generator(model: ModuleLoss, tokenizer: Any, params: Mapping[str, Tensor], *, batch_size: int = 16) -> Generate:
     """`Generate` with given weights: rows of similar length together, with a key-value cache.
 
     The weights stand in the module by reference while it decodes, and its own are back afterwards, exceptions
@@ -76,8 +66,6 @@ def generator(
                 for i, tokens in zip(chosen, new, strict=True):
                     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                     texts[i] = text.strip()
-                if progress:
-                    progress(first + len(chosen), len(order))
 
         with torch.no_grad(), _evaluating(module):
             model.within(params, run)

@@ -1,15 +1,19 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
+import copy
 from collections.abc import Callable
-from typing import Any, get_args
+from contextlib import nullcontext
+from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import tree
-from ..types import Aux, Engine, LossFn, Params
-from .modules import ModuleLoss
+from .. import random, tree
+from ..compiled import transformed
+from ..types import Aux, Batch, Engine, LossFn, Params
+from .master_weights import MasterWeights, with_master_weights
+from .modules import ModuleLoss, takes_key
 
 
 def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
@@ -17,11 +21,15 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 
     ``engine="func"`` is ``torch.func.grad_and_value``: composable with every torch.func transform. ``"autograd"`` is
     ``torch.autograd.grad`` on fresh leaves: bit-identical to ``loss.backward()``, about half the memory, works with
-    gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`. They agree within rounding.
+    gradient checkpointing (non-reentrant) when ``loss_fn`` is a `ModuleLoss`, and under ``torch.inference_mode``. They
+    agree within rounding.
 
-    Returns: a function of (params, *args); grads have the structure, shapes and dtypes of params, zero for leaves that
-        the loss does not touch; the loss of "autograd" is detached, that of "func" if no leaf requires grad.
-    Raises: ValueError for an unknown engine, and for leaves that are no floating-point tensors.
+    Returns: a function of (params, *args), and of ``key`` for a loss that takes one; grads have the structure, shapes
+        and dtypes of params, zero for leaves that the loss does not touch. Nothing that comes back holds the graph of
+        this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
+        graph of transforms and leaves outside.
+    Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function
+        that does not return a pair (0-d loss, aux).
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
@@ -29,43 +37,107 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
 
 
 def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
-    def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
-        tree.check_floating(tree.flatten(params), "params")
+    def run(params: Params, *args: Any, **options: Any) -> tuple[tuple[Tensor, Aux], Params]:
+        flat = tree.flatten(params)
+        tree.check_floating(flat, "params")
         parts: list[Any] = []
 
-        def tensors_apart(params: Params, *args: Any) -> tuple[Tensor, list[Tensor]]:
-            loss, aux = loss_fn(params, *args)
+        def tensors_apart(leaves: dict[str, Tensor], *args: Any) -> tuple[Tensor, list[Tensor]]:
+            loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
             parts[:] = pytree.tree_flatten(aux)
             return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
 
-        # torch refuses aux leaves that are no tensors
-        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(params, *args)
+        # torch refuses leaves that are no tensors, in params and in aux
+        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(flat, *args)
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in parts[0]]
         aux = pytree.tree_unflatten(leaves, parts[1])
-        return (loss, aux), grads
+        return (loss, aux), tree.unflatten(params, grads)
 
     return run
 
 
 def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:
-    def run(params: Params, *args: Any) -> tuple[tuple[Tensor, Aux], Params]:
+    def run(params: Params, *args: Any, **options: Any) -> tuple[tuple[Tensor, Aux], Params]:
+        if transformed():
+            raise ValueError("engine 'autograd' cannot be transformed or compiled: take engine='func'")
         flat = tree.flatten(params)
         tree.check_floating(flat, "params")
-        leaves = {path: leaf.detach().requires_grad_() for path, leaf in flat.items()}
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
+            leaves = {path: _recorded(leaf).detach().requires_grad_() for path, leaf in flat.items()}
+            if inference:
+                args = pytree.tree_map_only(Tensor, _recorded, args)
 
-        def differentiate(loss: Tensor, aux: Aux) -> tuple[tuple[Tensor, Aux], tuple[Tensor, ...]]:
-            if not loss.requires_grad:  # it touches no leaf
-                return (loss, aux), tuple(torch.zeros_like(leaf) for leaf in flat.values())
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-            return (loss.detach(), aux), grads
+            def differentiate(result: Any) -> tuple[tuple[Tensor, Aux], tuple[Tensor, ...]]:
+                loss, aux = loss_and_aux(result)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                else:  # it touches no leaf
+                    grads = tuple(torch.zeros_like(leaf) for leaf in flat.values())
+                return (loss.detach(), detached(aux)), grads
 
-        with torch.enable_grad():
             if isinstance(loss_fn, ModuleLoss):
                 # inside the swap of weights: checkpointed layers run again in backward and must meet the same weights
-                value, grads = loss_fn.within(leaves, lambda module: differentiate(*loss_fn.loss(module, *args)))
+                value, grads = loss_fn.within(
+                    leaves, lambda module: differentiate(loss_fn.loss(module, *args, **options))
+                )
             else:
-                value, grads = differentiate(*loss_fn(tree.unflatten(params, leaves), *args))
+                value, grads = differentiate(loss_fn(tree.unflatten(params, leaves), *args, **options))
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 
     return run
+
+
+def _recorded(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that autograd cannot save since it was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+class Keyed(NamedTuple):
+    """A batch with what the key of its loss is made of: the run key, the step, the number of the micro-batch."""
+
+    batch: Batch
+    run_key: Tensor
+    step: int | Tensor
+    part: int
+
+    @property
+    def key(self) -> Tensor:
+        """``fold_in(fold_in(run key, step), "loss:<part>")``: one for all passes of a step over this micro-batch."""
+        step = self.step.to(self.run_key.device) if isinstance(self.step, Tensor) else self.step
+        return random.fold_in(random.fold_in(self.run_key, step), f"loss:{self.part}")
+
+
+def keyed(loss_fn: LossFn) -> LossFn:
+    """The loss as a loss of `Keyed` batches: one that takes a ``key`` gets theirs, made where it is needed."""
+    if isinstance(loss_fn, MasterWeights):
+        return with_master_weights(keyed(loss_fn.loss_fn), loss_fn.dtype)
+    if isinstance(loss_fn, ModuleLoss):
+        own, inner = copy.copy(loss_fn), loss_fn
+
+        def loss(module: nn.Module, one: Keyed, **_: Any) -> tuple[Tensor, Aux]:
+            return inner.loss(module, one.batch, key=one.key if inner.wants_key() else None)
+
+        own.loss = loss  # type: ignore[method-assign, assignment]
+        return own
+    if takes_key(loss_fn):
+        return lambda params, one: loss_fn(params, one.batch, key=one.key)
+    return lambda params, one: loss_fn(params, one.batch)
+
+
+def detached(aux: Aux) -> Aux:
+    """aux with its tensors, in any pytree, off the graph."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, aux)
+
+
+def loss_and_aux(result: Any) -> tuple[Tensor, Aux]:
+    """What a loss function returned. Raises: ValueError unless it is a pair of a 0-d loss and anything."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+        raise ValueError(f"the loss function returned {got}: return (loss, aux), or (loss, None)")
+    loss, aux = result
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+        raise ValueError(f"the loss {got}: must be a 0-d tensor, take its mean or sum")
+    return loss, aux

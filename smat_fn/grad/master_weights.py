@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..types import Aux, LossFn, Params
-from .modules import ModuleLoss
+from .modules import ModuleLoss, takes_key
 
 
 class MasterWeights:
@@ -17,17 +17,30 @@ class MasterWeights:
     def __init__(self, loss_fn: LossFn, dtype: torch.dtype) -> None:
         self.loss_fn, self.dtype = loss_fn, dtype
 
-    def __call__(self, params: Params, *args: Any) -> tuple[Tensor, Aux]:
-        return self.loss_fn(tree.cast(params, self.dtype), *args)
+    def __call__(self, params: Params, *args: Any, **options: Any) -> tuple[Tensor, Aux]:
+        return self.loss_fn(tree.cast(params, self.dtype), *args, **options)
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether the loss inside takes a key."""
+        return takes_key(self.loss_fn)
 
 
 class ModuleMasterWeights(MasterWeights, ModuleLoss):
     """`MasterWeights` of a `ModuleLoss`, itself one: the module runs forward and backward on the rounded weights."""
 
     def __init__(self, loss_fn: ModuleLoss, dtype: torch.dtype) -> None:
-        ModuleLoss.__init__(self, loss_fn.module, loss_fn.loss)
+        ModuleLoss.__init__(self, loss_fn.module, loss_fn.loss, training=loss_fn.training)
         self.loss_fn: ModuleLoss = loss_fn
         self.dtype = dtype
+
+    def loss(self, module: nn.Module, *args: Any, key: Tensor | None = None) -> tuple[Tensor, Aux]:
+        """The loss inside."""
+        return self.loss_fn.loss(module, *args, key=key)
+
+    def wants_key(self) -> bool:
+        """As the loss inside."""
+        return self.loss_fn.wants_key()
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         """``fn(module)`` while the module's parameters are ``params``, rounded."""

@@ -15,7 +15,7 @@ from ..mat.smat import is_simulated
 from ..random import fold_in
 from ..simulation import Draw, draw
 from ..simulation.state import all_off, draw_problems
-from ..types import Noise, Where
+from ..types import Noise, Predicate, Where
 from ..where import mask_problems
 
 __all__ = ["Options", "leaves_of", "mask_problems"]
@@ -44,8 +44,7 @@ class Options:
         if not (isinstance(self.key, Tensor) and self.key.dtype == torch.int64 and tuple(self.key.shape) == (2,)):
             seed = self.key if type(self.key) is int else 0
             found.append(f"key is {self.key!r}, must be one key: key=smat_fn.random.key({seed})")
-        if not (self.where is None or callable(self.where)):
-            found.append(f"where is a {type(self.where).__name__}, must be a function (name, parameter) -> bool")
+        found += errors.problems_of(tree.predicate, self.where)
         return found
 
     @property
@@ -66,7 +65,7 @@ def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def describe(options: Options, leaves: Mapping[str, Tensor], where: Where) -> str:
+def describe(options: Options, leaves: Mapping[str, Tensor], where: Predicate) -> str:
     """One line: which steps, which operations, and what is masked."""
     if options.off:
         return "SMAT: Scale, Mask and Perturb are off, every step is clean"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from .. import errors, tree
 from ..mat.simulated import SimulatedWeights
 from ..simulation import Draw
-from ..types import Noise, Params, Where
+from ..tree import predicate
+from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear
 from . import checks
 from .checks import Options, leaves_of
@@ -108,8 +109,8 @@ class Attached:
         self._text = checks.describe(self._options, leaves, where)
         return leaves
 
-    def _where(self, model: nn.Module) -> Where:
-        return self._options.where or block_linear(model)
+    def _where(self, model: nn.Module) -> Predicate:
+        return predicate(self._options.where) or block_linear(model)
 
     def _begin(self) -> None:
         """Training begins, with the model of now."""

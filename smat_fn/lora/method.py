@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import random, tree
+from ..grad import keyed
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
 from ..types import LossFn, Method, Optimizer, Where
@@ -49,7 +50,7 @@ def build(
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
     at_simulated = simulated_gradient(
         None, base, engine=options.get("engine", "autograd"),
-        loss_at=lambda drawn: around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)),
+        loss_at=lambda drawn: keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where))),
     )  # fmt: skip
     adapted = {path: base[path] for path in lora.paths}
     return smat.build_from(

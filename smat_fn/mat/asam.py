@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import ops, tree
-from ..grad import value_and_grad
+from ..compiled import no_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -58,7 +58,7 @@ def build(
     problems += step.check_not_negative(rho=rho)
     if problems:
         raise ValueError("asam: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = step.accumulate(at, state.params, batch)
@@ -67,10 +67,10 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
-@torch.no_grad()
+@no_grad
 def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
     leaves, slopes = tree.flatten(params), tree.flatten(grads)

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ..grad import value_and_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -52,14 +52,14 @@ def build(
     problems = step.check(optimizer, max_grad_norm, engine)
     if problems:
         raise ValueError("finetune: " + "; ".join(problems))
-    gradient = value_and_grad(loss_fn, engine=engine)
+    gradient = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = step.accumulate(gradient, state.params, batch)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 @dataclass(frozen=True)

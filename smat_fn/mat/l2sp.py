@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..grad import value_and_grad
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -53,7 +53,7 @@ def build(
     problems = step.check(optimizer, max_grad_norm, engine) + step.check_not_negative(pull=pull)
     if problems:
         raise ValueError("l2sp: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def pulled(g: Tensor, theta: Tensor, theta_0: Tensor) -> Tensor:
         dtype = tree.compute_dtype(g)
@@ -65,7 +65,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 @dataclass(frozen=True)

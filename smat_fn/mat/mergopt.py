@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..grad import value_and_grad
+from ..compiled import no_grad
+from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from ..where import never
@@ -65,18 +66,17 @@ def build(
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
     if problems:
         raise ValueError("mergopt: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        drawn = offset(random.fold_in(key, state.step), b=b, k_max=k_max)
-        with torch.no_grad():
-            # base = theta leaves theta + epsilon of the simulated state
-            moved = simulate(state.params, state.params, drawn, where=never)
+        drawn = offset(step.key_of(key, state.step), b=b, k_max=k_max)
+        # base = theta leaves theta + epsilon of the simulated state
+        moved = no_grad(simulate)(state.params, state.params, drawn, where=never)
         loss, aux, grads = step.accumulate(at, moved, batch)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, drawn.sigma / (math.sqrt(2) * b) if b else drawn.sigma)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 def offset(key: Tensor, *, b: float, k_max: int) -> Draw:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..grad import value_and_grad
+from ..compiled import no_grad
+from ..grad import keyed, value_and_grad
 from ..optim import momentum_of
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
@@ -23,7 +24,7 @@ class State(NamedTuple):
 
     params: Params  # expert parameters theta
     opt_state: Any  # of the optimizer
-    step: int  # optimizer steps done
+    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
     previous: Params = ()  # the gradient of the last step, where the climb follows it
 
 
@@ -78,7 +79,7 @@ def build(
         problems.append(f"along is {along!r}, choose one of {', '.join(get_args(Along))}")
     if problems:
         raise ValueError("msam: " + "; ".join(problems))
-    at, start = value_and_grad(loss_fn, engine=engine), step.init(optimizer, base, donate=donate)
+    at, start = value_and_grad(keyed(loss_fn), engine=engine), step.init(optimizer, base, donate=donate)
 
     def init(params: Params) -> State:
         state = start(params)
@@ -96,10 +97,10 @@ def build(
         plain, norm = step.apply(optimizer, plain, grads, max_grad_norm=max_grad_norm, donate=donate)
         return State(*plain, previous), Info(loss, aux, norm)
 
-    return Method(init, update)
+    return Method(init, step.with_keys(update))
 
 
-@torch.no_grad()
+@no_grad
 def _kept(grads: Params, previous: Params, donate: bool) -> Params:
     # a copy: clipping may write into a gradient, and autograd may give out one tensor for two leaves
     if donate:

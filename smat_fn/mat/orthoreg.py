@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..grad import value_and_grad
+from ..compiled import no_grad, transformed
+from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
 from . import step
 from .step import State
@@ -59,7 +60,7 @@ def build(
     problems += step.check_not_negative(lambda_reg=lambda_reg)
     if problems:
         raise ValueError("orthoreg: " + "; ".join(problems))
-    at = value_and_grad(loss_fn, engine=engine)
+    at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
@@ -71,7 +72,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, value)
 
-    return Method(step.init(optimizer, base, donate=donate), update)
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
 
 
 def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tensor:
@@ -83,7 +84,7 @@ def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tens
     return _sum(terms)
 
 
-@torch.no_grad()
+@no_grad
 def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """`penalty` and its gradient ``2 dW (dW^T dW - I) / || . ||_F`` by path, of the leaves that have one.
 
@@ -94,7 +95,11 @@ def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None
         excess = _excess(delta)
         terms.append(torch.linalg.matrix_norm(excess))
         product = excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess
-        pull[path] = product.mul_(torch.where(terms[-1] > 0, 2 / terms[-1], 0))
+        if transformed():
+            positive = terms[-1] > 0
+            pull[path] = product * torch.where(positive, 2 / torch.where(positive, terms[-1], 1.0), 0.0)
+        else:
+            pull[path] = product.mul_(torch.where(terms[-1] > 0, 2 / terms[-1], 0))
     return _sum(terms), pull
 
 
@@ -104,9 +109,9 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
-    origins, found = tree.flatten(base), {}
+    origins, found, picks = tree.flatten(base), {}, tree.predicate(where)
     for path, leaf in tree.flatten(params).items():
-        if leaf.ndim == 2 and leaf.numel() and (where is None or where(path, leaf)):
+        if leaf.ndim == 2 and leaf.numel() and (picks is None or picks(path, leaf)):
             dtype = tree.compute_dtype(leaf, origins[path])
             found[path] = leaf.to(dtype) - origins[path].to(dtype)
     return found

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast, get_args
+from typing import Protocol, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 
 from .. import ops, tree
-from ..grad import MasterWeights, ModuleLoss, value_and_grad
+from ..compiled import no_grad, transformed
+from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
@@ -31,6 +32,29 @@ class SimulatedGradient(Protocol):
         """Loss, aux and gradient at the state of a draw; a list of micro-batches shares the state."""
 
 
+EitherGradient: TypeAlias = Callable[[Params, Batch, Draw, Tensor], Result]
+
+
+def either_gradient(
+    loss_fn: LossFn, base: Params, *, where: Where | None = None, engine: Engine = "autograd"
+) -> EitherGradient:
+    """``(params, batch, draw, simulated) -> (loss, aux, gradient in params)`` at theta~ or theta, as a 0-d bool says.
+
+    One program for both kinds of step: one pass, and alpha m included where the step is simulated.
+    """
+    gradient = value_and_grad(loss_fn, engine=engine)
+
+    def at(params: Params, batch: Batch, drawn: Draw, simulated: Tensor) -> Result:
+        def either(merged: Tensor, own: Tensor) -> Tensor:
+            return torch.where(simulated.to(own.device), merged, own)
+
+        states = tree.tree_map(either, no_grad(simulate)(params, base, drawn, where=where), params)
+        loss, aux, grads = accumulate(gradient, states, batch)
+        return loss, aux, tree.tree_map(either, no_grad(reweight)(grads, drawn, where=where), grads)
+
+    return at
+
+
 def simulated_gradient(
     loss_fn: LossFn | None,
     base: Params,
@@ -50,7 +74,7 @@ def simulated_gradient(
     Args:
         loss_fn: ``(params, batch) -> (loss, aux)``.
         base: theta_0, a tree like params.
-        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        where: the masked set S as a predicate on (path, leaf) or a tree of bools; None masks every leaf.
         offload: None keeps base as it is and makes a new tree for theta~. ``"cpu"``: theta_0 in pinned host memory,
             copied during clean steps into one reusable buffer that becomes theta~. ``"recompute"``: theta_0 on the
             device, theta~ rebuilt block by block in forward and backward, no second copy. ``"stream"``: the same with
@@ -208,12 +232,15 @@ class _Fresh:
 
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
+        self._rounding = value_and_grad(loss_fn, engine=engine)
         self._base, self._where = base, where
 
     def prepare(self, params: Params) -> None:
         """Nothing to prepare."""
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        if transformed():
+            return accumulate(self._rounding, simulate(params, self._base, drawn, where=self._where), batch)
         leaves, base, states = tree.flatten(params), tree.flatten(self._base), dict[str, Tensor]()
         with torch.no_grad():
             if self._dtype is not None:
@@ -253,6 +280,7 @@ class _Buffered:
         return accumulate(_as_wide_as(params, self._at), tree.unflatten(params, states), batch)
 
     def _buffer_for(self, params: Params) -> BaseBuffer:
+        _refuse("cpu")
         if self._buffer is None:
             # now that the device is known; the caller's own base may be freed
             self._buffer = BaseBuffer(tree.flatten(self._base), tree.flatten(params), slices=self._slices)
@@ -274,6 +302,7 @@ class _Rebuilt:
         """Nothing to prepare."""
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        _refuse("stream" if self._streamed else "recompute")
         self._loss_fn.check(params)
         if self._source is None:
             kind = StreamedBase if self._streamed else ResidentBase
@@ -284,12 +313,16 @@ class _Rebuilt:
         def at(params: Params, batch: Batch) -> tuple[tuple[Tensor, Aux], Params]:
             leaves = {path: self._stand_in(leaf).requires_grad_() for path, leaf in params.items()}
             try:
-                with torch.enable_grad(), rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))):
-                    loss, aux = self._loss_fn.loss(module, batch)
+                with (
+                    self._loss_fn.running(),
+                    torch.enable_grad(),
+                    rebuilding(module, leaves, lambda paths: make(paths, source.get(paths))),
+                ):
+                    loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
             finally:
                 source.rewind()
-            return (loss.detach(), aux), dict(zip(leaves, grads, strict=True))
+            return (loss.detach(), detached(aux)), dict(zip(leaves, grads, strict=True))
 
         return accumulate(_as_wide_as(params, at), params, batch)
 
@@ -298,6 +331,11 @@ class _Rebuilt:
         if self._dtype is None:
             return leaf.detach()
         return torch.zeros((), dtype=self._dtype, device=leaf.device).expand(leaf.shape)
+
+
+def _refuse(offload: str) -> None:
+    if transformed():
+        raise ValueError(f"offload {offload!r} keeps buffers: take offload=None inside transforms and torch.compile")
 
 
 def _unrounded(loss_fn: LossFn, engine: Engine) -> tuple[Gradient, torch.dtype | None]:

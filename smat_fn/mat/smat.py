@@ -9,18 +9,25 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import problems_of, raise_problems
-from ..grad import value_and_grad
+from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
 from ..random import fold_in
 from ..simulation import Draw, draw, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
-from ..simulation.state import all_off, draw_problems
+from ..simulation.state import Number, all_off, draw_problems
 from ..types import Aux, Batch, Engine, LossFn, Method, Noise, Offload, Optimizer, Params, Where
 from ..where import mask_problems
 from . import asam, step
 from .relative import SigmaOf, relative_gradient, sigma_problems
-from .simulated import Result, SimulatedGradient, offload_problems, simulated_gradient
+from .simulated import (
+    EitherGradient,
+    Result,
+    SimulatedGradient,
+    either_gradient,
+    offload_problems,
+    simulated_gradient,
+)
 from .step import Gradient, State, accumulate
 
 __all__ = ["Climb", "Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
@@ -35,10 +42,10 @@ class Info(NamedTuple):
     aux: Aux
     grad_norm: Tensor  # shape=(), float32, after reweighting, before clipping
     scale: Tensor  # alpha, shape=(), float32; 1 on a clean step
-    simulated: bool
+    simulated: bool | Tensor  # 0-d where the state's step is a tensor
 
 
-def is_simulated(step: int, period: int) -> bool:
+def is_simulated(step: Any, period: int) -> Any:
     """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
     return (step + 1) % period == 0
 
@@ -65,7 +72,8 @@ def literal_step(
         batch: one batch.
         hyperparameters: alpha_min, drop_prob, sigma, noise of `smat_fn.draw`; the others as in `build`.
     """
-    params, gradient = state.params, value_and_grad(loss_fn, engine=engine)
+    params, gradient = state.params, value_and_grad(keyed(loss_fn), engine=engine)
+    batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
     simulated, scale = is_simulated(state.step, period), torch.ones(())
     if simulated:
         drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
@@ -89,9 +97,9 @@ def build(
     *,
     where: Where | None = None,
     max_grad_norm: float | None = None,
-    alpha_min: float = 0.2,
-    drop_prob: float = 0.5,
-    sigma: float = 2e-3,
+    alpha_min: Number = 0.2,
+    drop_prob: Number = 0.5,
+    sigma: Number = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
     alpha_max: float = 1.0,
@@ -111,6 +119,8 @@ def build(
     forward and one backward pass a step, lambda = 1 / period. Mixed (``lam`` given): both, weighted, in every step.
     The draw of step s is ``draw(fold_in(key, s), ...)``, one for all micro-batches of the step. With Scale, Mask and
     Perturb all off every step is clean: bit-identical to `smat_fn.mat.finetune`, with a climb to `smat_fn.mat.msam`.
+    Where the state's step is a tensor (inside vmap and torch.compile) both kinds of step are one program, which takes
+    theta~ or theta by it.
 
     With ``climb`` theta is replaced by ``theta + e`` in the loss of clean steps, or in theta~ too, and nowhere else;
     ``e = rho theta^2 (.) d / (|| |theta| (.) d || + 1e-12)``, d the optimizer's momentum before the step: no further
@@ -120,11 +130,12 @@ def build(
         loss_fn: ``(params, batch) -> (loss, aux)``.
         optimizer: anything with ``init`` and ``update`` (`smat_fn.optim`).
         base: theta_0, a tree of params' structure and shapes.
-        where: the masked set S as a predicate on (path, leaf); None masks every leaf.
+        where: the masked set S, a predicate on (path, leaf) or a tree of bools; None masks every leaf.
         max_grad_norm: clip by global norm after reweighting; None: no clipping.
         alpha_min: Scale, in [0, 1]; 1 switches it off.
         drop_prob: Mask, in [0, 1), the probability of removing a coordinate; 0 switches it off.
-        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
+        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off. The three may be 0-d tensors,
+            as in `smat_fn.draw`.
         period: t >= 1; 1 simulates every step.
         noise: "uniform", "gaussian" or "laplace".
         alpha_max: alpha is uniform on [alpha_min, alpha_max].
@@ -149,22 +160,24 @@ def build(
     Source: paper sections 4.1 to 4.3; the climb is no part of it.
     """
     problems = offload_problems(loss_fn, offload, engine) + sigma_problems(sigma_of, offload)
-    at_simulated = None if problems or step.check(optimizer, max_grad_norm, engine) else simulated_gradient(
-        loss_fn, base, where=where, offload=offload, period=1 if lam is not None else period, engine=engine
-    )  # fmt: skip
-    if at_simulated is not None:
-        at_simulated = relative_gradient(loss_fn, at_simulated, base, where=where, of=sigma_of, engine=engine)
+    at_simulated = at_either = None
+    if not (problems or step.check(optimizer, max_grad_norm, engine)):
+        own, slices = keyed(loss_fn), 1 if lam is not None else period
+        at_simulated = simulated_gradient(own, base, where=where, offload=offload, period=slices, engine=engine)
+        at_simulated = relative_gradient(own, at_simulated, base, where=where, of=sigma_of, engine=engine)
+        if offload is None and climb is None and sigma_of == "weights":
+            at_either = either_gradient(own, base, where=where, engine=engine)
     if offload in ("cpu", "stream"):
         # only names and shapes are needed for init: the caller's base must not stay alive here
         base = tree.tree_map(lambda leaf: leaf.detach().to("meta"), base)
     return build_from(
         loss_fn, at_simulated, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=alpha_min,
         drop_prob=drop_prob, sigma=sigma, period=period, noise=noise, alpha_max=alpha_max, climb=climb, rho=rho,
-        lam=lam, engine=engine, donate=donate, problems=problems,
+        lam=lam, engine=engine, donate=donate, at_either=at_either, problems=problems,
     )  # fmt: skip
 
 
-# over 60 lines: one closure a step, and the checks of every argument
+# over 60 lines: its arguments, one a line, and the checks of every one
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -173,9 +186,9 @@ def build_from(
     *,
     where: Where | None = None,
     max_grad_norm: float | None = None,
-    alpha_min: float = 0.2,
-    drop_prob: float = 0.5,
-    sigma: float = 2e-3,
+    alpha_min: Number = 0.2,
+    drop_prob: Number = 0.5,
+    sigma: Number = 2e-3,
     period: int = 4,
     noise: Noise = "uniform",
     alpha_max: float = 1.0,
@@ -185,19 +198,24 @@ def build_from(
     engine: Engine = "autograd",
     donate: bool = False,
     key_of: Callable[[Tensor], Tensor] = lambda key: key,
+    at_either: EitherGradient | None = None,
     problems: list[str] | None = None,
 ) -> Method:
     """SMAT around a `SimulatedGradient`: what `build`, adapters and processes with draws of their own share.
 
     Args:
         loss_fn: the clean loss.
-        at_simulated: the gradient at simulated states.
+        at_simulated: the gradient at simulated states, of `keyed` batches.
         like: tree of the parameters' names and shapes.
         key_of: from the step's key to that of its draw.
+        at_either: the gradient where a tensor says whether the step is simulated; None: such a state is refused.
         problems: errors found before, raised together with those found here.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
     found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
+    if not (wrong := problems_of(tree.predicate, where)):
+        wrong = mask_problems(tree.predicate(where), tree.flatten(like), drop_prob)
+    found += wrong
     if not (isinstance(period, int) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += mask_problems(where, tree.flatten(like), drop_prob)
@@ -210,15 +228,12 @@ def build_from(
     if found:
         raise_problems(["smat: " + found[0], *found[1:]])
     assert at_simulated is not None
-    gradient, simulated = value_and_grad(loss_fn, engine=engine), at_simulated
+    gradient, simulated = value_and_grad(keyed(loss_fn), engine=engine), at_simulated
     off = (all_off(alpha_min, drop_prob, sigma) and alpha_max == 1) or lam == 0
     if lam is not None:
         period = 1
         simulated = at_simulated if lam == 1 else _Mixed(gradient, at_simulated, lam, where)
 
-    operations: dict[str, Any] = {
-        "alpha_min": alpha_min, "alpha_max": alpha_max, "drop_prob": drop_prob, "sigma": sigma, "noise": noise,
-    }  # fmt: skip
     start = step.init(optimizer, like, donate=donate)
 
     def init(params: Params) -> State:
@@ -227,9 +242,17 @@ def build_from(
             momentum_of(state.opt_state, state.params)  # raises before the first step
         return state
 
+    def drawn_for(key: Tensor, number: int | Tensor) -> Draw:
+        own = key_of(step.key_of(key, number))
+        return draw(own, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise, alpha_max=alpha_max)
+
+    update_either = _deciding(at_either, drawn_for, optimizer, period, max_grad_norm, donate)
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        if not off and period > 1 and (isinstance(state.step, Tensor) or torch.compiler.is_compiling()):
+            return update_either(key, step.as_tensors(state), batch)
         drawn, point = None, state.params
-        clean = off or not is_simulated(state.step, period)
+        clean = off or not (period == 1 or is_simulated(state.step, period))
         if climb == "both" or (climb == "clean" and clean):
             point = asam.climb(point, momentum_of(state.opt_state, point), rho=rho)
         if clean:
@@ -237,15 +260,41 @@ def build_from(
                 simulated.prepare(state.params)
             loss, aux, grads = accumulate(gradient, point, batch)
         else:
-            own = key_of(fold_in(key, state.step))
-            drawn = draw(own, **operations)
+            drawn = drawn_for(key, state.step)
             loss, aux, grads = simulated(point, batch, drawn)
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
-        return state, Info(loss, aux, norm, torch.ones(()) if drawn is None else drawn.scale, drawn is not None)
+        scale = torch.ones(()) if drawn is None else drawn.scale
+        return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
 
-    return Method(init, update)
+    return Method(init, step.with_keys(update))
+
+
+def _deciding(
+    at_either: EitherGradient | None,
+    drawn_for: Callable[[Tensor, int | Tensor], Draw],
+    optimizer: Optimizer,
+    period: int,
+    max_grad_norm: float | None,
+    donate: bool,
+) -> Callable[[Tensor, State, Batch], tuple[State, Info]]:
+    """An update that learns from a tensor whether its step is simulated."""
+
+    def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        if at_either is None:
+            raise ValueError(
+                "smat: whether a step is simulated is a tensor here, which only a loss of the weights themselves with "
+                "offload=None, no climb and sigma_of='weights' can follow: take period=1 or lam, and call "
+                "smat_fn.mat.finetune's update for clean steps"
+            )
+        drawn, chosen = drawn_for(key, state.step), is_simulated(state.step, period)
+        loss, aux, grads = at_either(state.params, batch, drawn, chosen)
+        grads, norm = reweight_and_clip(grads, None, max_norm=max_grad_norm, donate=donate)
+        scale = torch.where(chosen, drawn.scale, 1.0)
+        return step.advance(optimizer, state, grads, donate=donate), Info(loss, aux, norm, scale, chosen)
+
+    return update
 
 
 class _Mixed:

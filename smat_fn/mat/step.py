@@ -7,8 +7,11 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from .. import tree
+from .. import random, tree
+from ..compiled import transformed, unread, valueless
+from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
 from ..types import Aux, Batch, Engine, Micro, Optimizer, Params
@@ -19,7 +22,7 @@ class State(NamedTuple):
 
     params: Params  # expert parameters theta
     opt_state: Any  # of the optimizer
-    step: int  # optimizer steps done
+    step: int | Tensor  # optimizer steps done; 0-d int64 inside vmap and compile
 
 
 Gradient = Callable[[Params, Batch], tuple[tuple[Tensor, Aux], Params]]
@@ -34,25 +37,26 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
         origins = tree.flatten(base)
         tree.check_floating(origins, "base")
         tree.check_same(origins, "base", params=leaves)
-        params = tree.clone(params) if donate else tree.tree_map(Tensor.detach, params)
-        return State(params, optimizer.init(params), 0)
+        if not transformed():
+            params = tree.clone(params) if donate else tree.tree_map(Tensor.detach, params)
+        return State(params, optimizer.init(params), tree.counter(0, params))
 
     return start
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:
-    """(loss, aux, grads), averaged over a list of micro-batches; aux is then the list of theirs.
+    """(loss, aux, grads), averaged over a list of `Micro`; aux is then the list of theirs. Any other batch is one.
 
-    ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`, or equal ones. With the number of examples or tokens of
-    each micro-batch as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves)
-    and are rounded once to the gradient's dtype.
+    ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`. With the number of examples or tokens of each micro-batch
+    as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves) and are rounded
+    once to the gradient's dtype.
+
+    Raises: ValueError for an empty list, for a list of which only a part is `Micro`, and for a `Micro` outside a list.
     """
-    if not isinstance(batch, list):
+    parts = micro_batches(batch)
+    if parts is None:
         (loss, aux), grads = gradient(params, batch)
         return loss, aux, grads
-    parts = [part if isinstance(part, Micro) else Micro(part, 1.0) for part in batch]
-    if not parts:
-        raise ValueError("the list of micro-batches is empty: give one batch, or at least one micro-batch")
     if bad := [part.weight for part in parts if not (math.isfinite(part.weight) and part.weight > 0)]:
         raise ValueError(f"weights of micro-batches are {bad}: must be positive, leave out what weighs nothing")
     even = len({part.weight for part in parts}) == 1
@@ -66,17 +70,53 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         dtypes = {path: g.dtype for path, g in tree.flatten(grads).items()}
         total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
         del grads  # not to be there beside those of the next micro-batch
-    mean = tree.unflatten(params, {path: s.div_(sum(weights)).to(dtypes[path]) for path, s in total.items()})
+    divide = torch.div if transformed() else Tensor.div_
+    mean = tree.unflatten(params, {path: divide(s, sum(weights)).to(dtypes[path]) for path, s in total.items()})
     if even:
         return torch.stack(losses).mean(), auxes, mean
     terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
     return functools.reduce(torch.add, terms) / sum(weights), auxes, mean
 
 
+def micro_batches(batch: Batch) -> list[Micro] | None:
+    """The micro-batches of a step, None for one batch: micro-batches are a list whose members are all `Micro`.
+
+    Raises: ValueError as `accumulate`.
+    """
+    if isinstance(batch, list) and batch and all(isinstance(part, Micro) for part in batch):
+        return batch
+    if isinstance(batch, list) and not batch:
+        raise ValueError("the batch is an empty list: give one batch, or a list of at least one Micro(batch, weight)")
+    if isinstance(batch, Micro) or (
+        isinstance(batch, (list, tuple)) and any(isinstance(part, Micro) for part in batch)
+    ):
+        raise ValueError("micro-batches are a list whose members are all Micro(batch, weight), and nothing else is")
+    return None
+
+
+def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, Any, Batch], Any]:
+    """A method's update whose loss is `smat_fn.grad.keyed`: every batch of a step comes with the key of its loss.
+
+    Raises: ValueError for a run key of another type than `smat_fn.random.key` gives, before anything else.
+    """
+
+    def run(key: Tensor, state: Any, batch: Batch) -> Any:
+        random.check_key(key)
+        parts = micro_batches(batch)
+        if parts is None:
+            return update(key, state, Keyed(batch, key, state.step, 0))
+        given = [Micro(Keyed(part, key, state.step, i), weight) for i, (part, weight) in enumerate(parts)]
+        return update(key, state, given)
+
+    return run
+
+
 def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
     """``total + weight * grad`` in place; without a total, a new one."""
     wide = grad.to(tree.compute_dtype(grad), copy=total is None)
     wide = wide if weight == 1 else wide * weight
+    if transformed():
+        return wide if total is None else total + wide
     return wide if total is None else total.add_(wide)
 
 
@@ -92,15 +132,38 @@ def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) 
     """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
-    return State(params, opt_state, state.step + 1)
+    return State(params, opt_state, tree.counter(state.step + 1, params))
 
 
-def check_not_negative(**numbers: float) -> list[str]:
-    """Errors for hyperparameters that are not finite or negative."""
+def as_tensors(state: State) -> State:
+    """The state with every integer in it as a 0-d int64 tensor: for torch.compile, vmap, and stacks of states.
+
+    ``update`` then decides by tensors what a step is, one program for all steps, and returns such a state.
+    """
+    device = next(iter(tree.flatten(state.params).values())).device
+
+    def tensor(leaf: Any) -> Any:
+        return torch.full((), leaf, dtype=torch.int64, device=device) if type(leaf) is int else leaf
+
+    return pytree.tree_map(tensor, state)
+
+
+def flag(value: bool) -> bool | Tensor:
+    """A truth value of an Info: a tensor where torch returns no others."""
+    return torch.tensor(value) if valueless() else value
+
+
+def key_of(key: Tensor, step: int | Tensor) -> Tensor:
+    """The key of a step: its number folded into the run key."""
+    return random.fold_in(key, step.to(key.device) if isinstance(step, Tensor) else step)
+
+
+def check_not_negative(**numbers: float | Tensor) -> list[str]:
+    """Errors for hyperparameters that are not finite or negative; tensors inside transforms are not looked at."""
     return [
         f"{name} is {value}, must be finite and not negative"
         for name, value in numbers.items()
-        if not (math.isfinite(value) and value >= 0)
+        if not (unread(value) or (math.isfinite(value) and value >= 0))
     ]
 
 

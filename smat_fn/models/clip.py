@@ -16,16 +16,10 @@ from torch import Tensor, nn
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
-from .pretrained import check_complete, checkpoint_blocks, floating, loading
+from .pretrained import checkpoint_blocks, fetch, floating
 
 _TOGETHER = 256  # texts encoded in one pass
-_PARTS = {
-    "vision_model": "vision tower",
-    "visual_projection": "visual projection",
-    "text_model": "text tower",
-    "text_projection": "text projection",
-    "logit_scale": "logit scale",
-}
+_PARTS = "vision_model", "visual_projection", "text_model", "text_projection", "logit_scale"
 
 
 class Clip(NamedTuple):
@@ -63,18 +57,9 @@ def load(
     Raises:
         ValueError: a part cannot be loaded, weights are missing, or the model is not a CLIP.
     """
-    from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
-
-    kind = floating(dtype)
-    with loading(source, "a CLIP model with tokenizer and image processor"):
-        model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        lacking = [name for part, name in _PARTS.items() if not hasattr(model, part)]
-        if lacking:
-            raise ValueError(f"a {type(model).__name__}, it has no {', no '.join(lacking)}")
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        # the other backend resizes with other rounding, and needs torchvision
-        processor = AutoImageProcessor.from_pretrained(source, backend="pil")
-    check_complete(source, model, info["missing_keys"])
+    kind, what = floating(dtype), "a CLIP model with tokenizer and image processor"
+    rest = "AutoTokenizer", "AutoImageProcessor"
+    model, tokenizer, processor = fetch(source, what, "AutoModel", *rest, parts=_PARTS, dtype=torch.float32)
     model = model.to(device).eval().requires_grad_(False)
     vision = model.vision_model.to(kind)
     projection = model.visual_projection.to(torch.promote_types(kind, torch.float32))

@@ -18,7 +18,7 @@ from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
 from .packing import pooled, texts
-from .pretrained import check_complete, floating, loading
+from .pretrained import fetch, floating
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
 _CLOSE = 1e-3  # relative to the largest: rounding is 1e-6, a layer that lacks its positions is 1e-1
@@ -65,14 +65,9 @@ def load(
         ValueError: a part cannot be loaded, weights are missing, the model has fewer layers, or its top layers do not
             run on hidden states alone.
     """
-    from transformers import AutoModel, AutoTokenizer
-
-    kind = floating(dtype)
-    with loading(source, "an encoder with a tokenizer"):
-        model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    missing = (name for name in info["missing_keys"] if not name.startswith("pooler."))
-    check_complete(source, model, missing)
+    kind, what = floating(dtype), "an encoder with a tokenizer"
+    own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
+    model, tokenizer = fetch(source, what, "AutoModel", "AutoTokenizer", **own)
     if hasattr(model, "pooler"):
         model.pooler = None
     model = model.to(device).eval().requires_grad_(False)

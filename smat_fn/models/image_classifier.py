@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
-from .pretrained import check_complete, checkpoint_blocks, floating, loading
+from .pretrained import checkpoint_blocks, fetch, floating
 
 _HEAD = "classifier"
 
@@ -49,16 +49,9 @@ def load(
     Raises:
         ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``.
     """
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-    kind = floating(dtype)
-    with loading(source, "a CLIP or an image classifier with its image processor"):
-        module, info = AutoModelForImageClassification.from_pretrained(source, dtype=kind, output_loading_info=True)
-        if not isinstance(getattr(module, _HEAD, None), nn.Module):
-            raise ValueError(f"the head of {type(module).__name__} is no {_HEAD}")
-        processor = AutoImageProcessor.from_pretrained(source, backend="pil")
-    missing = (name for name in info["missing_keys"] if not name.startswith(f"{_HEAD}."))
-    check_complete(source, module, missing)
+    what, kinds = "a CLIP or an image classifier with its image processor", "AutoModelForImageClassification"
+    own: dict[str, Any] = {"parts": (_HEAD,), "optional": (f"{_HEAD}.",), "dtype": floating(dtype)}
+    module, processor = fetch(source, what, kinds, "AutoImageProcessor", **own)
     setattr(module, _HEAD, nn.Identity())
     module = module.to(device).eval()
     params = {name: p.detach() for name, p in module.named_parameters()}

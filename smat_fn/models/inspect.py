@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .. import tree
 from ..types import Where
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -30,6 +31,7 @@ def describe_leaves(module: nn.Module, where: Where | None) -> list[Leaf]:
     Args: where: the masked set, None masks every leaf; only a trained leaf can be masked.
     """
     names: dict[int, list[str]] = {}
+    picks = tree.predicate(where)
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return [
@@ -39,7 +41,7 @@ def describe_leaves(module: nn.Module, where: Where | None) -> list[Leaf]:
             p.numel(),
             str(p.dtype).removeprefix("torch."),
             p.requires_grad,
-            p.requires_grad and (where is None or where(name, p)),
+            p.requires_grad and (picks is None or picks(name, p)),
             tuple(other for other in names[id(p)] if other != name),
         )
         for name, p in module.named_parameters()

@@ -1,6 +1,6 @@
-"""`FullLoss`: a `ModuleLoss` that requires every parameter; plus batch-to-device transfer."""
+"""`FullLoss`: a `ModuleLoss` that requires every parameter; batches of tokens, and their way to the device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ def sent(batch: Tensor, device: torch.device) -> Tensor:
     if torch._C._functorch.peek_interpreter_stack() is not None:  # in a transform it may have no memory of its own
         return batch.to(device)
     return batch.pin_memory().to(device, non_blocking=True)
+
+
+def filled(rows: Sequence[Sequence[int]], value: int, *, multiple: int = 1) -> Tensor:
+    """Rows of tokens side by side, filled up on the right to the longest, rounded up to a multiple: int64 (B, T)."""
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64)
 
 
 class FullLoss(ModuleLoss):

@@ -1,8 +1,7 @@
 """Loading of pretrained models, with one message for each way it can fail."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -56,15 +55,10 @@ def read(
         what: kind of model, for messages.
         source: and all others as `causal_lm.load`, with its errors.
     """
-    import transformers
-
-    options: dict[str, Any] = {"dtype": floating(dtype), "attn_implementation": attention, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": floating(dtype), "attn_implementation": attention}
     if device_map is not None:
         options["device_map"] = _device_map(device_map)
-    with loading(source, f"{what} with its tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        module, info = getattr(transformers, auto).from_pretrained(source, **options)
-    check_complete(source, module, info["missing_keys"])
+    module, tokenizer = fetch(source, f"{what} with its tokenizer", auto, "AutoTokenizer", **options)
     check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
     if device_map is None:
         return module.to(device), tokenizer
@@ -80,25 +74,49 @@ def floating(dtype: str | torch.dtype) -> torch.dtype:
     return kind
 
 
-@contextmanager
-def loading(source: str | Path, what: str) -> Iterator[None]:
-    """Turns errors of ``from_pretrained`` inside the block into a ValueError that says what to give instead."""
+def fetch(
+    source: str | Path,
+    what: str,
+    auto: str,
+    *beside: str,
+    parts: Sequence[str] = (),
+    optional: tuple[str, ...] = (),
+    **options: Any,
+) -> list[Any]:
+    """A model and what comes with it by ``from_pretrained``.
+
+    Args:
+        source: folder or hub repository.
+        what: kind of model, for messages.
+        auto: class of ``transformers`` that loads the model.
+        beside: classes that load the rest: AutoTokenizer, AutoImageProcessor.
+        parts: modules and parameters that the model must have.
+        optional: prefixes of names of weights that a checkpoint may lack.
+        options: of the model's ``from_pretrained``.
+
+    Raises:
+        ValueError: says what cannot be loaded, is not there, or is missing, and what to give instead.
+    """
+    import transformers
+
     try:
-        yield
+        module, info = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **options)
+        if lacking := [part for part in parts if not hasattr(module, part)]:
+            raise ValueError(f"a {type(module).__name__}, it has no {', no '.join(lacking)}")
+        # the other backend of image processors resizes with other rounding, and needs torchvision
+        backend = {"AutoImageProcessor": {"backend": "pil"}}
+        rest = [getattr(transformers, name).from_pretrained(source, **backend.get(name, {})) for name in beside]
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(
             f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "
             f"cache or can be reached ({shorten(str(error), 300)})"
         ) from error
-
-
-def check_complete(source: str | Path, module: nn.Module, missing: Iterable[str]) -> None:
-    """Raises: ValueError if a checkpoint lacks weights that the module needs."""
-    if names := sorted(missing):
+    if names := sorted(name for name in info["missing_keys"] if not name.startswith(optional)):
         raise ValueError(
             f"{str(source)!r} lacks {len(names)} weights of {type(module).__name__} (first: {names[0]}): "
             "give a checkpoint of the whole model"
         )
+    return [module, *rest]
 
 
 def _check_placed(module: nn.Module) -> None:

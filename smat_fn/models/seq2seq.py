@@ -1,10 +1,8 @@
 """Encoder-decoders of ``transformers`` (T5, BART) as a loss of flat parameters."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,52 +51,12 @@ def load(source: str | Path, *, gradient_checkpointing: bool = False, **options:
     return bundle
 
 
-def pairs(rows: Sequence[tuple[str, str]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Tensor]:
-    """Sources and targets as a batch: `tokens`, filled up by `fill`.
-
-    Args: rows: (source, target), at least one; max_length: tokens that stay of either.
-    Raises: ValueError for no rows, and for a max_length below 2.
-    """
-    if not rows or max_length < 2:
-        raise ValueError(f"pairs: {len(rows)} rows and max_length {max_length}: give at least 1 and 2")
-    cut = [(shorten(a, max_length), shorten(b, max_length)) for a, b in tokens(rows, tokenizer)]
-    return fill(cut, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-
-def tokens(rows: Sequence[tuple[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Sources as the tokenizer leaves them, as they are in decoding, and targets with EOS at their end."""
-    options = {"padding": False, "truncation": False, "verbose": False}
-    sources = tokenizer([source for source, _ in rows], **options)["input_ids"]
-    targets = tokenizer(text_target=[target for _, target in rows], **options)["input_ids"]
-    eos = tokenizer.eos_token_id
-    closed = [list(row) if row and row[-1] == eos else [*row, eos] for row in targets]
-    return [(list(source), target) for source, target in zip(sources, closed, strict=True)]
-
-
-def shorten(ids: Sequence[int], length: int) -> list[int]:
-    """The first tokens, but for the last one, which stays the last: EOS of most tokenizers."""
-    return list(ids) if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-
-
-def fill(examples: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int) -> dict[str, Tensor]:
-    """Sources and targets side by side, each filled up on the right to its own longest.
-
-    Returns: int64 (B, S) ``input_ids`` and ``attention_mask``, (B, T) ``labels``, -100 where there is no target.
-    """
-    sources, targets = [source for source, _ in examples], [target for _, target in examples]
-    return {
-        "input_ids": _filled(sources, pad),
-        "attention_mask": _filled([[1] * len(row) for row in sources], 0),
-        "labels": _filled(targets, IGNORED),
-    }
-
-
 def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """``-1/n sum log p(target_t | source, targets before t)`` over the n labels that are not -100.
 
     Cross entropy of float32 logits (float64 stays float64).
 
-    Args: batch: as `pairs` gives it, moved to the module's device.
+    Args: batch: as `data.pairs.collate` gives it, moved to the module's device.
     Returns: (loss, n).
     """
     device = next(module.parameters()).device
@@ -108,8 +66,3 @@ def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     logits = logits.to(tree.compute_dtype(logits))
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     return loss, (labels != IGNORED).sum()
-
-
-def _filled(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.int64)

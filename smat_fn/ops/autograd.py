@@ -4,7 +4,7 @@ An `autograd.Function` with ``setup_context``, ``vmap`` and ``jvp`` around each 
 the same two functions; so second order closes over them, and mask and noise are never stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,22 @@ def reweight(grads: Sequence[Tensor], numbers: Numbers, masked: Sequence[bool], 
     if torch.compiler.is_compiling():
         return plain.reweight(grads, numbers, masked, starts)
     return list(_Reweight.apply(*numbers, list(masked), list(starts), *grads))
+
+
+def reweight_and_clip(
+    grads: Mapping[str, Tensor], numbers: Numbers | None, masked: Sequence[bool], *, max_norm: float | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """`library.reweight_and_clip` with derivatives: in grads, numbers.scale and max_norm; the same bits."""
+    leaves = dict(grads)
+    if numbers is not None:
+        weighted = reweight(list(leaves.values()), numbers, masked, [0] * len(leaves))
+        leaves = dict(zip(leaves, weighted, strict=True))
+    norm = tree.global_norm(leaves)
+    if max_norm is not None:
+        factor = library.clip_factor(norm, max_norm)
+        wide = {path: _wide(g, g) for path, g in leaves.items()}
+        leaves = {p: (g * factor.to(g.device, g.dtype)).to(leaves[p].dtype) for p, g in wide.items()}
+    return leaves, norm.float()
 
 
 class _Simulate(torch.autograd.Function):

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
+from ..compiled import constant
 from .cpu import Numbers, first_tiles, kept_scale, noise_step, tiles
 
 LAUNCHES: Counter[str] = Counter()  # by kernel name
@@ -123,13 +125,12 @@ _owners: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
     # the largest table, and the same at every step
-    if (counts, device) not in _owners:
-        if len(_owners) >= 32:
-            _owners.pop(next(iter(_owners)))
-        places = torch.arange(len(counts), dtype=torch.int32, device="cpu")
-        owner = places.repeat_interleave(torch.tensor(counts, device="cpu"))
-        _owners[counts, device] = owner.to(device)
-    return _owners[counts, device]
+    if (found := _owners.get((counts, device))) is not None:
+        return found
+    if len(_owners) >= 32:
+        _owners.pop(next(iter(_owners)))
+    places = numpy.arange(len(counts), dtype=numpy.int32).repeat(counts)
+    return constant(places, _owners, (counts, device), device)
 
 
 def _factors(numbers: Numbers, *more: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..compiled import transformed
 from ..errors import raise_problems
 from . import cpu, launch
 from .cpu import Numbers, first_tiles
@@ -161,8 +162,7 @@ def _reweight(
 ) -> None:
     check_out(out, grads)
     grads = [g.contiguous() for g in grads]
-    sigma = torch.zeros((), dtype=torch.float64, device=scale.device)
-    numbers = Numbers(streams, scale, cutoff, sigma, scale.new_empty(0))
+    numbers = Numbers(streams, scale, cutoff, sigma=scale, quantiles=scale)  # a gradient has no noise: neither is read
     way = launch if by_kernel(grads, out) else cpu
     way.reweight(grads, out, numbers, masked, starts)
 
@@ -170,7 +170,6 @@ def _reweight(
 _PIECE = 1 << 20  # coordinates that are upcast at a time
 
 
-@torch.no_grad()
 def reweight_and_clip(
     grads: Mapping[str, Tensor],
     numbers: Numbers | None,
@@ -185,9 +184,26 @@ def reweight_and_clip(
     `smat_fn.tree.global_norm`. On the kernels one pass reweights and sums squares; with a clip that pass only sums, and
     a second one draws the mask again, reweights and clips.
 
+    Inside transforms the same operations one by one, differentiable, without a write.
+
     Args: max_norm: None only measures; donate: may write into grads, bit-identical.
     Returns: (leaves by path, 0-d float32 norm); nothing waits for the device.
     """
+    if transformed():
+        from . import autograd  # made of this module's operations
+
+        return autograd.reweight_and_clip(grads, numbers, masked, max_norm=max_norm)
+    with torch.no_grad():
+        return _reweight_and_clip(grads, numbers, masked, max_norm, donate)
+
+
+def _reweight_and_clip(
+    grads: Mapping[str, Tensor],
+    numbers: Numbers | None,
+    masked: Sequence[bool],
+    max_norm: float | None,
+    donate: bool,
+) -> tuple[dict[str, Tensor], Tensor]:
     raw = {path: g if g.is_contiguous() else g.contiguous() for path, g in grads.items()}
     if numbers is None and max_norm is None:
         out = dict(grads)

@@ -7,14 +7,17 @@ from .momentum import momentum_of
 from .muon import MuonState, muon
 from .partition import PartitionState, partition
 from .schedules import constant, cosine, linear
+from .transformations import GradientTransformation, as_transformation, from_transformation
 
 __all__ = [
     "AdamState",
     "AveragedState",
+    "GradientTransformation",
     "MuonState",
     "PartitionState",
     "adam",
     "adamw",
+    "as_transformation",
     "averaged",
     "averaging",
     "chain",
@@ -23,6 +26,7 @@ __all__ = [
     "constant",
     "cosine",
     "ema",
+    "from_transformation",
     "linear",
     "momentum_of",
     "muon",

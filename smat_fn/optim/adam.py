@@ -9,6 +9,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
 from .. import tree
+from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
 from .partition import partition
 from .schedules import schedule_of
@@ -17,7 +18,7 @@ from .schedules import schedule_of
 class AdamState(NamedTuple):
     """State of Adam and AdamW."""
 
-    step: int  # updates done
+    step: int | Tensor  # updates done; 0-d int64 inside vmap and compile
     mu: Params  # first moments, shapes and dtypes of params
     nu: Params  # second moments, shapes and dtypes of params
 
@@ -108,10 +109,14 @@ def _build(
 
     def init(params: Params) -> AdamState:
         tree.check_floating(tree.flatten(params), "params")
-        return AdamState(0, tree.tree_map(torch.zeros_like, params), tree.tree_map(torch.zeros_like, params))
+        moments = (tree.tree_map(torch.zeros_like, params) for _ in range(2))
+        return AdamState(tree.counter(0, params), *moments)
 
-    @torch.no_grad()
+    @no_grad
     def update(grads: Params, state: AdamState, params: Params, *, donate: bool = False) -> tuple[Params, AdamState]:
+        refuse_donation("adam", donate)
+        if transformed() or isinstance(state.step, Tensor):
+            return _pure(grads, state, params, schedule(state.step), betas, eps, weight_decay)
         own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
         params, mu, nu = own(params), own(state.mu), own(state.nu)
         leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
@@ -143,6 +148,42 @@ def _build(
         return params, AdamState(state.step + 1, mu, nu)
 
     return Optimizer(init, update)
+
+
+def _pure(
+    grads: Params,
+    state: AdamState,
+    params: Params,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[Params, AdamState]:
+    """The same arithmetic without a write: differentiable, in lr too, and with steps that are tensors."""
+    leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
+    tree.check_same(leaves, "params", grads=flat_grads)
+    old_mu, old_nu = tree.flatten(state.mu), tree.flatten(state.nu)
+    step = state.step + 1
+    corrections = [1 - beta ** (step.double() if isinstance(step, Tensor) else step) for beta in betas]
+    size, root = lr / corrections[0], corrections[1] ** 0.5
+    moved, mu, nu = {}, {}, {}
+    for path, leaf in leaves.items():
+        grad = flat_grads[path]
+        decayed = leaf * (1 - lr * weight_decay) if weight_decay else leaf
+        mu[path] = torch.lerp(old_mu[path], grad, 1 - betas[0])
+        nu[path] = (old_nu[path] * betas[1]).addcmul(grad, grad, value=1 - betas[1])
+        denominator = tree.root(nu[path]) / root + eps
+        moved[path] = _stepped(decayed, mu[path], denominator, size)
+    mean, square = tree.unflatten(params, mu), tree.unflatten(params, nu)
+    return tree.unflatten(params, moved), AdamState(tree.counter(step, params), mean, square)
+
+
+def _stepped(param: Tensor, mean: Tensor, denominator: Tensor, size: float | Tensor) -> Tensor:
+    if not isinstance(size, Tensor):
+        return torch.addcdiv(param, mean, denominator, value=-size)
+    wide = tree.compute_dtype(param)
+    size = size.to(param.device, wide)
+    return (param.to(wide) - size * (mean.to(wide) / denominator.to(wide))).to(param.dtype)
 
 
 def _laid_out(grad: Tensor, param: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from .. import ops, tree
+from ..compiled import no_grad, refuse_donation
 from ..types import Optimizer, Params
 
 Transform: TypeAlias = Callable[[Params], Params]
@@ -41,6 +41,7 @@ def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tupl
         ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
     """
     check_max_norm(max_norm)
+    refuse_donation("clip", donate)
     leaves, norm = ops.reweight_and_clip(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, leaves), norm
 
@@ -78,12 +79,13 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
         raise ValueError("chain: give gradient transforms first and one optimizer last")
 
     def update(grads: Params, state: ChainState, params: Params, **options: Any) -> tuple[Params, ChainState]:
+        refuse_donation("chain", options.get("donate", False))
         for transform in transforms:
             grads = transform(grads)  # type: ignore[operator]
         params, inner = optimizer.update(grads, state.optimizer, params, **options)
         return params, ChainState(inner)
 
-    return Optimizer(lambda params: ChainState(optimizer.init(params)), torch.no_grad()(update))
+    return Optimizer(lambda params: ChainState(optimizer.init(params)), no_grad(update))
 
 
 def check_max_norm(max_norm: float | None) -> None:

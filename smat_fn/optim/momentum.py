@@ -37,7 +37,7 @@ def momentum_of(opt_state: Any, params: Params) -> Params:
 def _collect(state: Any) -> dict[str, Tensor]:
     fields = getattr(state, "_fields", ())
     found: dict[str, Tensor] = {}
-    for name in ("rest", "optimizer"):
+    for name in ("rest", "chosen", "optimizer"):
         found |= _collect(getattr(state, name)) if name in fields else {}
     for name in ("mu", "momentum"):
         found |= tree.flatten(getattr(state, name)) if name in fields else {}

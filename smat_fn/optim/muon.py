@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim._muon import muon as torch_muon
 
-from .. import tree
+from .. import errors, tree
+from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
 from .schedules import schedule_of
 
@@ -17,7 +18,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, tor
 class MuonState(NamedTuple):
     """State of Muon and of the optimizer of the rest."""
 
-    step: int  # updates done
+    step: int | Tensor  # updates done; 0-d int64 inside vmap and compile
     momentum: dict[str, Tensor]  # of the matrices, by path
     rest: Any
 
@@ -39,7 +40,7 @@ def muon(
     Args:
         lr: learning rate >= 0 of the matrices, or a schedule ``step -> lr`` with steps counted from 0.
         rest: optimizer of all other parameters, usually `adamw`.
-        where: ``where(path, tensor) -> bool`` picks the matrices among 2-D parameters; None: all of them.
+        where: picks the matrices among 2-D parameters, a predicate or a tree of bools; None: all of them.
         momentum: decay rate of the momentum, in [0, 1).
         ns_steps: Newton-Schulz iterations, 1 to 99.
         weight_decay: decoupled weight decay >= 0 of the matrices.
@@ -59,23 +60,36 @@ def muon(
     )
     if not isinstance(rest, Optimizer):
         problems.append(f"rest is a {type(rest).__name__}: give an optimizer of smat_fn.optim for the other leaves")
+    problems += errors.problems_of(tree.predicate, where)
     schedule = schedule_of(lr, problems, weight_decay=weight_decay)
+    picks = tree.predicate(where)
 
     # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
-        return leaf.ndim == 2 and (where is None or where(path, leaf))
+        return leaf.ndim == 2 and (picks is None or picks(path, leaf))
 
     def init(params: Params) -> MuonState:
         tree.check_floating(tree.flatten(params), "params")
         matrices, others = tree.partition(params, is_matrix)
-        return MuonState(0, tree.tree_map(torch.zeros_like, matrices), rest.init(others))
+        return MuonState(tree.counter(0, params), tree.tree_map(torch.zeros_like, matrices), rest.init(others))
 
-    @torch.no_grad()
+    @no_grad
     def update(grads: Params, state: MuonState, params: Params, *, donate: bool = False) -> tuple[Params, MuonState]:
+        refuse_donation("muon", donate)
         flat_grads = tree.flatten(grads)
         tree.check_same(tree.flatten(params), "params", grads=flat_grads)
         matrices, others = tree.partition(params, is_matrix)
         other_grads = {p: flat_grads[p] for p in others}
+        if transformed() or isinstance(state.step, Tensor):
+            others, rest_state = rest.update(other_grads, state.rest, others)
+            lr_now = schedule(state.step)
+            buffers, moved = {}, {}
+            for p, matrix in matrices.items():
+                buffers[p] = torch.lerp(state.momentum[p], flat_grads[p], 1 - momentum)
+                direction = _orthogonal(torch.lerp(flat_grads[p], buffers[p], momentum), ns_steps)
+                moved[p] = _stepped(matrix * (1 - lr_now * weight_decay), direction, lr_now)
+            step = tree.counter(state.step + 1, params)
+            return tree.combine(params, moved, others), MuonState(step, buffers, rest_state)
         own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
         matrices, buffers = own(matrices), own(state.momentum)
         others, rest_state = rest.update(other_grads, state.rest, others, **({"donate": True} if donate else {}))
@@ -96,3 +110,23 @@ def muon(
         return tree.combine(params, matrices, others), MuonState(state.step + 1, buffers, rest_state)
 
     return Optimizer(init, update)
+
+
+def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz iteration in bfloat16, as in torch, without a write."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16().T if tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _stepped(param: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:
+    factor = max(1, param.shape[0] / param.shape[1]) ** 0.5
+    if not isinstance(lr, Tensor):
+        return torch.add(param, direction, alpha=-lr * factor)
+    wide = tree.compute_dtype(param)
+    return (param.to(wide) - lr.to(param.device, wide) * factor * direction.to(wide)).to(param.dtype)

@@ -1,9 +1,13 @@
-"""Learning rates as functions of the step number, counted from 0."""
+"""Learning rates as functions of the step number, counted from 0: an integer, or inside transforms a 0-d tensor."""
 
 import math
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from .. import errors
+from ..compiled import unread
 from ..types import Schedule
 
 
@@ -85,7 +89,11 @@ def _decaying(name: str, lr: float, steps: int, warmup: int, decay: Callable[[in
         problems.append(f"{name}: warmup is {warmup}, must lie in [0, steps = {steps}]")
     errors.raise_problems(problems)
 
-    def schedule(step: int) -> float:
+    def schedule(step: int | Tensor) -> float | Tensor:
+        if isinstance(step, Tensor):
+            now = step.double()
+            decayed = lr * 0.5 * (1 + torch.cos(math.pi * now.clamp(max=steps) / steps))
+            return torch.where(step < warmup, lr * (now + 1) / max(warmup, 1), decayed)
         if step < warmup:
             return lr * (step + 1) / warmup
         return decay(step - warmup, steps - warmup) if step < steps else 0.0
@@ -104,5 +112,7 @@ def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> S
     return lr if callable(lr) else constant(lr)
 
 
-def _lr_problems(lr: float) -> list[str]:
+def _lr_problems(lr: float | Tensor) -> list[str]:
+    if unread(lr):
+        return []
     return [] if math.isfinite(lr) and lr >= 0 else [f"learning rate is {lr}, must be finite and not negative"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import random, tree
-from ..grad import ModuleLoss, reparametrised
+from ..grad import ModuleLoss, keyed, loss_and_aux, reparametrised, takes_key
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
 from ..simulation import Draw, simulate
@@ -18,14 +18,14 @@ BUCKET = 1 << 24  # numbers reduced together, 64 MiB of float32
 
 
 class Share(NamedTuple):
-    """A micro-batch of one process, and its factor in the average over the whole batch."""
+    """A micro-batch of one process, and its factor in the average over the whole batch: the batch of a `Micro`."""
 
     batch: Batch
     factor: float
 
 
-def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Share]:
-    """The micro-batches of one process, as many for each: those at ``rank``, ``rank + size``, ...
+def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Micro]:
+    """The micro-batches of one process, as many for each: those at ``rank``, ``rank + size``, ..., each a `Share`.
 
     The mean over processes and shares of ``factor * loss`` is ``sum_i w_i loss_i / sum_i w_i`` over all parts, w the
     weights of `Micro`. Processes without a part get one of factor 0, since all of them take part in every average.
@@ -33,18 +33,25 @@ def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Share]:
     each = -(-len(parts) // size)
     total = sum(part.weight for part in parts)
     own = [parts[i] if i < len(parts) else Micro(parts[0].batch, 0.0) for i in range(rank, each * size, size)]
-    return [Share(part.batch, part.weight * each * size / total) for part in own]
+    return [Micro(Share(part.batch, part.weight * each * size / total)) for part in own]
 
 
 def replicated(loss_fn: LossFn) -> LossFn:
     """The loss averaged over the processes of the default group, its gradient too: takes a `Share` as its batch.
 
     For any method with the "autograd" engine. Gradients are summed in float32 (float64 for float64 leaves), a bucket at
-    a time when the backward pass has ended, and rounded once; all processes get bit-identical ones. aux is local.
+    a time when the backward pass has ended, and rounded once; all processes get bit-identical ones. aux is local, and
+    so is the key of a loss that takes one.
     """
     if isinstance(loss_fn, ModuleLoss):
         return reparametrised(_AveragedModule(loss_fn), _averaging)
-    return lambda params, one: _averaged(*loss_fn(_averaging(params), one.batch), one.factor)
+
+    def loss(params: Params, one: Share, **options: Tensor) -> tuple[Tensor, Aux]:
+        own = {name: _of_this_process(key) for name, key in options.items()}
+        return _averaged(*loss_and_aux(loss_fn(_averaging(params), one.batch, **own)), one.factor)
+
+    loss.takes_key = takes_key(loss_fn)  # type: ignore[attr-defined]
+    return loss
 
 
 def independent_smat(
@@ -56,13 +63,13 @@ def independent_smat(
     process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
 
     Args:
-        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are `Share`s.
+        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are those of `share`.
     """
     rank = dist.get_rank()
 
     def at(drawn: Draw) -> LossFn:
         inside = reparametrised(loss_fn, lambda params: simulate(params, base, drawn, where=where))
-        return replicated(inside)
+        return keyed(replicated(inside))
 
     return smat.build_from(
         replicated(loss_fn),
@@ -79,17 +86,27 @@ class _AveragedModule(ModuleLoss):
     """A module's loss on a share, averaged over the processes."""
 
     def __init__(self, inner: ModuleLoss) -> None:
-        super().__init__(inner.module, self._shared)
+        super().__init__(inner.module, inner.loss, training=inner.training)
         self._inner = inner
 
-    def _shared(self, module: nn.Module, one: Share) -> tuple[Tensor, Aux]:
-        return _averaged(*self._inner.loss(module, one.batch), one.factor)
+    def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
+        (one,) = args
+        own = None if key is None else _of_this_process(key)
+        return _averaged(*loss_and_aux(self._inner.loss(module, one.batch, key=own)), one.factor)
+
+    def wants_key(self) -> bool:
+        return self._inner.wants_key()
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         return self._inner.within(params, fn)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         self._inner.check(params)
+
+
+def _of_this_process(key: Tensor) -> Tensor:
+    """A loss's key here: processes see other examples, with randomness of their own."""
+    return random.fold_in(key, f"rank:{dist.get_rank()}")
 
 
 def _averaged(loss: Tensor, aux: Aux, factor: float) -> tuple[Tensor, Aux]:

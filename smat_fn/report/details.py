@@ -66,9 +66,7 @@ def per_task(found: Found) -> Section:
         records.append({"task": task, "method": method, **spread(line)})
     rows.sort(key=lambda row: str(row[0]))
     return Section(
-        "Scores by task",
-        "Mean ± standard deviation over seeds.",
-        Table(["Task", "Method", *columns], rows, records),
+        "Scores by task", "Mean ± standard deviation over seeds.", Table(["Task", "Method", *columns], rows, records)
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import raise_problems
-from ..evaluate.results import SET, Result, Run, once
+from ..evaluate.results import EXPERT, SET, Result, Run, once
 from ..evaluate.statistics import Estimate, differences
 from .tables import Cell, MainTable, cell_of, main_table
 
@@ -98,22 +98,29 @@ class Cost(NamedTuple):
     peak_of: str  # what these bytes are
 
 
-def costs_of(runs: Iterable[Run]) -> dict[str, Cost]:
-    """Costs by label."""
+def costs_of(runs: Iterable[Run], rows: Iterable[Result] = ()) -> dict[str, Cost]:
+    """Costs by label. Args: rows: scores, which tell how many experts a set has."""
+    experts: dict[tuple[str, int], set[str]] = {}
+    for row in rows:
+        if row.model.startswith(EXPERT):
+            experts.setdefault((row.method, row.seed), set()).add(row.model)
     sets: dict[str, dict[int, list[Run]]] = {}
     for run in runs:
         if run.trains:
             sets.setdefault(run.label, {}).setdefault(run.seed, []).append(run)
-    return {label: _cost(dict(sorted(by_seed.items()))) for label, by_seed in sets.items()}
+    numbers = {key: len(models) for key, models in experts.items()}
+    return {label: _cost(dict(sorted(by_seed.items())), numbers) for label, by_seed in sets.items()}
 
 
-def _cost(by_seed: dict[int, list[Run]]) -> Cost:
+def _cost(by_seed: dict[int, list[Run]], numbers: Mapping[tuple[str, int], int]) -> Cost:
     experts = [run for runs in by_seed.values() for run in runs]
-    # steps of a row of a whole set are those of one expert
-    steps = {
-        seed: sum(0 if run.model == SET else run.training.get("steps") or 0 for run in runs)
-        for seed, runs in by_seed.items()
-    }
+
+    def steps_of(run: Run) -> int:
+        # steps of a row of a whole set are those of one expert
+        count = numbers.get((run.label, run.seed), 0) if run.model == SET else 1
+        return count * (run.training.get("steps") or 0)
+
+    steps = {seed: sum(map(steps_of, runs)) for seed, runs in by_seed.items()}
     seconds = per_step = None
     if all(run.seconds is not None for run in experts):
         seconds = cell_of({seed: sum(run.seconds or 0.0 for run in runs) for seed, runs in by_seed.items()})
@@ -206,7 +213,7 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]
     raise_problems(problems)
-    return Found(scores, facts, main_table(scores, split=split), settings_of(facts), costs_of(facts), reference)
+    return Found(scores, facts, main_table(scores, split=split), settings_of(facts), costs_of(facts, scores), reference)
 
 
 def _several(runs: Iterable[Run]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from io import BytesIO
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def drawable(table: MainTable) -> bool:
     return len(table.cells) > 0 and None not in colours(table.cells).values()
 
 
-def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "") -> None:
+def main_plot(table: MainTable, *, title: str = "") -> bytes:
     """Bars of experts, mergers and the mean of the paper's five, grouped by column: a PNG of 1800 x 900 pixels.
 
     Every bar carries its number, the mean over seeds; whiskers are one standard deviation. The axis is 0 to 100.
@@ -50,8 +49,7 @@ def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "")
         )
     from matplotlib.patheffects import withStroke
 
-    figure = _figure(9, 4.5)
-    axes = figure.add_subplot()
+    figure, axes = new_figure(9, 4.5)
     count, columns = len(table.cells), table.columns
     width = 0.86 / count
     for index, (method, line) in enumerate(table.cells.items()):
@@ -84,13 +82,11 @@ def main_plot(table: MainTable, path: str | Path | BinaryIO, *, title: str = "")
     axes.set_ylabel(f"mean {table.split} score over tasks (0 to 100)", fontsize=10)
     if any(cell.sd for line in table.cells.values() for cell in line.values()):
         axes.set_xlabel("bars: means over seeds; whiskers: one standard deviation", fontsize=8)
-    axes.grid(axis="y", color="0.88", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, "y")
     axes.spines["left"].set_bounds(0, 100)
     axes.legend(ncols=count, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderaxespad=0.2)
     axes.set_title(title, loc="left", fontsize=11)
-    figure.savefig(path, metadata={"Software": None})
+    return png(figure)
 
 
 def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
@@ -110,8 +106,7 @@ def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
         blocks[name] = top
         places += [top + 1 + i for i in range(len(block))]
         top += len(block) + 1.4
-    figure = _figure(6.4, 0.8 + 0.25 * top)
-    axes = figure.add_subplot()
+    figure, axes = new_figure(6.4, 0.8 + 0.25 * top)
     axes.axvline(0, color="0.35", linewidth=1)
     for (_, got), y in zip(lines, places, strict=True):
         colour = "#0072B2" if got.settled else "0.45"
@@ -127,10 +122,9 @@ def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
     axes.set_ylim(top - 0.6, -0.8)
     axes.set_xlabel("difference in points; dots: seeds, bars: 95 % intervals (blue: zero is outside)", fontsize=8)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="0.9", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    return _png(figure)
+    tidy(axes, "x", shade="0.9")
+    axes.spines["left"].set_visible(False)
+    return png(figure)
 
 
 def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[str, Cell] | None = None) -> bytes:
@@ -140,8 +134,7 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
     """
     from matplotlib.transforms import ScaledTranslation
 
-    figure = _figure(6.4, 3.6)
-    axes = figure.add_subplot()
+    figure, axes = new_figure(6.4, 3.6)
     sigmas = sorted({sigma for points in curves.values() for sigma in points})
     cells = [cell for points in curves.values() for cell in points.values()]
     ends = [cell.mean + sign * (cell.sd or 0.0) for cell in cells for sign in (-1, 1)]
@@ -165,23 +158,28 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
     axes.minorticks_off()
     axes.set_xlabel("RMS of the noise, in units of the weights", fontsize=9)
     axes.set_ylabel("score, mean of five mergers\n± standard deviation over seeds", fontsize=9)
-    axes.grid(color="0.9", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, "both", shade="0.9")
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return _png(figure)
+    return png(figure)
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
+    """A figure of a size in inches, and its axes (`matplotlib.figure.Figure.subplots`)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return figure, figure.subplots(**subplots)
 
 
-def _png(figure: Any) -> bytes:
+def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> None:
+    """Grey grid lines behind what is drawn, no frame at the top and on the right."""
+    axes.grid(axis=grid, color=shade, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def png(figure: Any) -> bytes:
+    """The figure as a file's content; no version of a library in it."""
     file = BytesIO()
     figure.savefig(file, metadata={"Software": None})
     return file.getvalue()

@@ -19,6 +19,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[object]]  # texts; a float is shown with four digits, None as a dash
     records: Sequence[Mapping[str, object]] = ()  # for the CSV, unrounded; none: the rows as they stand
 
+    @property
+    def csv(self) -> str:
+        """The records, or the rows, as CSV."""
+        return csv_text(self.records or [dict(zip(self.columns, row, strict=True)) for row in self.rows])
+
 
 class Section(NamedTuple):
     """One part of a report, with a heading of its own."""
@@ -50,17 +55,13 @@ def markdown_table(table: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in ([*map(_text, table.columns)], rules, *texts))
 
 
-def csv_text(table: Table) -> str:
-    """The records as CSV with a header."""
+def csv_text(records: Sequence[Mapping[str, object]]) -> str:
+    """Records as CSV with a header, a column for every name."""
     file = io.StringIO()
-    if table.records:
-        names = list(dict.fromkeys(name for record in table.records for name in record))
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table.records)
-    else:
-        plain = csv.writer(file, lineterminator="\n")
-        plain.writerows([table.columns, *table.rows])
+    names = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
     return file.getvalue()
 
 

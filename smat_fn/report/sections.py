@@ -1,13 +1,12 @@
 """The findings: sentences, the main table, paired differences, ablations and noise; None where nothing is to show."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from itertools import product
 
 from ..evaluate.statistics import Estimate
 from .found import PARTS, Found, times
-from .section import DASH, Section, Table, size, spread
-from .tables import COLUMNS, Cell, MainTable, cell_of
+from .section import Section, Table, size, spread
+from .tables import COLUMNS, Cell, cell_of, marked
 
 FEW = 4  # pairs that are shown in every column
 NOTE = (
@@ -58,31 +57,22 @@ def _alone(found: Found, labels: list[str]) -> list[str]:
 
 def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
     """The paper's main table, and its bars."""
+    from .plots import drawable, main_plot
+
     table = found.part(found.labels("main", muon=muon))
     if not table.cells:
         return None
     base = found.base(muon=muon)
-    columns = table.columns
-    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in columns if _has(table, c)}
+    texts = marked(table, "**{}**".format if len(table.cells) > 1 else str)
     rows, records = [], []
     for label, line in table.cells.items():
         change = found.difference(label, "Avg", base)
         cost, other = found.costs.get(label), found.costs.get(base or "")
         ratio = times(cost, other)
-        row: list[object] = [label]
-        for column in columns:
-            text = line[column].text() if column in line else DASH
-            row.append(
-                f"**{text}**" if column in line and len(table.cells) > 1 and line[column].mean == best[column] else text
-            )
         drop = _drop(line)
-        row += [
-            drop and drop.text(),
-            f"{change.mean:+.2f}" if change and label != base else None,
-            ratio and ("1" if label == base else ratio.text(3)),
-            cost and cost.peak and size(cost.peak),
-        ]
-        rows.append(row)
+        costs = ratio and ("1" if label == base else ratio.text(3)), cost and cost.peak and size(cost.peak)
+        gain = f"{change.mean:+.2f}" if change and label != base else None
+        rows.append([label, *texts[label], drop and drop.text(), gain, *costs])
         records.append(
             {
                 "method": label,
@@ -93,13 +83,13 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
             }
         )
     against = base or found.reference
-    head = ["Method", *columns, "Drop", f"Avg - {against}", f"Time x {against}", "Peak memory"]
+    head = ["Method", *table.columns, "Drop", f"Avg - {against}", f"Time x {against}", "Peak memory"]
     text = (
         "Expert: mean score of the experts on their own tasks, before merging. Avg: mean of the five mergers. Drop: "
         "Expert - Avg, what merging costs. Mean ± standard deviation over seeds; the best of each column in bold, "
         "whatever its interval."
     )
-    return Section(title, text, Table(head, rows, records), _bars(table, title))
+    return Section(title, text, Table(head, rows, records), main_plot(table, title=title) if drawable(table) else None)
 
 
 def _drop(line: Mapping[str, Cell]) -> Cell | None:
@@ -107,20 +97,6 @@ def _drop(line: Mapping[str, Cell]) -> Cell | None:
         return None
     merged = line["Avg"].by_seed
     return cell_of({seed: score - merged[seed] for seed, score in line["Expert"].by_seed.items()})
-
-
-def _has(table: MainTable, column: str) -> bool:
-    return any(column in line for line in table.cells.values())
-
-
-def _bars(table: MainTable, title: str) -> bytes | None:
-    from .plots import drawable, main_plot
-
-    if not drawable(table):
-        return None
-    file = BytesIO()
-    main_plot(table, file, title=title)
-    return file.getvalue()
 
 
 def paired_differences(found: Found) -> Section | None:

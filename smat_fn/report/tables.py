@@ -1,11 +1,12 @@
 """The main table: one line per method, experts and mergers side by side."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..config import MORE_MERGERS
+from ..errors import raise_problems
 from ..evaluate.results import EXPERT, Result
 
 if TYPE_CHECKING:
@@ -48,11 +49,15 @@ class MainTable(NamedTuple):
     cells: dict[str, dict[str, Cell]]
 
     @property
+    def scored(self) -> set[str]:
+        """Columns with a cell."""
+        return {column for line in self.cells.values() for column in line}
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """`COLUMNS`; where there are other mergers too, those that were scored."""
-        scored = {column for line in self.cells.values() for column in line}
-        shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in scored)
-        return shown if scored.intersection(MORE) else COLUMNS
+        shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in self.scored)
+        return shown if self.scored.intersection(MORE) else COLUMNS
 
 
 def cell_of(by_seed: Mapping[int, float]) -> Cell:
@@ -90,8 +95,7 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
             column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})
             for column, by_seed in mine.items()
         }
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_problems(problems)
     for line in cells.values():
         if all(merger in line for merger in MERGERS):
             five = [line[merger] for merger in MERGERS]
@@ -106,25 +110,42 @@ def markdown(table: MainTable, *, digits: int = 2) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def marked(table: MainTable, mark: Callable[[str], str], *, digits: int = 2, joint: str = " ") -> dict[str, list[str]]:
+    """The texts of every method's columns, the best of each column marked."""
+    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in table.scored}
+    return {
+        method: [
+            mark(text) if column in line and line[column].mean == best[column] else text
+            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint=joint), strict=True)
+        ]
+        for method, line in table.cells.items()
+    }
+
+
 def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
+    lines = marked(table, "[bold]{}[/bold]".format, digits=digits, joint="\n")
+    rows = [[method, *texts] for method, texts in lines.items()]
+    return rich_table(f"mean {table.split} score over tasks, 0 to 100", ["Method", *table.columns], rows)
+
+
+def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> "RichTable":
+    """Texts as a table for ``rich.print``, all columns but the first to the right."""
     from rich.table import Table
 
-    best = {
-        column: max((line[column].mean for line in table.cells.values() if column in line), default=None)
-        for column in table.columns
-    }
-    drawn = Table(title=f"mean {table.split} score over tasks, 0 to 100")
-    drawn.add_column("Method", no_wrap=True)
-    for column in table.columns:
-        drawn.add_column(column, justify="right", no_wrap=True)
-    for method, line in table.cells.items():
-        texts = [
-            f"[bold]{text}[/bold]" if column in line and line[column].mean == best[column] else text
-            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint="\n"), strict=True)
-        ]
-        drawn.add_row(method, *texts)
+    drawn = Table(title=title)
+    for place, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
+
+
+def show(table: "RichTable") -> None:
+    """Print it, at least 100 columns wide."""
+    from rich.console import Console
+
+    Console(width=max(100, Console().width)).print(table)
 
 
 def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:

@@ -9,35 +9,9 @@ from typing import Any
 from ..evaluate.results import Result, Run
 from . import details, sections
 from .found import Found, find
-from .section import Section, Table, csv_text, markdown, words
+from .section import Section, Table, markdown, words
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d5dae0; --back: #fff; --lift: #f5f7f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --soft: #9aa4ae; --line: #39424b; --back: #14181c; --lift: #1c2228; }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--back); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word;
-}
-h1 { font-size: 1.6rem; line-height: 1.2; }
-h2 { font-size: 1.2rem; margin-top: 2.2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-#summary { border: 0; padding-top: 0; margin-top: 1rem; }
-#summary + ul { background: var(--lift); border-radius: .5rem; padding: .8rem 1rem .8rem 2rem; }
-li { margin: .3rem 0; }
-nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .9rem; }
-a { color: inherit; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td.long { white-space: normal; min-width: 14rem; }
-th { color: var(--soft); text-align: left; }
-th:first-child, td:first-child { position: sticky; left: 0; background: var(--back); }
-img { display: block; max-width: 100%; height: auto; margin: 1rem 0; background: #fff; border-radius: .3rem; }
-code { font-size: .85em; background: var(--lift); padding: .1em .3em; border-radius: .2em; }
-@media print { nav { display: none; } .table { overflow: visible; } }
-"""
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 
 def build_report(
@@ -106,7 +80,7 @@ def write_report(out: Path, title: str, sections: Iterable[Section]) -> Path:
             png = section.png.read_bytes() if isinstance(section.png, Path) else section.png
             images[f"{section.slug}.png"] = png
         if section.table is not None:
-            write_text(out / f"{section.slug}.csv", csv_text(section.table))
+            write_text(out / f"{section.slug}.csv", section.table.csv)
     for name, png in images.items():
         write_bytes(out / name, png)
     write_text(out / "report.md", f"# {title}\n\n{text}")
@@ -159,7 +133,7 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n<nav>{' '.join(links)}</nav>\n{body}</body>\n</html>\n"
     )
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from types import MappingProxyType, NoneType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
+Values: TypeAlias = dict[str, bool | int | float | str | None]  # of --suite-options
 OPEN = "preset"  # how --help says that an option is None
 Options = TypeVar("Options")
 REGISTRY = ConstructorRegistry()

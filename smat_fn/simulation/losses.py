@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..grad import loss_and_aux
 from ..types import Aux, Batch, LossFn, Params, Where
 from .state import Draw, simulate
 
@@ -40,8 +41,8 @@ def mixed_loss(loss_fn: LossFn, lam: float, *, where: Where | None = None) -> Si
     simulated = simulated_loss(loss_fn, where=where)
 
     def loss(params: Params, base: Params, batch: Batch, draw: Draw) -> tuple[Tensor, Aux]:
-        clean, clean_aux = loss_fn(params, batch)
-        merged, merged_aux = simulated(params, base, batch, draw)
+        clean, clean_aux = loss_and_aux(loss_fn(params, batch))
+        merged, merged_aux = loss_and_aux(simulated(params, base, batch, draw))
         return (1 - lam) * clean + lam * merged, (clean_aux, merged_aux)
 
     return loss

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..types import Where
+from ..types import Predicate
 from .state import Draw
 
 _MASK, _NOISE = 0, 1
@@ -73,7 +73,7 @@ def noise(draw: Draw, path: str, leaf: Tensor, *, start: int = 0) -> Tensor:
 
 
 def simulate(
-    params: dict[str, Tensor], base: dict[str, Tensor], draw: Draw, *, where: Where | None = None
+    params: dict[str, Tensor], base: dict[str, Tensor], draw: Draw, *, where: Predicate | None = None
 ) -> dict[str, Tensor]:
     """Eq. smat-state: ``theta_0 + alpha m (.) (theta - theta_0) + epsilon``."""
     out = {}
@@ -85,7 +85,7 @@ def simulate(
     return out
 
 
-def reweight(grads: dict[str, Tensor], draw: Draw, *, where: Where | None = None) -> dict[str, Tensor]:
+def reweight(grads: dict[str, Tensor], draw: Draw, *, where: Predicate | None = None) -> dict[str, Tensor]:
     """Eq. smat-gradient: ``alpha m (.) g``."""
     out = {}
     for path, leaf in grads.items():

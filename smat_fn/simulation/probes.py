@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..grad import loss_and_aux
 from ..types import Batch, LossFn, Micro, Noise, Params, Where
 from .state import draw, simulate
 
@@ -61,7 +62,7 @@ def probe(
     total = sum(part.weight for part in parts)
 
     def loss(state: Params) -> float:
-        return sum(float(loss_fn(state, part.batch)[0]) * part.weight for part in parts) / total
+        return sum(float(loss_and_aux(loss_fn(state, part.batch))[0]) * part.weight for part in parts) / total
 
     def simulated(key: Tensor) -> float:
         drawn = draw(key, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=noise)

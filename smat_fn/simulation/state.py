@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, TypeAlias, cast, get_args
 
+import numpy
 import torch
 from torch import Tensor
 
 from .. import ops, random, tree
+from ..compiled import constant, refuse_donation, unread
 from ..errors import raise_problems
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
 from .noise import quantiles, table_on
 
+Number: TypeAlias = float | Tensor  # tensors are 0-d
+_NOTHING, _KEPT = numpy.empty(0, numpy.float32), dict[str, Tensor]()  # the table of uniform noise
 NOISES: tuple[str, ...] = get_args(Noise)
-_NO_TABLE = torch.empty(0)  # uniform noise needs none
 
 
 class Draw(NamedTuple):
@@ -30,9 +33,9 @@ class Draw(NamedTuple):
 def draw(
     key: Tensor,
     *,
-    alpha_min: float,
-    drop_prob: float,
-    sigma: float,
+    alpha_min: Number,
+    drop_prob: Number,
+    sigma: Number,
     noise: Noise = "uniform",
     alpha_max: float = 1.0,
 ) -> Draw:
@@ -51,11 +54,15 @@ def draw(
             and Perturb off.
         alpha_max: 1 in the paper; above it, merges whose coefficients add up to more.
 
+    The three numbers may be 0-d tensors: `simulate` then has derivatives in alpha_min and sigma, and vmap runs over any
+    of them. drop_prob has no derivative, the 16-bit mask is a step function of it.
+
     Returns:
         Draw on the key's device; can be vmapped over keys.
 
     Raises:
-        ValueError: lists every value out of range.
+        ValueError: lists every value out of range (inside a transform of torch.func and torch.compile tensors have no
+            values to check), and a drop_prob that is differentiated.
 
     Source: paper Eqs. smat-state and smat-mask.
     """
@@ -63,34 +70,48 @@ def draw(
     if problems:
         raise ValueError("draw: " + "; ".join(problems))
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
-    scale = (alpha_min + (alpha_max - alpha_min) * unit).to(torch.float32)
 
-    def number(value: float) -> Tensor:
+    known = noise == "uniform" and not torch.compiler.is_compiling()  # which takes the other function as a constant
+    table = constant(_NOTHING, _KEPT, noise) if known else quantiles(noise)
+
+    def number(value: Number) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(key.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=key.device)
 
-    table = _NO_TABLE if noise == "uniform" else quantiles(noise)
+    least = number(alpha_min) if isinstance(alpha_min, Tensor) else alpha_min
+    scale = (least + (alpha_max - least) * unit).to(torch.float32)
     return Draw(key, scale, number(drop_prob), number(sigma), table.to(key.device))
 
 
-def draw_problems(alpha_min: float, drop_prob: float, sigma: float, noise: str, alpha_max: float = 1.0) -> list[str]:
+def draw_problems(alpha_min: Number, drop_prob: Number, sigma: Number, noise: str, alpha_max: float = 1.0) -> list[str]:
     """Errors for hyperparameters of the three operations that are out of range."""
     problems = []
-    if not 0 <= alpha_min <= 1:
+    for name, value in {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma}.items():
+        if isinstance(value, Tensor) and (value.ndim or not value.is_floating_point()):
+            problems.append(f"{name} is a {value.dtype} of shape {tuple(value.shape)}: give a number or 0-d tensor")
+    if problems:
+        return problems
+    if not (unread(alpha_min) or 0 <= alpha_min <= 1):
         problems.append(f"alpha_min is {alpha_min}, must lie in [0, 1] (1 switches Scale off)")
-    if not (math.isfinite(alpha_max) and alpha_max >= min(alpha_min, 1)):
+    if not (math.isfinite(alpha_max) and (unread(alpha_min) or alpha_max >= min(alpha_min, 1))):
         problems.append(f"alpha_max is {alpha_max}, must be finite and at least alpha_min, {alpha_min}")
-    if not 0 <= drop_prob < 1:
+    if not (unread(drop_prob) or 0 <= drop_prob < 1):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")
-    if not (math.isfinite(sigma) and sigma >= 0):
+    if isinstance(drop_prob, Tensor) and drop_prob.requires_grad:
+        problems.append("drop_prob is differentiated, but the mask is a step function of it: detach it")
+    if not (unread(sigma) or (math.isfinite(sigma) and sigma >= 0)):
         problems.append(f"sigma is {sigma}, must be finite and not negative (0 switches Perturb off)")
     if noise not in NOISES:
         problems.append(f"noise is {noise!r}, choose one of {', '.join(NOISES)}")
     return problems
 
 
-def all_off(alpha_min: float, drop_prob: float, sigma: float) -> bool:
-    """Whether Scale, Mask and Perturb are all switched off, so that theta~ is theta."""
-    return alpha_min == 1 and drop_prob == 0 and sigma == 0
+def all_off(alpha_min: Number, drop_prob: Number, sigma: Number) -> bool:
+    """Whether Scale, Mask and Perturb are all switched off, by Python numbers, so that theta~ is theta."""
+    if any(isinstance(value, Tensor) for value in (alpha_min, drop_prob, sigma)):
+        return False
+    return bool(alpha_min == 1 and drop_prob == 0 and sigma == 0)
 
 
 def simulate(
@@ -112,8 +133,8 @@ def simulate(
         params: theta, any tree of floating-point tensors.
         base: theta_0, same structure and shapes.
         draw: from `smat_fn.draw`.
-        where: the masked set S as a predicate on (path, leaf), None masks every leaf.
-        out: tree whose tensors receive the result (no gradient flows), may be params or base.
+        where: the masked set S as a predicate on (path, leaf) or a tree of bools, None masks every leaf.
+        out: tree whose tensors receive the result (no gradient flows), may be params or base; not inside torch.func.
         starts: path -> index of the leaf's first coordinate in the full leaf, for shards.
 
     Returns:
@@ -203,6 +224,7 @@ def reweight_and_clip(
     Returns:
         (grads, 0-d float32 norm before clipping).
     """
+    refuse_donation("reweight_and_clip", donate)
     leaves = tree.flatten(grads)
     tree.check_floating(leaves, "grads")
     parts = [] if draw is None else list(parts_of(leaves, draw, where, {}))
@@ -255,6 +277,7 @@ def parts_of(
 ) -> Iterator[Part]:
     """The leaves of each device, with the draw there."""
     devices: dict[torch.device, list[str]] = {}
+    picks = tree.predicate(where)
     for path, leaf in leaves.items():
         devices.setdefault(leaf.device, []).append(path)
     for device, paths in devices.items():
@@ -262,7 +285,7 @@ def parts_of(
         key, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in draw[:-1])
         noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
         numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
-        masked = [where is None or where(path, leaves[path]) for path in paths]
+        masked = [picks is None or picks(path, leaves[path]) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 
 
@@ -287,6 +310,7 @@ def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]
 def _targets(leaves: Mapping[str, Tensor], out: Params | None) -> dict[str, Tensor]:
     if out is None:
         return {}
+    refuse_donation("out", True)
     targets = tree.flatten(out)
     tree.check_same(leaves, "the result", out=targets)
     return targets

@@ -6,12 +6,11 @@ without a text tower (ViT) a logistic regression on its features of a few traini
 processor prepares images, without augmentation. A score is top-1 accuracy.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from ..models import clip, image_classifier
 from ..models.image_classifier import ImageClassifier
 from ..types import Batch, Micro, Params
 from .heads import image_heads, text_heads
-from .sources import absolute, collect, columns_of, model_problems, pick_device, tasks_of
+from .sources import absolute, collect, columns_of, json_file, model_problems, pick_device, tasks_of
 from .suite import EncoderSuite, SuiteOptions, remembered
 from .templates import DEFAULT, TEMPLATES
 
@@ -38,8 +37,11 @@ SPLITS = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
-class Clip8Options(SuiteOptions, local=("device", "eval_batch"), lowest={"batch_size": 1, "rows": 1}):
+class Clip8Options(SuiteOptions):
     """Options of suite ``clip8``."""
+
+    LOCAL = ("device", "eval_batch")
+    LOWEST: ClassVar = {"batch_size": 1, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""
@@ -117,7 +119,7 @@ class Clip8(EncoderSuite):
             train = {task: self._rows[task, "train"] for task in tasks}
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
-        self._firsts = {k: pixels.prepare_some(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
+        self._firsts = {k: pixels.prepare(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
         if isinstance(model, clip.Clip):
             _check_sizes(self._firsts, (model.image_size, model.image_size))
         table = self._table
@@ -125,9 +127,7 @@ class Clip8(EncoderSuite):
             task: model.loss_fn(head.to(self.device), lambda values: pixels.look_up(table, values))
             for task, head in self._heads.items()
         }
-        super().__init__(
-            tasks=tasks, base=model.params, where=model.where, recipe=own.recipe(self.name, seed), seed=seed
-        )
+        super().__init__(tasks=tasks, base=model.params, where=model.where, seed=seed)
 
     @classmethod
     def task_names(
@@ -190,12 +190,7 @@ def resolve_templates(given: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
     if isinstance(given, str) and "{}" in given:
         given = {task: [given] for task in tasks}
     if isinstance(given, str):
-        try:
-            given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"templates {given!r} is neither a prompt with {{}} for the class nor a JSON file ({error})"
-            ) from error
+        given = json_file(given, "prompt with {} for the class nor a JSON file of templates")
     given = {} if given is None else given
     if not isinstance(given, Mapping) or not all(isinstance(own, (list, tuple)) for own in given.values()):
         raise ValueError(

@@ -7,21 +7,22 @@ head of class means. Dev and test images are only ever scored.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .. import random, tree
-from ..data.batching import batch_indices, permutation
+from .. import random
+from ..data.batching import permutation
+from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..models import FullLoss, tiny_vit
 from ..types import Batch, Micro, Params
 from ..where import block_linear
 from .digits_base import CLASSES, Examples, base, embed
-from .suite import BaseSuite, SuiteOptions
+from .suite import EncoderSuite, SuiteOptions
 
 SIZES = {"train": 1000, "dev": 250, "test": 547}
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,12 +35,11 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class DigitsOptions(
-    SuiteOptions,
-    local=("progress",),
-    lowest={"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1, "pretrain_warmup": 0},
-):
+class DigitsOptions(SuiteOptions):
     """Options of suite ``digits``."""
+
+    LOCAL = ("progress",)
+    LOWEST: ClassVar = {"images_per_task": 1, "batch_size": 1, "pretrain_steps": 1, "pretrain_batch": 1}
 
     images_per_task: int = 300
     """Training images of one expert."""
@@ -62,7 +62,8 @@ class DigitsOptions(
 
     def problems(self) -> list[str]:
         most, own = SIZES["train"], vars(self)
-        found = [
+        found = count_problem("pretrain_warmup", self.pretrain_warmup, 0)
+        found += [
             f"{name} is {own[name]}, must be at most {most}, the number of training images"
             for name in ("images_per_task", "batch_size", "pretrain_batch")
             if isinstance(own[name], int) and own[name] > most
@@ -103,7 +104,7 @@ def class_means(module: nn.Module, examples: Examples) -> Tensor:
     return F.normalize(means, dim=1)
 
 
-class Digits(BaseSuite):
+class Digits(EncoderSuite):
     """The suite of a seed; the base comes from the cache, or is pretrained first (half a minute on one core).
 
     Logits are ``logit_scale * cos(feature, class mean)``, the loss their cross entropy, the aux of the loss the logits.
@@ -112,44 +113,35 @@ class Digits(BaseSuite):
 
     Options = DigitsOptions
     name = "digits"
+    epoch_steps = None  # type: ignore[assignment]  # its budgets are in steps
 
     def __init__(self, *, seed: int, **options: Any) -> None:
         self.options = own = DigitsOptions(**options)
+        self.device, self.batch_size = torch.device("cpu"), own.batch_size
         self._data, root = splits(seed), random.key(seed)
         settings = {name.removeprefix("pretrain_"): v for name, v in vars(own).items() if name.startswith("pretrain_")}
         theta0 = base(self._data["train"], seed, progress=own.progress, **settings)
         module = tiny_vit(random.fold_in(root, "init"))
         module.load_state_dict(theta0)
-        self._train, self._losses = {}, {}
+        self._train, self.losses = {}, {}
         images, labels = self._data["train"]
         for task, transform in TASKS.items():
             rows = permutation(random.fold_in(root, f"images:{task}"), SIZES["train"])[: own.images_per_task]
             self._train[task] = Examples(transform(images[rows]), labels[rows])
             head = class_means(module, self._train[task])
-            self._losses[task] = FullLoss(module, _cosine_loss(head, own.logit_scale))
-        super().__init__(
-            tasks=tuple(TASKS),
-            base=theta0,
-            where=block_linear(module),
-            recipe=own.recipe(self.name, seed),
-            seed=seed,
-        )
+            self.losses[task] = FullLoss(module, _cosine_loss(head, own.logit_scale))
+        super().__init__(tasks=tuple(TASKS), base=theta0, where=block_linear(module), seed=seed)
 
     @classmethod
     def task_names(cls, **options: Any) -> tuple[str, ...]:
         return tuple(TASKS)
 
-    def loss_fn(self, task: str) -> FullLoss:
-        self.check(task)
-        return self._losses[task]
+    def examples(self, task: str) -> int:
+        return self.options.images_per_task
 
     def batch(self, task: str, key: Tensor, step: int) -> Batch:
         chosen = self.batch_rows(task, key, step)
         return self._train[task].images[chosen], self._train[task].labels[chosen]
-
-    def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
-        self.check(task)
-        return batch_indices(key, self.options.images_per_task, self.options.batch_size, step).tolist()
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)
@@ -157,19 +149,16 @@ class Digits(BaseSuite):
         return [Micro((TASKS[task](images), labels), len(labels))]
 
     def score(self, params: Params, task: str, split: str) -> float:
-        return accuracy(*self._predictions(params, task, split))
+        return accuracy(*self._answers(params, task, split))
 
     def score_tensor(self, params: Params, task: str, split: str) -> Tensor:
-        predicted, labels = self._predictions(params, task, split)
+        predicted, labels = self._answers(params, task, split)
         return 100 * (predicted == labels).sum().double() / len(labels)
 
-    def _predictions(self, params: Params, task: str, split: str) -> tuple[Tensor, Tensor]:
+    def _answers(self, params: Params, task: str, split: str) -> tuple[Tensor, Tensor]:
         self.check(task, split)
-        tree.check_same(self.base, "the base", params=params)
         images, labels = self._data[split]
-        with torch.no_grad():
-            _, logits = self._losses[task](params, (TASKS[task](images), labels))
-        return logits.argmax(1), labels
+        return self.predictions(params, task, [(TASKS[task](images), labels)]), labels
 
 
 def _cosine_loss(head: Tensor, scale: float) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:

@@ -100,7 +100,7 @@ def image_heads(
             problems.append(f"{task}: no row of train is of class {', '.join(absent[:10])}, and a head needs one")
             continue
         places = head_rows(train.labels.tolist(), len(own), random.fold_in(key, task), None)
-        few = pixels.prepare_some(train.images, model.processor, places)
+        few = pixels.prepare(train.images, model.processor, places)
         labels = torch.from_numpy(train.labels[places])
         config = {
             "weights": weights,

@@ -6,14 +6,13 @@ frozen. Where only the top layers are trained, what the frozen ones give for a r
 A score is top-1 accuracy; dev and test rows are only ever scored.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from ..models.encoder import Encoder
 from ..models.packing import Texts, texts
 from ..types import Micro, Params
 from .heads import fit_head, head_rows
-from .sources import absolute, collect, model_problems, pick_device, tasks_of
+from .sources import absolute, collect, json_file, model_problems, pick_device, tasks_of
 from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
@@ -40,12 +39,11 @@ Ids = list[Tensor]
 
 
 @dataclass(frozen=True)
-class ShortTextOptions(
-    SuiteOptions,
-    local=("device", "eval_batch", "progress"),
-    lowest={"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1},
-):
+class ShortTextOptions(SuiteOptions):
     """Options of suite ``short_text``."""
+
+    LOCAL = ("device", "eval_batch", "progress")
+    LOWEST: ClassVar = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""
@@ -133,9 +131,7 @@ class ShortText(EncoderSuite):
             task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
             for task, head in self._heads.items()
         }
-        super().__init__(
-            tasks=tasks, base=encoder.params, where=encoder.where, recipe=own.recipe(self.name, seed), seed=seed
-        )
+        super().__init__(tasks=tasks, base=encoder.params, where=encoder.where, seed=seed)
 
     @classmethod
     def task_names(cls, *, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:
@@ -237,10 +233,7 @@ def resolve_data(given: Any) -> Data:
     Raises: ValueError for anything else.
     """
     if isinstance(given, str | Path) and str(given).endswith(".json"):
-        try:
-            given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"data {str(given)!r} is no JSON file of {{task: folder or dataset}} ({error})") from error
+        given = json_file(given, "JSON file of data, {task: folder or dataset}")
     if isinstance(given, Mapping) and given and all(isinstance(x, str) for pair in given.items() for x in pair):
         return {task: absolute(source) for task, source in given.items()}
     if not isinstance(given, str | Path) or not str(given):

@@ -1,8 +1,9 @@
 """Where a suite's model and rows come from, and where it runs."""
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +46,14 @@ def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
     if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
         raise ValueError(f"columns are {given!r}, must name ours and the source's: prompt=question,answer=reply")
     return found
+
+
+def json_file(file: str | Path, what: str) -> Any:
+    """What a JSON file holds. Raises: ValueError that says ``what`` it should be."""
+    try:
+        return json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(file)!r} is no {what} ({error})") from error
 
 
 def collect(

@@ -20,19 +20,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Options of a suite.
+    """Options of a suite: strings and booleans are checked by their annotations, the rest in `problems`."""
 
-    Args: local: those that say where and how fast it runs, which are not in its recipe; lowest: the least values of
-        integers. Strings and booleans are checked by their annotations, the rest in `problems`.
-    """
-
-    LOCAL: ClassVar[tuple[str, ...]] = ()
-    LOWEST: ClassVar[Mapping[str, int]] = MappingProxyType({})
-
-    def __init_subclass__(
-        cls, *, local: tuple[str, ...] = (), lowest: Mapping[str, int] = MappingProxyType({})
-    ) -> None:
-        cls.LOCAL, cls.LOWEST = local or cls.LOCAL, lowest or cls.LOWEST
+    LOCAL: ClassVar[tuple[str, ...]] = ()  # those that say where and how fast it runs, which are not in its recipe
+    LOWEST: ClassVar[Mapping[str, int]] = MappingProxyType({})  # the least values of integers
 
     def __post_init__(self) -> None:
         problems = count_problems(self, self.LOWEST)
@@ -62,10 +53,12 @@ class SuiteOptions:
 class BaseSuite:
     """Base class of suites, as `types.Suite` describes them; optional methods are None.
 
-    Args: members: attributes and, for a suite made of functions, methods.
+    Args: members: attributes and, for a suite made of functions, methods; of a suite with ``options`` its recipe is
+        theirs.
     """
 
     Options: ClassVar[type[SuiteOptions]]
+    options: Any = None
 
     name: str
     tasks: tuple[str, ...]
@@ -87,6 +80,8 @@ class BaseSuite:
     dev_batches: Any = None
 
     def __init__(self, **members: Any) -> None:
+        if self.options is not None:
+            members["recipe"] = self.options.recipe(self.name, members["seed"])
         vars(self).update(members)
 
     def replace(self, **members: Any) -> Self:

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
@@ -51,12 +51,11 @@ SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source'
 
 
 @dataclass(frozen=True)
-class TraceOptions(
-    SuiteOptions,
-    local=("device", "device_map", "decode_batch", "engine"),
-    lowest={"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1},
-):
+class TraceOptions(SuiteOptions):
     """Options of suite ``trace``."""
+
+    LOCAL = ("device", "device_map", "decode_batch", "engine")
+    LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
 
     model: str
     """A folder, or a repository on the hub."""
@@ -155,14 +154,8 @@ class Trace(BaseSuite):
         self._pair = bool(getattr(config, "is_encoder_decoder", False))
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
-        super().__init__(
-            tasks=tasks,
-            base=lm.params,
-            where=lm.where,
-            recipe=own.recipe(self.name, seed),
-            seed=seed,
-            repeats={task: s.repeats for task, s in self._settings.items() if s.repeats > 1},
-        )
+        repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
+        super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
 
     @classmethod
     def task_names(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from smat_fn.analyses.plots import draw, write
-from smat_fn.analyses.results import as_csv, summary
+from smat_fn.analyses.results import records, summary
+from smat_fn.report.section import csv_text
 
 
 def result(analysis, rows, **settings):
@@ -97,9 +98,9 @@ def test_files_hold_everything_and_the_figure_can_be_drawn_from_them_again(name,
 
 
 def test_csv_joins_sequences_and_leaves_none_empty():
-    lines = as_csv(RESULTS["experts-curve"]).splitlines()
+    lines = csv_text(records(RESULTS["experts-curve"])).splitlines()
     assert lines[:2] == ["method,seed,experts,subset,task,score,relative,coef", "FT,1,2,a+b,a,5.0,80.0,0.3"]
-    assert as_csv(RESULTS["diagnose"]).splitlines()[2] == "all,10,0.002,,0.5,,0.25"
+    assert csv_text(records(RESULTS["diagnose"])).splitlines()[2] == "all,10,0.002,,0.5,,0.25"
 
 
 def test_nothing_is_written_that_is_no_number(tmp_path):

@@ -338,7 +338,7 @@ def test_the_benchmarks_paragraph_says_what_was_found():
         "lr": {"ft": 2.5e-4, "smat": 5e-4},
         "paired": {"differences": [1.0, -0.5], "mean": 0.25, "sd": 1.0606, "interval": [-9.28, 9.78]},
     }
-    assert benchmark.report(result, "| table |\n") == (
+    assert benchmark.paragraph(result, "| table |\n") == (
         "| table |\n\nTest score, mean over four tasks and 2 seeds ± standard deviation; learning rates chosen on dev: "
         "FT 0.00025, SMAT 0.0005. SMAT - FT of the five-merger mean by seed: +1.00, -0.50; mean +0.25, standard "
         "deviation 1.06, 95 % interval -9.28 to +9.78 (optimistic: seeds re-split the same images). From `python -m "
@@ -369,7 +369,7 @@ def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, caps
     monkeypatch.setattr(benchmark, "run_study", lambda *args, **options: asked.append((args, options)) or study)
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
     (tmp_path / "README.md").write_text("\n".join(MARKS))
-    benchmark.main([str(tmp_path / "work")])
+    benchmark.main(tmp_path / "work")
     ((args, options),) = asked
     assert args == ("digits", ("ft", "smat"), (21, 22, 23))
     assert (options["work"], options["jobs"]) == (tmp_path / "work", 2)
@@ -379,7 +379,7 @@ def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, caps
     assert result["paired"]["differences"] == [2.0, 2.0, 2.0]
     assert result["versions"]["torch"] == torch.__version__
     assert (tmp_path / "README.md").read_text() == readme.between(
-        "\n".join(MARKS), "digits", benchmark.report(result, markdown(main_table(rows)))
+        "\n".join(MARKS), "digits", benchmark.paragraph(result, markdown(main_table(rows)))
     )
     assert "mean +2.00" in capsys.readouterr().out
 

@@ -82,6 +82,8 @@ def test_what_does_not_go_together_is_listed():
         "all w",
     ):
         assert part in texts
+    twice = resolve(Smat(lam=0.5, period=2), DIGITS.methods)
+    assert problems(twice, training(), alone) == ["lam 0.5 replaces the period: leave out --lam or --period 2"]
     resident = resolve(Smat(offload="recompute"), DIGITS.methods)
     assert problems(resident, training(), several) == ["offload recompute is not known for several processes"]
 

@@ -179,6 +179,14 @@ def test_nested_trees_aux_and_unused_leaves(engine):
     assert aux == {"name": "aux", "none": None, "count": 3}
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_touches_no_leaf_has_zeros_as_its_gradient(engine):
+    params = {"a": torch.ones(2, 3), "b": torch.ones((), dtype=torch.float64)}
+    (loss, _), grads = grad.value_and_grad(lambda p: (torch.tensor(2.5), None), engine=engine)(params)
+    assert loss == 2.5
+    assert all(torch.equal(grads[path], torch.zeros_like(leaf)) for path, leaf in params.items())
+
+
 @pytest.mark.parametrize("aux", [None, "text", 1.5, (), [torch.ones(2), {"x": 1}]], ids=repr)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_aux_is_anything_and_comes_back_as_it_was(engine, aux):
@@ -206,6 +214,60 @@ def test_the_autograd_engine_detaches_and_works_under_no_grad():
     assert torch.equal(grads["a"], torch.tensor([2.0, 4.0]))
     assert params["a"].grad is None
     assert params["a"].requires_grad
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("inside", [False, True], ids=["made before", "made inside"])
+def test_gradients_under_inference_mode_are_the_same(engine, inside):
+    def trees():
+        return {"a": torch.tensor([1.0, 2.0]), "n": None}, torch.tensor([3.0, -1.0])
+
+    run = grad.value_and_grad(lambda p, x: ((p["a"] ** 2 * x).sum(), p["a"] * x), engine=engine)
+    given = None if inside else trees()
+    with torch.inference_mode():
+        (loss, aux), grads = run(*(given or trees()))
+    assert loss.item() == -1
+    assert aux.tolist() == [3, -2]
+    assert grads["a"].tolist() == [6, -4]
+    assert grads["n"] is None
+
+
+def test_a_modules_gradient_under_inference_mode_is_that_of_backward():
+    module, (x, y) = mlp(), CASES["mlp"][2]
+    params, run = away(module), grad.value_and_grad(grad.ModuleLoss(module, mlp_loss), engine="autograd")
+    with torch.inference_mode():
+        (_, _), grads = run(params, x.clone(), y)
+    want = by_backward(module, params, mlp_loss, (x, y))[2]
+    assert all(torch.equal(g, want[name]) for name, g in grads.items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_comes_back_has_no_graph(engine):
+    def loss_fn(p, x):
+        kept = p["a"] * x
+        return (kept**2).sum(), {"kept": kept, "list": [kept.sum(), "text"]}
+
+    params, x = {"a": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, -1.0])
+    (loss, aux), grads = grad.value_and_grad(loss_fn, engine=engine)(params, x)
+    assert aux["kept"].tolist() == [3, -2]
+    assert aux["list"][1] == "text"
+    assert not any(t.requires_grad for t in (loss, grads["a"], aux["kept"], aux["list"][0]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (lambda p: (p["a"] ** 2).sum(), r"returned a Tensor: return \(loss, aux\), or \(loss, None\)"),
+        (lambda p: {"loss": p["a"].sum()}, "returned a dict: return"),
+        (lambda p: (p["a"].sum(), None, None), "returned 3 values: return"),
+        (lambda p: (p["a"], None), r"the loss has shape \(2,\): must be a 0-d tensor, take its mean or sum"),
+        (lambda p: (1.0, None), "the loss is a float: must be a 0-d tensor"),
+    ],
+)
+def test_a_loss_without_aux_or_of_another_shape_is_one_sentence(engine, result, told):
+    with pytest.raises(ValueError, match=told):
+        grad.value_and_grad(result, engine=engine)({"a": torch.ones(2)})
 
 
 def test_the_func_engine_composes():
@@ -341,3 +403,48 @@ def test_apply_fn_passes_keywords():
     params, (tokens,) = away(module), CASES["llama"][2]
     out = grad.apply_fn(module)(params, input_ids=tokens, labels=tokens)
     assert torch.equal(out.loss, grad.ModuleLoss(module, llama_loss)(params, tokens)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("of_a_module", [False, True], ids=["function", "module"])
+def test_master_weights_meet_the_loss_rounded_and_their_gradient_is_upcast(of_a_module, engine):
+    params = {"weight": torch.tensor([[1.001, -2.003, 0.3337]])}
+    rounded = params["weight"].bfloat16()
+    assert not torch.equal(rounded.float(), params["weight"])
+
+    def loss(weight):
+        return weight.square().sum().float(), weight.detach().clone()
+
+    if of_a_module:
+        module = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+        loss_fn = grad.ModuleLoss(module, lambda module: loss(module.weight))
+    else:
+
+        def loss_fn(params):
+            return loss(params["weight"])
+
+    (value, met), grads = grad.value_and_grad(grad.with_master_weights(loss_fn), engine=engine)(params)
+    assert torch.equal(met, rounded)
+    assert value == rounded.square().sum().float()
+    assert grads["weight"].dtype == torch.float32
+    assert torch.equal(grads["weight"], (2 * rounded).float())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("of_a_module", [False, True], ids=["function", "module"])
+def test_a_reparametrised_loss_is_that_of_the_weights_with_the_chain_rule(of_a_module, engine):
+    phi, x = {"half": torch.tensor([[0.5, -1.0]], dtype=torch.float64)}, torch.tensor([3.0, 2.0], dtype=torch.float64)
+    if of_a_module:
+        module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        loss_fn = grad.ModuleLoss(module, lambda module, x: (module(x).square().sum(), {}))
+    else:
+
+        def loss_fn(params, x):
+            return (params["weight"] @ x).square().sum(), {}
+
+    doubled = grad.reparametrised(loss_fn, lambda phi: {"weight": 2 * phi["half"]})
+    assert isinstance(doubled, grad.ModuleLoss) == of_a_module
+    (loss, _), grads = grad.value_and_grad(doubled, engine=engine)(phi, x)
+    # (2 phi x)^2 = 1 and 2 (2 phi x) 2 x
+    assert loss == (2 * (1.5 - 2.0)) ** 2
+    assert torch.equal(grads["half"], 4 * -1.0 * x[None])

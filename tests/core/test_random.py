@@ -186,8 +186,34 @@ def test_uniform_is_the_low_24_bits_of_the_words(dtype):
 def test_uniform_scales_before_it_rounds(dtype):
     key = random.key(12)
     unit = random.uniform(key, (64,), dtype=torch.float64)
-    assert torch.equal(random.uniform(key, (64,), dtype=dtype, minval=-3.0, maxval=5.0), (-3 + 8 * unit).to(dtype))
+    below = torch.nextafter(torch.tensor(5.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
+    rounded = (-3 + 8 * unit).to(dtype).minimum(below)
+    assert torch.equal(random.uniform(key, (64,), dtype=dtype, minval=-3.0, maxval=5.0), rounded)
     assert (random.uniform(key, (4,), minval=2.0, maxval=2.0) == 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bounds", [(0, 1), (1, 2), (-3, -2), (-1, 1), (0, 0.1), (-0.1, 0)], ids=str)
+def test_uniform_stays_below_maxval_in_every_dtype(dtype, bounds, monkeypatch):
+    low, high = bounds
+    top = torch.full((), high, dtype=dtype)
+    drawn = random.uniform(random.key(4), (4096,), dtype=dtype, minval=low, maxval=high)
+    assert (drawn < top).all()
+    assert (drawn >= torch.full((), low, dtype=dtype)).all()
+    # the largest word there is
+    ones = lambda seed, counter: (torch.full_like(counter, 2**32 - 1),) * 4  # noqa: E731
+    monkeypatch.setattr(random, "philox", ones)
+    largest = random.uniform(random.key(4), (2,), dtype=dtype, minval=low, maxval=high)
+    exact = low + (high - low) * (1 - 2.0**-24)
+    assert (largest < top).all()
+    assert (largest >= torch.nextafter(top, torch.full_like(top, low))).all() or largest[0] == torch.tensor(
+        exact, dtype=dtype
+    )
+
+
+def test_uniform_of_integers_is_refused():
+    with pytest.raises(ValueError, match=r"dtype torch\.int64 is no floating-point dtype"):
+        random.uniform(random.key(0), (2,), dtype=torch.int64)
 
 
 def test_uniform_has_the_moments_of_the_uniform_distribution():

@@ -2,12 +2,15 @@
 
 import math
 import random as python_random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from smat_fn import tree
 
@@ -15,6 +18,34 @@ from smat_fn import tree
 class Pair(NamedTuple):
     left: object
     right: object
+
+
+@dataclass
+class Layer:
+    """A registered dataclass; its name is no leaf."""
+
+    weight: object
+    bias: object = None
+    name: str = "layer"
+
+    def __len__(self):
+        return 3
+
+
+class Stack:
+    """A registered node whose children have no names; ``kept`` is its context."""
+
+    def __init__(self, *parts, kept=0):
+        self.parts, self.kept = parts, kept
+
+    def __len__(self):
+        return self.kept
+
+
+pytree.register_dataclass(Layer, field_names=["weight", "bias"], drop_field_names=["name"])
+pytree.register_pytree_node(
+    Stack, lambda node: (list(node.parts), node.kept), lambda parts, kept: Stack(*parts, kept=kept)
+)
 
 
 def t(*shape):
@@ -33,6 +64,10 @@ TREES = {
     "int keys": ({3: t(1), 1: t(2)}, ["3", "1"]),
     "bare tensor": (t(2), [""]),
     "empty": ({}, []),
+    "none": ({"a": None, "b": [None, t(1)], "c": Pair(None, t(2))}, ["b.1", "c.right"]),
+    "dataclass": ({"l": Layer(t(2), t(1)), "m": Layer([t(3)])}, ["l.weight", "l.bias", "m.weight.0"]),
+    "node": ([Stack(t(1), {"x": t(2)}, kept=7)], ["0.0", "0.1.x"]),
+    "deque": ({"q": deque([t(1), t(2)], maxlen=5)}, ["q.0", "q.1"]),
     "empty parts": ({"a": {}, "b": [], "c": (), "d": t(1), "e": Pair([], {})}, ["d"]),
 }
 each_tree = pytest.mark.parametrize(("nested", "paths"), TREES.values(), ids=TREES)
@@ -42,6 +77,14 @@ def same_structure(a, b):
     """Equal types at every node, equal keys in order, and the very same leaves."""
     if isinstance(a, torch.Tensor):
         return a is b
+    if a is None:
+        return b is None
+    if isinstance(a, Layer):
+        return type(b) is Layer and same_structure([a.weight, a.bias], [b.weight, b.bias])
+    if isinstance(a, Stack):
+        return type(b) is Stack and a.kept == b.kept and same_structure(a.parts, b.parts)
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
     if type(a) is not type(b) or len(a) != len(b):
         return False
     if isinstance(a, (dict, MappingProxyType)):
@@ -72,14 +115,55 @@ def test_tree_map_pairs_leaves_by_path_not_by_position():
     assert all(not leaf.any() for leaf in got.values())
 
 
+def test_tree_map_refuses_surplus_and_missing_leaves_by_name():
+    first = {"a": t(1), "b": [t(1), t(1)]}
+    with pytest.raises(ValueError, match="tree") as caught:
+        tree.tree_map(lambda a, b, c: a, first, {"a": t(1), "b": [t(1)]}, {**first, "z": t(1)})
+    assert set(str(caught.value).split("; ")) == {
+        "tree 2 lacks leaf 'b.1' of tree 1",
+        "tree 3 has leaf 'z' that tree 1 lacks",
+    }
+
+
+def test_unflatten_names_what_is_missing():
+    with pytest.raises(ValueError, match=r"^leaf 'a\.x' is missing; leaf 'b' is missing$"):
+        tree.unflatten({"a": {"x": t(1), "y": t(1)}, "b": t(1)}, {"a.y": t(1)})
+
+
+def test_where_is_a_predicate_or_a_tree_of_bools():
+    params = {"a": [t(1), t(2)], "l": Layer(t(3))}
+    assert tree.predicate(None) is None
+    assert tree.predicate(len) is len
+    picks = tree.predicate({"a": [True, False], "l": Layer(True), "more": False})
+    assert [picks(path, leaf) for path, leaf in tree.flatten(params).items()] == [True, False, True]
+    assert list(tree.partition(params, {"a": [True, False], "l": Layer(True)})[0]) == ["a.0", "l.weight"]
+    with pytest.raises(ValueError, match=r"lacks leaf 'a\.1': give it a bool for every leaf"):
+        tree.partition(params, {"a": [True], "l": {"weight": False}})
+
+
+@pytest.mark.parametrize("where", [{"a"}, frozenset("a"), "blocks", 3, {"a": 1}, ["a", "b"], {"a": t(1)}], ids=str)
+def test_where_of_another_kind_is_one_sentence(where):
+    with pytest.raises(ValueError, match=rf"where is a {type(where).__name__}: give a function \(path, leaf\) -> bool"):
+        tree.predicate(where)
+
+
+def test_a_module_or_its_parameter_dict_is_no_tree():
+    with pytest.raises(ValueError, match=r"is a Linear, not a tensor.*give dict\(module\.named_parameters\(\)\)"):
+        tree.flatten(nn.Linear(1, 1))
+    weights = nn.ParameterDict({"w": t(1)})
+    with pytest.raises(ValueError, match=r"is a ParameterDict, not a tensor.*give dict\(it\.items\(\)\)"):
+        tree.flatten({"x": weights})
+    assert list(tree.flatten(dict(weights.items()))) == ["w"]
+
+
 def test_bad_leaves_are_all_listed_at_once():
-    bad = {"a": {"x": 1.0, "y": t(1)}, "b": ["text", t(1)], "a.y": t(2), "c": None}
+    bad = {"a": {"x": 1.0, "y": t(1)}, "b": ["text", t(1)], "a.y": t(2), "c": 1j, "d": None}
     with pytest.raises(ValueError, match="not a tensor") as caught:
         tree.flatten(bad)
     text = str(caught.value)
     assert "leaf 'a.x' is a float" in text
     assert "leaf 'b.0' is a str" in text
-    assert "leaf 'c' is a NoneType" in text
+    assert "leaf 'c' is a complex" in text
     assert "two leaves have the path 'a.y': rename one of them" in text
     assert "leaf 'a.y'" not in text
     assert "leaf 'b.1'" not in text

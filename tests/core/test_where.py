@@ -352,3 +352,21 @@ class ThreeD(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(2, 4, 8))
+
+
+def test_one_listed_layer_is_no_mixture():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+            self.score = nn.Linear(4, 1)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+    net = Net()
+    inside = where.block_linear(net)
+    picked = [path for path, leaf in net.named_parameters() if inside(path, leaf)]
+    assert picked == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("layers.0", "score")]

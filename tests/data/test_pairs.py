@@ -15,7 +15,7 @@ from smat_fn.evaluate.decoding import generator
 from smat_fn.evaluate.engine import Decoding
 from smat_fn.evaluate.metrics import label_accuracy
 from smat_fn.grad import value_and_grad
-from smat_fn.models import language, seq2seq
+from smat_fn.models import language
 from smat_fn.scripts.analyse.weights import Landscape, landscape
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -68,9 +68,9 @@ def test_examples_are_source_and_target_cut_before_their_last_token():
 def test_sources_end_as_they_do_in_decoding():
     tokenizer = MODELS["make_tokenizer"]()
     tokenizer.backend_tokenizer.post_processor = None  # nothing is closed
-    ((source, target),) = seq2seq.tokens([("ab", "c")], tokenizer)
-    assert source == tokenizer("ab")["input_ids"] == tokenizer.convert_tokens_to_ids(["a", "b"])
-    assert target == [*tokenizer.convert_tokens_to_ids(["c"]), 1]
+    ((source, target),) = pairs.encode([("ab", "c")], tokenizer, vocabulary=len(tokenizer))
+    assert list(source) == tokenizer("ab")["input_ids"] == tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert list(target) == [*tokenizer.convert_tokens_to_ids(["c"]), 1]
 
 
 def test_parts_weigh_their_target_tokens_and_give_the_loss_of_the_whole(suite):

@@ -54,13 +54,13 @@ def test_a_table_has_a_value_for_every_level_of_every_channel():
 def test_many_images_are_prepared_as_one_is():
     images, own = np.stack([np.full((9, 9, 3), i, dtype=np.uint8) for i in range(50)]), processor()
     assert pixels.prepare(images, own)[:, 0, 0, 0].tolist() == list(range(50))
-    assert pixels.prepare_some(images, own, [49, 3])[:, 0, 0, 0].tolist() == [49, 3]
+    assert pixels.prepare(images, own, [49, 3])[:, 0, 0, 0].tolist() == [49, 3]
 
 
 def test_access_is_by_place_and_through_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path))
     images, own = np.stack([np.full((8, 8, 3), i, dtype=np.uint8) for i in range(7)]), processor()
-    first, places = pixels.prepare_some(images, own, [0]), torch.tensor([5, 0, 5])
+    first, places = pixels.prepare(images, own, [0]), torch.tensor([5, 0, 5])
     expected = pixels.open_pixels(images, own, first)(places)
     assert expected[:, 0, 0, 0].tolist() == [5, 0, 5]
     with monkeypatch.context() as patch:
@@ -76,7 +76,7 @@ def test_a_large_split_is_prepared_when_asked(monkeypatch, tmp_path):
     monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path))
     monkeypatch.setattr(pixels, "HELD", 7 * 3 * 8 * 8 - 1)
     images, own = np.stack([np.full((8, 8, 3), i, dtype=np.uint8) for i in range(7)]), processor()
-    read = pixels.open_pixels(images, own, pixels.prepare_some(images, own, [0]))
+    read = pixels.open_pixels(images, own, pixels.prepare(images, own, [0]))
     assert read(torch.tensor([5, 0, 5]))[:, 2, 7, 7].tolist() == [5, 0, 5]
     assert not list(tmp_path.iterdir())
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import random
-from smat_fn.data import batching, text
+from smat_fn.data import text
 
 TRACE = Path(__file__).resolve().parents[3] / "shared" / "data" / "trace"
 ROWS = [("What is 1 + 1?", "2"), ("Name a colour:", "deep blue"), ("", "yes"), ("Is water wet? Why?", "it is")]
@@ -148,16 +147,6 @@ def test_padding_with_eos_leaves_a_rows_own_eos_supervised():
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool())
     last = batch["attention_mask"].sum(1) - 1
     assert batch["labels"].gather(1, last[:, None]).flatten().tolist() == [EOS] * len(ROWS)
-
-
-def test_batches_follow_the_seeded_order(plain):
-    examples, key = encode(ROWS, plain), random.key(3)
-    for step in range(4):
-        chosen = batching.batch_indices(key, len(ROWS), 3, step).tolist()
-        got = text.batch(examples, key, step, batch_size=3, pad=PAD)
-        want = text.collate([examples[i] for i in chosen], PAD)
-        assert all(torch.equal(got[name], want[name]) for name in want)
-        assert len(chosen) == (3, 1)[step % 2]
 
 
 def test_cut_report_counts_rows_by_what_they_lose(plain):

@@ -44,6 +44,23 @@ def rows():
             yield f"{name}: {statement}", code, tests
 
 
+def lines(code, tests):
+    """(functions, tests) of every line of two cells, each a list of (name, file from the root)."""
+    cells = ([places(line) for line in cell.split("<br>")] for cell in (code, tests))
+    return list(zip(*cells, strict=True))
+
+
+def places(line):
+    return [(text.strip("`"), (ROOT / "docs" / target).resolve()) for text, target in LINK.findall(line)]
+
+
+def defined(file, name):
+    """What a name of a module is, and the file that defines it, if it is a function or class."""
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    value = reduce(getattr, name.split("."), module)
+    return value, Path(inspect.getsourcefile(inspect.unwrap(value))) if callable(value) else None
+
+
 def blocks():
     """(document, first line, code) of every ```python block that stands alone; those marked py are not run.
 
@@ -88,17 +105,17 @@ def test_a_line_of_the_equations_names_functions_and_their_tests(code, tests):
     if code.startswith("not "):
         assert code == tests == "not yet" or (code.startswith("not computed: ") and not tests)
         return
-    functions, checks = LINK.findall(code), LINK.findall(tests)
-    assert functions
-    assert checks
-    for text, target in functions:
-        file = (ROOT / "docs" / target).resolve()
-        module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        function = reduce(getattr, text.strip("`").split("."), module)
-        assert Path(inspect.getsourcefile(inspect.unwrap(function))) == file, f"{text} is defined elsewhere"
-    for text, target in checks:
-        assert text.startswith("`test_")
-        assert defines(ROOT / "docs" / target, text.strip("`")), f"{target} has no {text}"
+    for functions, checks in lines(code, tests):
+        assert functions
+        assert checks
+        for name, file in functions:
+            _, origin = defined(file, name)
+            assert origin == file or (
+                origin is None and re.search(rf"^{name}\b", file.read_text(encoding="utf-8"), flags=re.M)
+            ), f"{name} is defined elsewhere"
+        for name, file in checks:
+            assert name.startswith("test_")
+            assert defines(file, name), f"{file} has no {name}"
 
 
 def test_every_equation_and_proposition_of_the_paper_has_a_line():

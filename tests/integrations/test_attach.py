@@ -437,7 +437,7 @@ def test_optimizers_of_ones_own_that_step_inside_backward_are_refused_before_a_s
         (torch.zeros(3, 2, dtype=torch.int64), "must be one key"),
         (torch.Generator(), "must be one key"),
     ],
-    ids=str,
+    ids=["0", "42", "None", "floats", "three", "generator"],
 )
 def test_a_key_of_another_kind_is_told_at_attach(key, message, tmp_path):
     with pytest.raises(ValueError, match=message):

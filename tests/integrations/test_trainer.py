@@ -21,6 +21,7 @@ from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.optim import adamw
 from smat_fn.simulation import simulate
 from smat_fn.suites import load_suite
+from smat_fn.types import Micro
 from smat_fn.where import block_linear
 
 transformers = pytest.importorskip("transformers")
@@ -99,7 +100,7 @@ def by_our_loop(module, micro_batches=1):
         batches = [
             {name: torch.stack([row[name] for row in own[i : i + size]]) for name in own[0]} for i in range(0, 4, size)
         ]
-        state, _ = method.update(KEY, state, batches if micro_batches > 1 else batches[0])
+        state, _ = method.update(KEY, state, [Micro(one) for one in batches] if micro_batches > 1 else batches[0])
         after.append(state.params)
     return after
 

@@ -11,6 +11,7 @@ from smat_fn.folders import open_folder
 from smat_fn.folders.adapters import open_adapter
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import smat
+from smat_fn.types import Micro
 from smat_fn.where import block_linear
 
 KEY = random.key(5)
@@ -118,7 +119,7 @@ def test_every_period_th_step_is_simulated_and_the_others_are_plain(setting, mod
         same = [torch.equal(state.params[name], other.params[name]) for name in start]
         assert all(same) if step == 0 else not all(same)
     # two micro-batches of one draw are the whole batch
-    halves, _ = method.update(KEY, state, [batch[:2], batch[2:4]])
+    halves, _ = method.update(KEY, state, [Micro(batch[:2]), Micro(batch[2:4])])
     whole, _ = method.update(KEY, state, batch[:4])
     assert all(torch.allclose(halves.params[name], whole.params[name], rtol=1e-9) for name in start)
 

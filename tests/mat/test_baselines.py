@@ -8,6 +8,7 @@ import torch
 
 from smat_fn import optim, random, simulate
 from smat_fn.mat import asam, mergopt, orthoreg
+from smat_fn.types import Micro
 from smat_fn.where import never
 
 KEY = random.key(3)
@@ -82,7 +83,7 @@ def test_asam_takes_both_passes_over_all_micro_batches(problem):
         return scale * value, aux
 
     method = asam.build(loss, sgd(0.1), start, rho=0.3)
-    micro, _ = method.update(KEY, method.init(start), [0.5, 1.5])
+    micro, _ = method.update(KEY, method.init(start), [Micro(0.5), Micro(1.5)])
     whole, _ = method.update(KEY, method.init(start), 1.0)
     np.testing.assert_allclose(flat(micro.params), flat(whole.params), rtol=1e-14)
 
@@ -172,6 +173,6 @@ def test_orthoreg_on_blocks_alone_and_on_every_matrix():
 def test_the_penalty_enters_once_whatever_the_micro_batches():
     base, params = {"w": torch.zeros(3, 2)}, {"w": tensor(3, 2, dtype=torch.float32)}
     method = orthoreg.build(lambda p, x: ((p["w"] * x).sum(), {}), sgd(0.1), base, lambda_reg=0.5)
-    micro, _ = method.update(KEY, method.init(params), [1.0, 1.0, 1.0, 1.0])
+    micro, _ = method.update(KEY, method.init(params), [Micro(1.0)] * 4)
     whole, _ = method.update(KEY, method.init(params), 1.0)
     assert torch.equal(micro.params["w"], whole.params["w"])

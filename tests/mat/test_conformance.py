@@ -16,7 +16,7 @@ import torch
 import smat_fn.mat
 from smat_fn import optim, random, tree
 from smat_fn.testing import verify_donation
-from smat_fn.types import Method, Optimizer, Params
+from smat_fn.types import Method, Micro, Optimizer, Params
 
 # file -> (hyperparameters to run with, by label; bad hyperparameters and the text that refuses each)
 METHODS = {
@@ -255,7 +255,7 @@ def test_global_random_state_plays_no_part(name, hyper):
 @pytest.mark.parametrize("micro", [False, True])
 def test_donation_has_the_same_bits_and_spares_the_users_tensors(name, hyper, engine, max_grad_norm, micro):
     params, base, data = parameters(seed=5), parameters(), batches(6)
-    data = [data[:3], data[3:], data[1:4]] if micro else data
+    data = [[Micro(one) for one in step] for step in (data[:3], data[3:], data[1:4])] if micro else data
     options = {"max_grad_norm": max_grad_norm, "engine": engine, "where": in_block, **hyper}
     build = lambda donate: method(name, regression, optim.adam(0.01), base, donate=donate, **options)  # noqa: E731
     verify_donation(build, params, data, key=KEY, untouched=base)
@@ -315,7 +315,7 @@ def test_a_list_of_micro_batches_is_the_whole_batch(name, hyper, weights):
     state, other = m.init(params), m.init(params)
     for _ in range(4):
         state, info = m.update(KEY, state, whole)
-        other, micro_info = m.update(KEY, other, list(whole))
+        other, micro_info = m.update(KEY, other, [Micro(row) for row in whole])
         assert_bits(state.opt_state.grads, other.opt_state.grads)
         assert_bits([info.loss, info.grad_norm], [micro_info.loss, micro_info.grad_norm])
 
@@ -326,7 +326,7 @@ def test_micro_batches_are_averaged_within_rounding(name, hyper, dtype):
     m = method(name, regression, recorder(), parameters(dtype), **hyper)
     (x, y), params = batches(1, dtype)[0], parameters(dtype, seed=5)
     whole, _ = m.update(KEY, m.init(params), (x, y))
-    parts, info = m.update(KEY, m.init(params), [(x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)])
+    parts, info = m.update(KEY, m.init(params), [Micro((x[i : i + 2], y[i : i + 2])) for i in range(0, 8, 2)])
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.2}
     torch.testing.assert_close(tensors(parts.opt_state.grads), tensors(whole.opt_state.grads), **tolerance)
     assert {leaf.dtype for leaf in tensors(parts.opt_state.grads)} == {dtype}
@@ -336,7 +336,7 @@ def test_micro_batches_are_averaged_within_rounding(name, hyper, dtype):
 def test_micro_batches_in_bf16_are_added_in_float32():
     params = {"w": torch.ones(2, dtype=torch.bfloat16)}
     m = method("finetune", lambda p, batch: ((p["w"] * batch).sum(), None), recorder(), params)
-    data = [torch.full((2,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 6.0)]
+    data = [Micro(torch.full((2,), value, dtype=torch.bfloat16)) for value in (256.0, 1.0, 1.0, 6.0)]
     state, _ = m.update(KEY, m.init(params), data)
     # 256 + 1 is 256 in bfloat16
     assert state.opt_state.grads["w"].tolist() == [66.0, 66.0]
@@ -346,7 +346,7 @@ def test_micro_batches_in_bf16_are_added_in_float32():
 @each_run
 def test_no_micro_batch_at_all_is_refused(name, hyper):
     m = method(name, regression, optim.adam(0.1), parameters(), **hyper)
-    with pytest.raises(ValueError, match="the list of micro-batches is empty"):
+    with pytest.raises(ValueError, match="the batch is an empty list: give one batch, or a list of at least one Micro"):
         m.update(KEY, m.init(parameters()), [])
 
 

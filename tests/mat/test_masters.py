@@ -11,7 +11,7 @@ from smat_fn import ModuleLoss, draw, optim, random, simulate, testing, tree, va
 from smat_fn.grad import with_master_weights
 from smat_fn.mat import finetune, smat
 from smat_fn.mat import simulated as _simulated
-from smat_fn.types import Optimizer
+from smat_fn.types import Micro, Optimizer
 
 SHAPES = {"blocks.0.w": (16, 8), "blocks.1.w": (8, 8), "bias": (8,)}
 METHODS = {
@@ -94,7 +94,7 @@ def test_every_method_keeps_masters_and_moments_in_float32(name, engine):
         )  # fmt: skip
         state = method.init(params)
         for batch in data():
-            state, info = method.update(KEY, state, [batch[:2], batch[2:4], batch[4:]])
+            state, info = method.update(KEY, state, [Micro(batch[:2]), Micro(batch[2:4]), Micro(batch[4:])])
             assert info.loss.isfinite()
         states[donate] = state
         moments = (state.params, state.opt_state.mu, state.opt_state.nu)
@@ -181,7 +181,7 @@ def test_offload_modes_are_bit_identical(micro):
         )  # fmt: skip
         state = method.init(params)
         for x in batches:
-            state, _ = method.update(KEY, state, [x[:2], x[2:]] if micro else x)
+            state, _ = method.update(KEY, state, [Micro(x[:2]), Micro(x[2:])] if micro else x)
         found[offload] = state.params
     for other in ("cpu", "recompute", "stream"):
         testing.assert_trees_equal(found[other], found[None])
@@ -201,7 +201,7 @@ def test_micro_batches_are_added_without_a_rounding_to_bf16():
     params = {"w": torch.ones(2)}
     recorder = Optimizer(lambda params: None, lambda grads, state, params, **_: (params, tree.clone(grads)))
     method = finetune.build(with_master_weights(lambda p, b: ((p["w"] * b.bfloat16()).sum(), None)), recorder, params)
-    batches = [torch.full((2,), value) for value in (256.0, 1.0, 1.0, 1.0)]
+    batches = [Micro(torch.full((2,), value)) for value in (256.0, 1.0, 1.0, 1.0)]
     state, _ = method.update(KEY, method.init(params), batches)
     # bfloat16 has 64.5 and 65 there
     assert state.opt_state["w"].tolist() == [64.75, 64.75]

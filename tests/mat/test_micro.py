@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from smat_fn import random, testing, tree
+from smat_fn import optim, random, testing, tree
 from smat_fn.data import text
 from smat_fn.data.batching import split_rows
 from smat_fn.types import Micro, Optimizer
@@ -82,7 +83,7 @@ def test_the_mean_over_all_tokens_comes_out(name, parts):
     for got, expected in zip(gradients(name, next_token, micro), want, strict=True):
         testing.assert_trees_close(got, expected, rtol=1e-11, atol=1e-13)
     # equal weights would be another objective
-    even = gradients(name, next_token, [[part.batch for part in parts] for parts in micro])
+    even = gradients(name, next_token, [[Micro(part.batch) for part in parts] for parts in micro])
     assert (even[0]["out"] - want[0]["out"]).abs().max() > 1e-4
 
 
@@ -116,6 +117,33 @@ def test_weights_that_are_not_positive_are_refused(weight):
     batch = torch.ones(1, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"weights of micro-batches are \[.*must be positive"):
         gradients("ft", slope, [[Micro(batch, 1.0), Micro(batch, weight)]])
+
+
+def test_a_list_is_one_batch_unless_all_its_members_are_micro_batches():
+    # torch's default collate makes lists of the tuples of a data set
+    x, y = torch.arange(6.0).view(3, 2), torch.tensor([1.0, -2.0, 0.5])
+    (batch,) = DataLoader(TensorDataset(x, y), batch_size=3)
+    assert type(batch) is list
+
+    def loss_fn(params, batch):
+        return ((batch[0] @ params["w"] - batch[1]) ** 2).mean(), None
+
+    params = {"w": torch.tensor([0.5, -1.0])}
+    method = importlib.import_module("smat_fn.mat.finetune").build(loss_fn, optim.adam(0.1), params)
+    state, info = method.update(random.key(0), method.init(params), batch)
+    want, tupled = method.update(random.key(0), method.init(params), (x, y))
+    testing.assert_trees_equal([state.params, info.loss], [want.params, tupled.loss])
+    assert info.loss == ((x @ params["w"] - y) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [Micro(torch.ones(1), 2.0), (Micro(torch.ones(1)), Micro(torch.ones(1))), [Micro(torch.ones(1)), torch.ones(1)]],
+    ids=["alone", "tuple", "some"],
+)
+def test_micro_batches_in_another_form_are_refused(batch):
+    with pytest.raises(ValueError, match=r"micro-batches are a list whose members are all Micro\(batch, weight\)"):
+        gradients("ft", slope, [batch])
 
 
 def test_sums_in_bf16_keep_their_weights_in_float32():

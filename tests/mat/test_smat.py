@@ -8,7 +8,7 @@ import torch
 from smat_fn import mixed_loss, optim, participation, random, simulate, tree, value_and_grad
 from smat_fn.mat import finetune, smat
 from smat_fn.simulation import draw, naive, reweight
-from smat_fn.types import Optimizer
+from smat_fn.types import Micro, Optimizer
 from smat_fn.where import never
 
 KEY = random.key(2**40 + 3)
@@ -328,7 +328,7 @@ def test_the_reweighted_gradient_is_rounded_to_the_gradients_dtype_before_it_is_
 def test_all_micro_batches_of_a_step_see_one_simulated_state():
     params, base, data = parameters(0), parameters(10), batches(3)
     method = smat.build(network, recorder(), base, where=in_block, period=1, **STRENGTHS)
-    state, (info,) = run(method, params, [data])
+    state, (info,) = run(method, params, [[Micro(batch) for batch in data]])
     drawn = draw(random.fold_in(KEY, 0), **STRENGTHS)
     want = naive.simulate(params, base, drawn, where=in_block)
     assert len(info.aux) == 3

@@ -62,3 +62,14 @@ def test_della_keeps_more_of_the_task_vector_than_dare():
     by_rank = merge.della_vector(key, base, [delta], drop_prob=0.5, window=0.9)["w"] != 0
     flat = merge.dare_vector(key, base, [delta], drop_prob=0.5)["w"] != 0
     assert delta["w"].abs()[by_rank].sum() > 1.2 * delta["w"].abs()[flat].sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # with and without compiled loops
+def test_dare_drops_below_the_threshold_and_not_at_it(dtype):
+    size, threshold = 1 << 18, int(random.threshold(0.4))
+    fields = random.bits(random.leaf_streams(random.fold_in(random.key(1), "0"), ["w"])[0, 0], size)
+    assert (fields == threshold).any()
+    base, expert = {"w": torch.zeros(size, dtype=dtype)}, {"w": torch.ones(size, dtype=dtype)}
+    vector = merge.dare_vector(random.key(1), base, [expert], drop_prob=0.4)["w"]
+    assert torch.equal(vector != 0, fields >= threshold)
+    assert vector.max() == torch.tensor(1 / (1 - threshold / 65536), dtype=dtype)

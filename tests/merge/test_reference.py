@@ -208,6 +208,10 @@ def test_merged_state_rebuilt_from_the_view_of_every_expert(case, family):
             noise = functools.reduce(np.add, others)
             rebuilt = numbers(leaf).reshape(-1) + coef * weights[me][path] * changes[me][path] + noise
             np.testing.assert_allclose(merged[path].numpy().reshape(-1), rebuilt, rtol=1e-14, atol=1e-14)
+            # the displacement of the expert: alpha m Delta + epsilon less its own Delta
+            displacement = coef * weights[me][path] * changes[me][path] + noise - changes[me][path]
+            found = merge.task_vector(merged, experts[me])[path].numpy().reshape(-1)
+            np.testing.assert_allclose(found, displacement, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])

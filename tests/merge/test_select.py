@@ -32,7 +32,11 @@ def test_candidates():
     assert merge.COEFS == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     assert list(merge.TIES_KEEPS) == sorted(merge.TIES_KEEPS, reverse=True)  # from less to more pruning
     assert list(merge.DROP_PROBS) == sorted(merge.DROP_PROBS)
-    assert merge.CALIBRATION_COEFS["vision"] == {"ties": 0.2, "dare": 0.2, "della": 1.0}
+    # the paper's reference coefficients (appendix A)
+    assert merge.CALIBRATION_COEFS == {
+        "language": {"ties": 0.3, "dare": 0.3, "della": 1.0},
+        "vision": {"ties": 0.2, "dare": 0.2, "della": 1.0},
+    }
 
 
 def test_every_merger_states_its_grid():

@@ -143,10 +143,10 @@ def test_models_that_do_not_fit_are_told(folder, tmp_path):
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     ViTModel(ViTConfig(image_size=8, patch_size=4, **small)).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match=r"a ViTModel, it has no vision tower, no visual projection, no text tower"):
+    with pytest.raises(ValueError, match=r"a ViTModel, it has no vision_model, no visual_projection, no text_model"):
         clip.load(tmp_path / "vit")
     CLIPVisionModel.from_pretrained(folder).save_pretrained(tmp_path / "vision")
-    with pytest.raises(ValueError, match=r"a CLIPVisionModel, it has no .*no text tower"):
+    with pytest.raises(ValueError, match=r"a CLIPVisionModel, it has no .*no text_model"):
         clip.load(tmp_path / "vision")
     with pytest.raises(ValueError, match="cannot be loaded as a CLIP model"):
         clip.load(tmp_path / "none")

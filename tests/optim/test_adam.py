@@ -237,3 +237,14 @@ def test_trees_that_do_not_match_are_refused():
 def test_an_optimizer_is_a_pair_of_functions():
     assert isinstance(optim.adam(0.1), Optimizer)
     assert isinstance(optim.adamw(0.1, weight_decay=0.0), Optimizer)
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+def test_gradients_with_other_strides_count_by_their_positions(how):
+    params, generator = {"w": torch.arange(12.0).reshape(4, 3)}, torch.Generator().manual_seed(5)
+    grads = [torch.randn(3, 4, generator=generator).t() for _ in range(3)]  # as autograd gives them for x @ w.t()
+    assert all(g.stride() != params["w"].stride() for g in grads)
+    optimizer = optim.adam(0.1, **IMPLEMENTATIONS[how])
+    found, _ = run(optimizer, params, [{"w": g} for g in grads])
+    wanted, _ = run(optimizer, params, [{"w": g.contiguous()} for g in grads])
+    assert_equal(found, wanted)

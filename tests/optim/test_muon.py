@@ -82,3 +82,5 @@ def test_bad_values_are_listed_at_once():
         ValueError, match=r"momentum 1.0 .*ns_steps is 0.*rest is a int.*weight_decay is -1.*learning rate"
     ):
         optim.muon(-1.0, rest=3, momentum=1.0, ns_steps=0, weight_decay=-1)
+    with pytest.raises(ValueError, match="ns_steps is 100, must be 1 to 99"):
+        optim.muon(1e-3, rest=optim.adam(1e-3), ns_steps=100)

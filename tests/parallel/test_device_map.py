@@ -10,6 +10,7 @@ from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.snapshots import Saver
+from smat_fn.types import Micro
 from smat_fn.where import block_linear
 
 from .devices import FIRST, SECOND, Placed, Places
@@ -74,7 +75,7 @@ def trained(build, base, start, batches, **options):
     method = build(base, max_grad_norm=0.05, donate=True, **options)
     state, norms = method.init(start), []
     for x in batches:
-        state, info = method.update(KEY, state, [x[:2], x[2:]])
+        state, info = method.update(KEY, state, [Micro(x[:2]), Micro(x[2:])])
         norms.append(float(info.grad_norm))
     return state, norms
 

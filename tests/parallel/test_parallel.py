@@ -21,7 +21,8 @@ from .worker import KEY, STEPS, STRENGTHS
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.parallel.worker"]
     running = [
         subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=root, stderr=subprocess.PIPE)
@@ -201,7 +202,7 @@ def test_shares_add_up_to_the_weighted_mean(weights, size):
     parts = [Micro(float(i + 1), weight) for i, weight in enumerate(weights)]
     shares = [parallel.share(parts, rank=rank, size=size) for rank in range(size)]
     assert len({len(own) for own in shares}) == 1
-    means = [sum(one.factor * one.batch for one in own) / len(own) for own in shares]
+    means = [sum(one.batch.factor * one.batch.batch for one in own) / len(own) for own in shares]
     wanted = sum(part.weight * part.batch for part in parts) / sum(weights)
     assert sum(means) / size == pytest.approx(wanted, rel=1e-14)
 

@@ -43,8 +43,7 @@ def make():
 @pytest.fixture
 def _undrawn(monkeypatch):
     """Figures are the names of the functions that draw them: drawing takes long."""
-    monkeypatch.setattr(plots, "main_plot", lambda table, file, title: file.write(b"main_plot"))
-    for name in ("paired_plot", "noise_plot"):
+    for name in ("main_plot", "paired_plot", "noise_plot"):
         monkeypatch.setattr(plots, name, lambda *args, name=name, **options: name.encode())
 
 
@@ -57,16 +56,3 @@ def sections(_undrawn):
         return {section.title: section for section in build_report(rows, runs, **options)}
 
     return build
-
-
-@pytest.fixture
-def rows():
-    """Two methods, two tasks, two seeds, by formula: task scores 10 and 20 higher than multiples of the column."""
-    out = []
-    for bonus, method in ((0.0, "FT"), (4.0, "SMAT")):
-        for seed in (0, 1):
-            for place, model in enumerate(("expert", "wa", "ta", "ties", "dare", "della")):
-                for more, task in ((10.0, "a"), (20.0, "b")):
-                    name = f"expert:{task}" if model == "expert" else model
-                    out.append(Result(method, name, task, "test", 10.0 * place + more + bonus + 2 * seed, seed))
-    return out

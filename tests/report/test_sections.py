@@ -44,6 +44,14 @@ def test_the_main_table_has_changes_times_and_memory(make, sections):
     assert list(found) == [*ORDER[:5], "Training cost", *ORDER[5:], "Scores"]
 
 
+def test_a_row_of_a_whole_set_has_the_steps_of_all_its_experts(make, sections):
+    rows, runs = make("FT", [50.0, 51.0], seconds=15.0)
+    sets = [replace(run, model="experts", seconds=30.0) for run in runs if run.model == "expert:a"]
+    found = [sections((rows, given))["Training cost"].table.rows for given in (runs, sets)]
+    assert found[0] == found[1]
+    assert found[1][0][:3] == ["FT", "0.3000 ± 0.0000", "30.0 ± 0.0"]
+
+
 def test_scores_alone_make_a_report_with_dashes(make, sections):
     found = sections((make("FT", [50.0])[0], []), (make("SMAT", [53.0], "smat")[0], []))
     assert [row[-2:] for row in found["Main results"].table.rows] == [[None, None]] * 2

@@ -154,6 +154,9 @@ def test_options_left_out_take_the_presets_values():
     assert resolve(Smat(), preset.methods) == preset.methods["smat"]
     given = resolve(Smat(sigma=0.0, period=1), preset.methods)
     assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
+    # lam replaces the period
+    mixed = settings(resolve(Smat(lam=0.25), preset.methods))
+    assert mixed == {k: v for k, v in settings(preset.methods["smat"]).items() if k != "period"} | {"lam": 0.25}
     assert resolve(Ties(coef=0.0, scope="tensor"), preset.mergers) == Ties(0.0, 0.5, "sum", "tensor")
     assert settings(Dare(drop_prob=0.0)) == {"drop_prob": 0.0}
     assert resolve(DareTies(0.2), preset.mergers) == DareTies(0.2)  # no preset holds it

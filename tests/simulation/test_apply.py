@@ -113,6 +113,7 @@ def test_a_coordinate_is_dropped_iff_its_field_is_below_the_threshold(above):
     assert torch.equal(simulate(theta, theta_0, drawn)["w"] == theta_0["w"], dropped)
     assert torch.equal(reweight(theta, drawn)["w"] == 0, dropped)
     assert torch.equal(participation(drawn, theta)["w"] == 0, dropped)
+    assert torch.equal(naive.mask(drawn, "w", theta["w"], masked=True) == 0, dropped)
 
 
 def test_float32_masters_with_a_bfloat16_base_and_the_other_way_round():
@@ -324,7 +325,7 @@ GOOD = {"a": torch.zeros(2), "b": torch.zeros(3)}
         ),
         (GOOD, GOOD | {"a": torch.zeros(2, dtype=torch.bool)}, None, "leaf 'a' of base has dtype bool"),
         ({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, GOOD, None, "two leaves have the path 'a.b': rename one"),
-        ({"a": {"b": 1.0}, "c": None}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a NoneType"),
+        ({"a": {"b": 1.0}, "c": "x"}, GOOD, None, "leaf 'a.b' is a float, not a tensor: .*; leaf 'c' is a str"),
     ],
     ids=["structure", "out", "integers", "bool base", "duplicates", "no tensors"],
 )

@@ -9,7 +9,7 @@ import torch
 from smat_fn import random
 from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
 from smat_fn.simulation import noise as noise_tables
-from smat_fn.simulation.state import quantiles, table_on
+from smat_fn.simulation.state import all_off, quantiles, table_on
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
 OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}
@@ -256,3 +256,71 @@ def test_each_strength_refuses_what_is_out_of_range(name, value):
 def test_a_bad_key_is_refused(bad):
     with pytest.raises(ValueError, match="key"):
         draw(bad, **FULL)
+
+
+TENSORS = {name: torch.tensor(value, dtype=torch.float64) for name, value in FULL.items()}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_hyperparameters_may_be_tensors(noise):
+    tree = random_tree(1, {"w": (50,)})
+    found, expected = (draw(random.key(0), **values, noise=noise) for values in (TENSORS, FULL))
+    assert_trees_equal(found, expected)
+    for bad in ({"sigma": torch.tensor(-1.0)}, {"alpha_min": torch.tensor(1.5)}, {"drop_prob": torch.tensor(1.0)}):
+        ((name, value),) = bad.items()
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            draw(random.key(0), **(FULL | bad))
+    with pytest.raises(ValueError, match=r"sigma is a torch\.float32 of shape \(2,\)"):
+        draw(random.key(0), **(FULL | {"sigma": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"alpha_min is a torch\.int64"):
+        draw(random.key(0), **(FULL | {"alpha_min": torch.tensor(1)}))
+    assert simulate(tree, tree, found)["w"].shape == (50,)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_states_differentiate_in_alpha_min_and_sigma(noise):
+    """s = theta_0 + (a + (1 - a) u) m (theta - theta_0) + sigma z, a = alpha_min."""
+    theta, theta_0 = (random_tree(seed, {"w": (50,)}, dtype=torch.float64) for seed in (1, 2))
+
+    def state(alpha_min, sigma):
+        return simulate(theta, theta_0, draw(random.key(3), alpha_min=alpha_min, drop_prob=0.3, sigma=sigma, noise=noise))["w"]  # fmt: skip  # noqa: E501
+
+    by_alpha, by_sigma = torch.func.jacrev(state, argnums=(0, 1))(TENSORS["alpha_min"], TENSORS["sigma"])
+    unit = random.uniform(random.fold_in(random.key(3), 0), dtype=torch.float64)
+    mask, epsilon = materialise(draw(random.key(3), alpha_min=0.2, drop_prob=0.3, sigma=2e-3, noise=noise), theta)
+    expected = {"alpha": (1 - unit) * mask["w"] * (theta["w"] - theta_0["w"]), "sigma": epsilon["w"] / 2e-3}
+    assert_trees_close({"alpha": by_alpha, "sigma": by_sigma}, expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("names", [("alpha_min",), ("drop_prob",), ("sigma",), ("alpha_min", "drop_prob", "sigma")])
+def test_a_batch_of_hyperparameters_is_the_loop(names):
+    theta, theta_0 = (random_tree(seed, {"w": (50,)}) for seed in (1, 2))
+    rows = {name: torch.tensor([0.1, 0.4, 0.8], dtype=torch.float64) for name in names}
+
+    def state(values):
+        return simulate(theta, theta_0, draw(random.key(3), **(FULL | values)))["w"]
+
+    found = torch.func.vmap(state)(rows)
+    for i in range(3):
+        assert torch.equal(found[i], state({name: float(row[i]) for name, row in rows.items()}))
+
+
+def test_a_drop_probability_that_is_differentiated_is_refused():
+    def total(drop_prob):
+        drawn = draw(random.key(3), **(FULL | {"drop_prob": drop_prob}))
+        return simulate({"w": torch.ones(9)}, {"w": torch.zeros(9)}, drawn)["w"].sum()
+
+    for call in (lambda p: torch.func.grad(total)(p), lambda p: total(p.clone().requires_grad_())):
+        with pytest.raises(ValueError, match="drop_prob is differentiated"):
+            call(torch.tensor(0.3))
+
+
+def test_writing_into_out_inside_a_transform_is_refused():
+    tree = {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match="and no out, inside"):
+        torch.func.vmap(lambda key: simulate(tree, tree, draw(key, **FULL), out=tree))(random.split(random.key(0)))
+
+
+def test_all_is_off_only_if_each_operation_is():
+    assert all_off(1.0, 0.0, 0.0)
+    assert not any(all_off(*strengths) for strengths in ((0.5, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, 1e-9)))

@@ -181,8 +181,12 @@ def test_methods_learn_the_rows(load, checkpointing):
 
 
 def test_a_second_load_makes_no_head_and_prepares_no_split(load, suite, folders, monkeypatch):
-    first = suite.score(suite.base, "MNIST", "test")
-    monkeypatch.setattr(pixels, "prepare", lambda *args: pytest.fail("it is in the cache"))
+    first, prepare = suite.score(suite.base, "MNIST", "test"), pixels.prepare
+
+    def few(images, processor, places=None):
+        return prepare(images, processor, places) if places == [0] else pytest.fail("it is in the cache")
+
+    monkeypatch.setattr(pixels, "prepare", few)
     monkeypatch.setattr(clip, "zero_shot_head", lambda *args: pytest.fail("it is in the cache"))
     assert load().score(suite.base, "MNIST", "test") == first
 
@@ -230,7 +234,7 @@ def test_templates_are_by_task_for_all_tasks_or_in_a_file(load, suite, tmp_path)
     assert one.content("shapes", "dev") != suite.content("shapes", "dev")
     assert one.content("MNIST", "dev") == suite.content("MNIST", "dev")
     for bad, complaint in (
-        ("a photo", "neither a prompt with {} for the class nor a JSON file"),
+        ("a photo", "is no prompt with {} for the class nor a JSON file"),
         ({"MNIST": "a {}"}, "must be lists of prompts by task"),
         ({"SVHN": ["a {}"]}, r"templates name \['SVHN'\], the tasks are \['MNIST', 'shapes'\]"),
         ({"MNIST": ["a {}", "b"], "shapes": []}, r"do not: \['b'\].*shapes: there are none"),

@@ -101,7 +101,7 @@ def test_a_head_is_the_logistic_regression_of_a_few_rows_and_frozen(suite, folde
     train = load_rows(folders / "rows", "shapes", "train")
     places = heads.head_rows(train.labels.tolist(), 3, random.fold_in(random.key(3), "shapes"), None)
     assert sorted(train.labels[places].tolist()) == [0] * 10 + [1] * 10 + [2] * 10
-    few = pixels.prepare_some(train.images, model.processor, places)
+    few = pixels.prepare(train.images, model.processor, places)
     values = pixels.look_up(pixels.value_table(model.processor), few)
     head = heads.fit_head(model.features(values), torch.from_numpy(train.labels[places]), c=10.0)
     batch = suite.batch("shapes", random.key(0), 0)

@@ -12,6 +12,7 @@ import torch
 from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Finetune, Training
 from smat_fn.data import text
+from smat_fn.data.batching import batch_indices
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
 from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
 from smat_fn.mat import finetune
@@ -109,7 +110,8 @@ def test_batches_are_the_rows_as_text_encodes_them(suite, folders, lm):
     examples = text.encode(pairs(folders, "FOMC", "train"), lm.tokenizer, vocabulary=len(lm.tokenizer))
     for step in (5, 0, 1):
         found = suite.batch("FOMC", key, step)
-        expected = text.batch(examples, key, step, batch_size=8, pad=lm.tokenizer.pad_token_id)
+        chosen = batch_indices(key, len(examples), 8, step).tolist()
+        expected = text.collate([examples[i] for i in chosen], lm.tokenizer.pad_token_id)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     # 11 rows: a batch of 8 and the last one of 3, every row once
     assert suite.epoch_steps("FOMC") == 2

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from smat_fn import optim, random
+from smat_fn import optim, random, value_and_grad
 from smat_fn.mat import smat
-from smat_fn.simulation import draw, mixed_loss
+from smat_fn.simulation import draw, mixed_loss, reweight, simulate
 from smat_fn.testing import assert_trees_close, assert_within_errors, quadratic
+from smat_fn.types import Optimizer
 
 
 @pytest.fixture
@@ -79,6 +80,61 @@ def test_drift_within_a_period_of_a_training_run_is_under_its_bound(gradients, p
     assert drift > 1e-3 or period == 1
     still = sum(field(theta) for field in fields) / period
     assert_trees_close([still], [objective], rtol=1e-13)
+
+
+def trained(theta, theta_0, loss, step, *, steps, **schedule):
+    """(parameters, gradients, simulated steps) of ``smat.build`` under plain gradient descent."""
+    seen = []
+
+    def descend(grads, state, params):
+        seen.append(grads["x"])
+        return {"x": params["x"] - step * grads["x"]}, state
+
+    method = smat.build(
+        lambda params, batch: (loss(params["x"]), None), Optimizer(lambda params: (), descend), {"x": theta_0},
+        alpha_min=0.2, drop_prob=0.3, sigma=0.4, **schedule,
+    )  # fmt: skip
+    state, simulated = method.init({"x": theta}), []
+    for s in range(steps):
+        assert "lam" in schedule or smat.is_simulated(s, schedule["period"]) == (s + 1 == steps)
+        state, info = method.update(random.key(5), state, None)
+        simulated += [s] if info.simulated else []
+    return state.params["x"], torch.stack(seen), simulated
+
+
+@pytest.mark.parametrize("period", [1, 2, 4, 7])
+def test_a_cycle_of_the_schedule_has_the_mean_gradient_of_the_mixed_objective(point, waves, period):
+    (theta, theta_0), loss = point, waves[0]
+    # at parameters that stand still; the last step of both has the same draw
+    _, periodic, simulated = trained(theta, theta_0, loss, 0.0, steps=period, period=period)
+    _, mixed, _ = trained(theta, theta_0, loss, 0.0, steps=period, lam=1 / period)
+    assert simulated == [period - 1]
+    assert_trees_close([periodic.mean(0)], [mixed[-1]], rtol=1e-12)
+    # and it is that of the two fields
+    drawn = draw(random.fold_in(random.key(5), period - 1), alpha_min=0.2, drop_prob=0.3, sigma=0.4)
+    gradient = value_and_grad(lambda params: (loss(params["x"]), None), engine="autograd")
+    _, clean = gradient({"x": theta})
+    _, merged = gradient(simulate({"x": theta}, {"x": theta_0}, drawn))
+    weighted = reweight(merged, drawn)["x"]
+    assert_trees_close([mixed[-1]], [(1 - 1 / period) * clean["x"] + weighted / period], rtol=1e-12)
+    assert_trees_close([periodic[-1]], [weighted], rtol=1e-12)
+    assert (weighted - clean["x"]).norm() > 0.1
+
+
+@pytest.mark.parametrize("period", [2, 4])
+def test_a_cycle_of_the_schedule_follows_mixed_steps_to_second_order(monkeypatch, point, waves, period):
+    monkeypatch.setattr(smat, "fold_in", lambda key, step: key)  # one draw for all steps: two fields, no chance
+    (theta, theta_0), (loss, (bound, lipschitz, _)) = point, waves
+    factor = float(draw(random.key(5), alpha_min=0.2, drop_prob=0.3, sigma=0.4).scale) / (1 - 0.3)
+    gaps = []
+    for step in (0.02, 0.01):
+        periodic, _, simulated = trained(theta, theta_0, loss, step, steps=period, period=period)
+        mixed, _, _ = trained(theta, theta_0, loss, step, steps=period, lam=1 / period)
+        assert simulated == [period - 1]
+        gaps.append(float((periodic - mixed).norm()))
+        constants = lipschitz * max(1.0, factor**2) * bound * max(1.0, factor)
+        assert 1e-6 < gaps[-1] <= step**2 * constants * period * (period - 1)
+    assert math.isclose(gaps[0] / gaps[1], 4, rel_tol=0.1)
 
 
 def test_sampled_mixed_losses_average_to_the_gradient_of_a_cycle(all_draws, point, bowl):

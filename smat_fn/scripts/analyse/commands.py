@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from ..cli import NONE, Command
+from ..cli import NONE, Command, Values
 
 if TYPE_CHECKING:
     from ...analyses.results import Result
@@ -24,7 +24,7 @@ class Shared:
 
     out: Annotated[Path | None, NONE] = None
     """Folder for the numbers (JSON, CSV) and the figure (PNG), named as the command."""
-    suite_options: Annotated[dict[str, bool | int | float | str | None], SUITE] = field(default_factory=dict)
+    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
     """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
     memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
     """MiB for models that are evaluated together by torch.func.vmap; 0: one by one."""
@@ -44,21 +44,14 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         if args.memory is not None and args.memory < 0:
             raise ValueError(f"memory is {args.memory}, must not be negative")
         import torch
-        from rich.console import Console
-        from rich.table import Table
 
         from ...analyses.plots import write
         from ...analyses.results import summary
+        from ...report.tables import rich_table, show
 
         torch.set_num_threads(args.threads)
         result = compute(args)
-        title, columns, lines = summary(result)
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for line in lines:
-            table.add_row(*line)
-        Console(width=max(100, Console().width)).print(table)
+        show(rich_table(*summary(result)))
         if args.out:
             for path in write(args.out, result):
                 print(f"{path.suffix[1:]}: {path}")

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ... import checkpoint, errors, merge, tree
-from ...analyses import Job, score_jobs
+from ...analyses import Job, scores_of
 from ...analyses.results import Result
 from ...config import PaperMerger, WeightAverage, preset_of
 from ...evaluate import Scorer
@@ -159,16 +159,10 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
     suite, inputs = run.suite, run.inputs
     if suite.score_tensor is None:
         return merge_one(config, inputs, seed=seed, scorer=Scorer(suite)).coef
-    score_tensor = suite.score_tensor
     vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     grid = config.grid
     jobs = [Job(partial(merge.apply_vector, inputs.base, vector, coef=c), run.tasks) for c in grid]
-    found = score_jobs(
-        jobs,
-        lambda params, task: suite.score(params, task, "dev"),
-        batched=lambda params, task: score_tensor(params, task, "dev"),
-        memory=memory,
-    )
+    found = scores_of(suite, "dev", memory=memory)(jobs)
     means = {c: fmean(scores.values()) for c, scores in zip(grid, found, strict=True)}
     return merge.choose(grid, means.__getitem__).best
 

@@ -1,6 +1,6 @@
 """Analyses of scores: number of experts, replaced experts, sources of gains. No torch until one runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,8 @@ from tyro.conf import Positional, arg
 from .commands import RUNS, SPLIT, Shared, progress
 
 if TYPE_CHECKING:
-    from ...analyses import Job, Scored
+    from ...analyses import Scored
     from ...analyses.results import Result
-    from ...suites import Suite
     from .runs import Run
 
 
@@ -61,7 +60,7 @@ def experts_curve(options: ExpertsCurve) -> "Result":
             found = analyses.experts_curve(
                 run.tasks,
                 partial(merged_params, config, run, seed=seed),
-                _scores(run.suite, options, split, done),
+                analyses.scores_of(run.suite, split, memory=options.memory_bytes, done=done),
                 reference=reference[run.seed],
             )
             rows += _lines(found, run, coef=getattr(config, "coef", None))
@@ -104,7 +103,7 @@ def replacement(options: Replacement) -> "Result":
                 run.inputs.base,
                 ft[run.seed].inputs.experts,
                 run.inputs.experts,
-                _scores(run.suite, options, split, done),
+                analyses.scores_of(run.suite, split, memory=options.memory_bytes, done=done),
                 reference=reference[run.seed],
                 coef=coef,
             )
@@ -157,21 +156,6 @@ def _reference(standard: Mapping[int, "Run"], split: str) -> dict[int, dict[str,
         seed: {task: run.suite.score(params, task, split) for task, params in run.inputs.experts.items()}
         for seed, run in standard.items()
     }
-
-
-def _scores(
-    suite: "Suite", options: Shared, split: str, done: Callable[[int], Any]
-) -> Callable[[Sequence["Job"]], list[dict[str, float]]]:
-    from ...analyses import score_jobs
-
-    tensor = suite.score_tensor
-    return partial(
-        score_jobs,
-        score=lambda params, task: suite.score(params, task, split),
-        batched=None if tensor is None else lambda params, task: tensor(params, task, split),
-        memory=options.memory_bytes,
-        done=done,
-    )
 
 
 def _lines(found: Sequence["Scored"], run: "Run", *, coef: float | None) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from ... import errors
 from ..cli import NONE
 from .commands import Shared, progress
 
@@ -51,7 +52,7 @@ def landscape(options: Landscape) -> "Result":
     Raises: ValueError as `load_runs` does; for bad axes, tasks that the runs lack, fewer than one batch, and a loss
         that is not finite.
     """
-    from ... import analyses, errors
+    from ... import analyses
     from .runs import load_runs, result_of
 
     axes, coef = _axes(options), options.coef
@@ -96,8 +97,7 @@ def _axes(options: Landscape) -> dict[str, list[float]]:
     count, ranges = options.points, {"a": options.a, "b": options.b}
     problems = [f"points is {count}, must be at least 2"] if count < 2 else []
     problems += [f"{name} is {low:g} {high:g}, must rise" for name, (low, high) in ranges.items() if not low < high]
-    if problems:
-        raise ValueError("; ".join(problems))
+    errors.raise_problems(problems)
     expert = {"a": 1.0, "b": 0.0}
     return {
         name: sorted({round(low + (high - low) * i / (count - 1), 6) for i in range(count)} | {expert[name]})

@@ -112,8 +112,8 @@ def analysis_section(result: analyses.Result) -> Section:
     """An analysis with its table, its rows as CSV, and its figure."""
     title, columns, lines = analyses.summary(result)
     name = result["analysis"].replace("-", " ").capitalize()
-    rows = [{k: "+".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in result["rows"]]
-    return Section(name, f"{title[:1].upper()}{title[1:]}.", Table(columns, lines, rows), draw(result))
+    table = Table(columns, lines, analyses.records(result))
+    return Section(name, f"{title[:1].upper()}{title[1:]}.", table, draw(result))
 
 
 def _runs(file: Path) -> list[Run]:

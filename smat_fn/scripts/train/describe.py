@@ -8,7 +8,7 @@ from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
-from .loop import budget
+from .loop import budget, loss_of
 from .training import numbers
 
 
@@ -22,6 +22,7 @@ def headline(
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
     parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
+    parts += ["dropout"] if training.dropout else []
     parts += [f"{processes} processes"] if processes > 1 else []
     return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"
 
@@ -39,7 +40,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
         f"training: {_listed(shared)}, run seed {seed}",
         "",
     ]
-    loss = suite.loss_fn(tasks[0])
+    loss = loss_of(suite, tasks[0], training)
     assert isinstance(loss, ModuleLoss)
     lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
     if sigma := settings(method).get("sigma"):

@@ -4,6 +4,7 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .stopwatch import KINDS, Stopwatch
 from .trackers import Tracker, open_tracker
 
 
+@dataclass(kw_only=True)
 class Log:
     """Lines of one expert, ``with Log(...) as log``: `step` after every step, `finish` after the last one.
 
@@ -25,48 +27,39 @@ class Log:
     second since the line before, peak memory, and ``simulation_share`` (`Stopwatch.simulation_share` so far). The last
     one also has what `finish` was given.
 
-    Args: path: of the JSON lines; total: steps; every: steps between lines, the last is always one; device: of
-        training; rates: step -> learning rates by name; rows: step -> rows of the training split in its batch, if they
-        are known; progress: of the run that this one resumes (`progress`) after ``start`` steps;
-        trackers: names; run: the expert's name there; config: its settings, for trackers.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        task: str,
-        total: int,
-        every: int = 1,
-        device: torch.device,
-        rates: Callable[[int], Mapping[str, float]],
-        rows: Callable[[int], Sequence[int]] | None = None,
-        start: int = 0,
-        progress: Mapping[str, Any] | None = None,
-        trackers: Sequence[str] = (),
-        run: str = "",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._path, self._task, self._total, self._every, self._start = path, task, total, every, start
-        self._device, self._rates, self._rows = device, rates, rows
-        known = dict(progress or {"run_id": uuid.uuid4().hex, "totals": {}, "peak_memory_bytes": 0})
-        self._run_id, self._peak = known["run_id"], known["peak_memory_bytes"]
-        self._totals, self._names, self._run, self._config = known["totals"], trackers, run, config or {}
+    path: Path = field(kw_only=False)  # of the JSON lines
+    task: str
+    total: int  # steps
+    every: int = 1  # steps between lines, the last is always one
+    device: torch.device  # of training
+    rates: Callable[[int], Mapping[str, float]]  # step -> learning rates by name
+    rows: Callable[[int], Sequence[int]] | None = None  # step -> rows of the training split in its batch
+    start: int = 0  # steps of the run that this one resumes, and
+    before: Mapping[str, Any] | None = None  # its `progress`
+    trackers: Sequence[str] = ()
+    run: str = ""  # the expert's name there
+    config: Mapping[str, Any] = field(default_factory=dict)  # its settings, for trackers
+
+    def __post_init__(self) -> None:
+        known = self.before or {"run_id": uuid.uuid4().hex, "totals": {}, "peak_memory_bytes": 0}
+        self._run_id, self._peak, self._totals = (known[name] for name in ("run_id", "peak_memory_bytes", "totals"))
         self._losses: list[tuple[int, Tensor]] = []  # since the last line
-        self._amount, self._before = 0, 0.0
+        self._amount = 0
         self._last: dict[str, Any] | None = None
 
     def __enter__(self) -> "Log":
         from tqdm import tqdm
 
-        keep_lines(self._path, before=self._start)
-        self._file = open(self._path, "a", buffering=1)
-        facts = {"out": self._path.parent, "run": self._run, "run_id": self._run_id, "start": self._start}
-        self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self._config) for n in self._names]
-        bar = {"desc": f"train {self._task}", "disable": None, "leave": False, "initial": self._start}
-        self._bar = tqdm(total=self._total, **bar)
-        self.watch = Stopwatch(self._device, self._totals)
-        self._before = self.watch.seconds()
+        keep_lines(self.path, before=self.start)
+        self._file = open(self.path, "a", buffering=1)
+        facts = {"out": self.path.parent, "run": self.run, "run_id": self._run_id, "start": self.start}
+        self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self.config) for n in self.trackers]
+        bar = {"desc": f"train {self.task}", "disable": None, "leave": False, "initial": self.start}
+        self._bar = tqdm(total=self.total, **bar)
+        self.watch = Stopwatch(self.device, self._totals)
+        self._seconds = self.watch.seconds()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +75,7 @@ class Log:
         self._losses.append((step, info.loss))
         unit, amount = amount_of(batch)
         self._amount += amount
-        if (step + 1) % self._every and step + 1 < self._total:
+        if (step + 1) % self.every and step + 1 < self.total:
             return
         self._check()
         seconds = self.watch.seconds()
@@ -90,19 +83,19 @@ class Log:
             "step": step,
             "loss": float(info.loss),
             "grad_norm": float(info.grad_norm),
-            **self._rates(step),
+            **self.rates(step),
             "simulated": simulated,
             "scale": float(getattr(info, "scale", 1.0)),
             "seconds": round(seconds, 4),
-            f"{unit}_per_second": round(self._amount / max(seconds - self._before, 1e-9), 2),
+            f"{unit}_per_second": round(self._amount / max(seconds - self._seconds, 1e-9), 2),
             **{name: value for name, value in self._memory().items() if name == "peak_memory_bytes"},
         }
         if (share := self.watch.simulation_share()) is not None:
             self._last["simulation_share"] = round(share, 4)
-        self._amount, self._before = 0, seconds
+        self._amount, self._seconds = 0, seconds
         kind, loss, norm = KINDS[simulated], self._last["loss"], self._last["grad_norm"]
         self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
-        if step + 1 < self._total:
+        if step + 1 < self.total:
             self._write()
 
     def cost(self) -> dict[str, Any]:
@@ -129,7 +122,7 @@ class Log:
         }
 
     def _memory(self) -> dict[str, Any]:
-        now = peak_memory(self._device)
+        now = peak_memory(self.device)
         return {**now, "peak_memory_bytes": max(self._peak, now["peak_memory_bytes"])} if now else {}
 
     def _check(self) -> None:
@@ -139,9 +132,9 @@ class Log:
         self._losses.clear()
         for step, value in zip(steps, values, strict=True):
             if not math.isfinite(value):
-                rows = "" if self._rows is None else f", on training rows {', '.join(map(str, self._rows(step)))}"
+                rows = "" if self.rows is None else f", on training rows {', '.join(map(str, self.rows(step)))}"
                 way = "lower the learning rate" if step else "nothing was trained yet, look at the base and at the rows"
-                raise ValueError(f"loss of {self._task} is {value} at step {step}{rows}: {way}")
+                raise ValueError(f"loss of {self.task} is {value} at step {step}{rows}: {way}")
 
     def _write(self) -> None:
         row, self._last = self._last, None
@@ -149,7 +142,7 @@ class Log:
             return
         self._file.write(json.dumps(row) + "\n")
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
-        step = int(numbers.pop("step", self._total - 1))
+        step = int(numbers.pop("step", self.total - 1))
         for tracker in self._trackers:
             tracker.log(numbers, step)
 

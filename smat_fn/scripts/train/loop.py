@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import lora, optim, random, tree
 from ...config import MethodConfig, Training
 from ...data.batching import split_rows
-from ...grad import with_master_weights
+from ...grad import ModuleLoss, with_master_weights
 from ...parallel import ALONE, World, share
 from ...suites import Suite
-from ...types import Batch, Method, Optimizer, Params, Precision, Schedule, Where
+from ...types import Batch, LossFn, Method, Optimizer, Params, Precision, Schedule, Where
 from ...where import matrices
 from .logs import Log
 from .memory import offloaded, offloads_base
@@ -159,7 +159,7 @@ def _start(
     suite: Suite, task: str, method: MethodConfig, training: Training, key: Tensor, world: World
 ) -> tuple[Method, Any, dict[str, Tensor]]:
     """The method on one task, its first state, and a host copy of base where the device need not hold base."""
-    loss_fn, base = suite.loss_fn(task), suite.base
+    loss_fn, base = loss_of(suite, task, training), suite.base
     params = base if training.precision is None else tree.cast(base, DTYPES[training.precision])
     if training.precision == "mixed":
         loss_fn = with_master_weights(loss_fn)
@@ -176,6 +176,33 @@ def _start(
         method, training, optimizer, loss_fn, base if adapters is None else params, start, adapters, suite.where, world
     )
     return run, run.init(start), kept
+
+
+def loss_of(suite: Suite, task: str, training: Training) -> LossFn:
+    """The loss that a task is trained on: with ``training.dropout`` that of the model in train mode.
+
+    Raises: ValueError for a model that has nothing to drop.
+    """
+    loss_fn = suite.loss_fn(task)
+    if not training.dropout:
+        return loss_fn
+    assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
+    if not has_dropout(loss_fn.module):
+        raise ValueError(
+            f"dropout: the model of {task} has none above 0 (nothing in its modules or its configuration says so): "
+            "leave the option out, or give a model with dropout"
+        )
+    return loss_fn.in_training()
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a dropout layer, or a number of a module whose name says "drop", is above 0."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if "drop" in name.lower() or (name == "p" and "Drop" in type(part).__name__)
+    )
 
 
 def _own_part(batch: Batch, suite: Suite, training: Training, world: World) -> Any:

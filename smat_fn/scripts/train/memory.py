@@ -22,13 +22,21 @@ def reset_process_peak() -> bool:
     return True
 
 
-def process_peak() -> int | None:
-    """Peak resident bytes of this process since `reset_process_peak`, None where the system does not report it."""
+def process_memory(kind: str, pid: int | str = "self") -> int | None:
+    """Bytes of a kind of memory in /proc/<pid>/status, None where the system does not report it or the process ended.
+
+    Args: kind: VmHWM, the peak of what is resident; RssAnon, what is resident and of no file.
+    """
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:")), None)
+
+
+def process_peak() -> int | None:
+    """Peak resident bytes of this process since `reset_process_peak`, None where the system does not report it."""
+    return process_memory("VmHWM")
 
 
 def reset_peak(device: torch.device) -> None:

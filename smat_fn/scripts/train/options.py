@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,27 +14,19 @@ from ...parallel import ALONE, World
 from ...types import Batch, Precision
 from . import snapshots, trackers
 from .loop import make_optimizer
+from .settings import RunSettings
 from .variants import build_method
 from .variants import problems as of_variant
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The experts of one run, and how they are logged, saved and resumed."""
+class RunOptions(RunSettings):
+    """The experts of one run: ``out/<task>``, with their logs ``out/<task>.log.jsonl`` and the base ``out/base``."""
 
-    out: Path  # out/<task>: experts, out/<task>.log.jsonl: their logs, out/base: the base
     tasks: Sequence[str]
     seed: int  # of batches and draws
-    label: str | None = None  # in tables; None: the method's name in capitals
     preset: str | None = None  # written to the manifests
-    log_every: int = 1  # steps between lines of the log
-    log_to: Sequence[str] = ()  # names in `trackers.PACKAGES`
-    save_every_steps: int | None = None  # steps between training checkpoints; None: by time alone
-    save_every_minutes: float | None = None  # None: by steps alone
-    resume: bool = False  # keep finished experts, resume an unfinished one from its checkpoint
-    overwrite: bool = False  # replace existing experts
-    probe: int = 0  # simulated states at which the dev loss of each finished expert is measured
-    probe_at: Smat | None = None  # their hyperparameters
+    probe_at: Smat | None = None  # hyperparameters of the probe
 
 
 def suite_options(
@@ -80,11 +71,11 @@ def check_run(
 def _run_problems(run: RunOptions, accumulate: int) -> list[str]:
     counts = {"log_every": run.log_every, "accumulate": accumulate, "save_every_steps": run.save_every_steps}
     problems = [f"{name} is {n}, must be at least 1" for name, n in counts.items() if n is not None and n < 1]
-    if run.save_every_minutes is not None and not run.save_every_minutes > 0:
+    if not run.save_every_minutes > 0:
         problems.append(f"save_every_minutes is {run.save_every_minutes}, must be positive")
     problems += [f"probe is {run.probe}, must not be negative"] if run.probe < 0 else []
     problems += ["resume and overwrite exclude each other: choose one"] if run.resume and run.overwrite else []
-    return problems + trackers.problems(run.log_to)
+    return problems + trackers.problems(run.log)
 
 
 def _optimizer_problems(method: MethodConfig, training: Training) -> list[str]:

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from ...types import Params
-
 KINDS = ("clean", "simulated")
 
 
@@ -66,8 +64,3 @@ class Stopwatch:
             return stop - start
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3
-
-
-def device_of(params: Params) -> torch.device:
-    """The device of flat parameters: that of the first."""
-    return next((leaf.device for leaf in params.values()), torch.device("cpu"))

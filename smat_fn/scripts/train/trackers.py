@@ -1,21 +1,18 @@
 """Experiment trackers beside the log's own JSON lines; each is imported only when it is asked for."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """Interface of an experiment tracker."""
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Numbers of one step."""
-
-    def close(self) -> None:
-        """Close the tracker."""
+    log: Callable[[Mapping[str, float], int], None]  # (numbers, step)
+    close: Callable[[], None]
 
 
 def problems(names: Sequence[str]) -> list[str]:
@@ -40,36 +37,15 @@ def open_tracker(name: str, *, out: Path, run: str, run_id: str, start: int, con
     """
     module = importlib.import_module(PACKAGES[name])
     if name == "tensorboard":
-        return _TensorBoard(module, out / "tensorboard" / run, start)
+        writer = module.SummaryWriter(str(out / "tensorboard" / run), purge_step=start or None)
+
+        def log(numbers: Mapping[str, float], step: int) -> None:
+            for title, value in numbers.items():
+                writer.add_scalar(title, value, step)
+
+        return Tracker(log, writer.close)
+    # trackio has the same calls as wandb
     more = {"id": run_id, "dir": str(out)} if name == "wandb" else {}
     unique = run if name == "wandb" else f"{run}-{run_id[:8]}"
-    return _Run(module.init(project="smat_fn", name=unique, config=dict(config), resume="allow", **more))
-
-
-class _TensorBoard:
-    def __init__(self, module: Any, folder: Path, start: int) -> None:
-        self._writer = module.SummaryWriter(str(folder), purge_step=start or None)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """One scalar each."""
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
-
-
-class _Run:
-    """A run of wandb, or of trackio, which has the same calls."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """One row."""
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+    opened = module.init(project="smat_fn", name=unique, config=dict(config), resume="allow", **more)
+    return Tracker(lambda numbers, step: opened.log(dict(numbers), step=step), opened.finish)

@@ -17,11 +17,10 @@ from ...suites import Suite
 from ...types import Params
 from . import snapshots
 from .logs import Log
-from .loop import budget, schedules, train_expert
+from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
-from .stopwatch import device_of
 from .variants import adapters_of
 
 
@@ -87,8 +86,9 @@ def _experts(suite: Suite, method: MethodConfig, training: Training, run: RunOpt
     }
     budgets = {task: budget(suite, task, training) for task in run.tasks}
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
+    losses = {task: loss_of(suite, task, training) for task in run.tasks}
     return [
-        Expert(task, own, adapters_of(suite.loss_fn(task), training), _as_json({**facts, "training": numbers(own)}))
+        Expert(task, own, adapters_of(losses[task], training), _as_json({**facts, "training": numbers(own)}))
         for task, own in budgets.items()
     ]
 
@@ -163,7 +163,7 @@ def _same_everywhere(world: World, experts: Sequence[Expert]) -> None:
 
 def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -> Log:
     """The log of an expert, continued after its checkpoint if there is one; peaks of memory count from here."""
-    device, task, training = device_of(suite.base), expert.task, expert.training
+    device, task, training = next(iter(suite.base.values())).device, expert.task, expert.training
     reset_peak(device)
     key, batch_rows, rates = random.fold_in(random.key(run.seed), task), suite.batch_rows, schedules(training)
     assert training.steps is not None, "budget gives them"
@@ -176,8 +176,8 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
         rates=lambda step: {name: schedule(step) for name, schedule in rates.items()},
         rows=None if batch_rows is None else lambda step: batch_rows(task, key, step),
         start=0 if last is None else last.step,
-        progress=None if last is None else last.progress,
-        trackers=run.log_to,
+        before=None if last is None else last.progress,
+        trackers=run.log,
         run=f"{expert.facts['label']}-{task}-seed{run.seed}",
         config=expert.facts,
     )
@@ -233,7 +233,7 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
 
 def numbers(training: Training) -> dict[str, Any]:
     """The settings as JSON values, without those that are off."""
-    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average")
+    left_out = ("epochs", "lora", "independent_draws", "warmup", "decay_matrices", "average", "dropout")
     return {name: value for name, value in asdict(training).items() if name not in left_out or value}
 
 

@@ -35,8 +35,10 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
 
 
 def problems(method: MethodConfig, training: Training, world: World) -> list[str]:
-    """Errors for a method on adapters, or with several processes."""
+    """Errors for options that exclude each other, and for a method on adapters or with several processes."""
     found, own = [], settings(method)
+    if own.keys() >= {"lam", "period"}:
+        found.append(f"lam {own['lam']} replaces the period: leave out --lam or --period {own['period']}")
     if training.lora is not None:
         found += [f"lora rank is {training.lora.rank}, must be at least 1"] if training.lora.rank < 1 else []
         found += [] if training.lora.alpha > 0 else [f"lora alpha is {training.lora.alpha}, must be positive"]

@@ -8,6 +8,7 @@ import torch
 from smat_fn import ModuleLoss, optim, random, tree, value_and_grad
 from smat_fn.mat import smat
 from smat_fn.testing import assert_trees_close, assert_trees_equal
+from smat_fn.types import Micro
 
 FAMILIES = ["llama", "llama tied", "gpt2", "gpt2 tied", "vit", "clip"]
 OFFLOADS = [None, "cpu", "recompute", "stream"]
@@ -80,7 +81,7 @@ def test_offload_modes_equal_each_other(case, checkpoint, family, options, dtype
         checkpoint(model.module)
     batches, micro = model.batches(6), options.pop("micro", 1)
     if micro > 1:
-        batches = [batches[i : i + micro] for i in range(0, 6, micro)]
+        batches = [[Micro(one) for one in batches[i : i + micro]] for i in range(0, 6, micro)]
     options["period"] = options.get("period", 2)
     assert_same([train(model, batches, offload=offload, **options) for offload in OFFLOADS])
 

@@ -55,7 +55,7 @@ def installed(monkeypatch):
 
 
 def test_trackers_get_every_line_and_are_closed(installed, train, tmp_path):
-    train(tmp_path, tasks=("rot90",), log_to=("tensorboard", "wandb", "trackio"), log_every=2)
+    train(tmp_path, tasks=("rot90",), log=("tensorboard", "wandb", "trackio"), log_every=2)
     lines = [json.loads(line) for line in (tmp_path / "rot90.log.jsonl").read_text().splitlines()]
     rows = [{n: float(v) for n, v in line.items() if not isinstance(v, str) and n != "step"} for line in lines]
     assert "peak_memory_bytes" in rows[-1]
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_is_the_same_run_to_its_trackers(installed, tmp_path)
     for start in (0, 3):
         with Log(
             tmp_path / "log.jsonl", task="t", total=6, device=CPU, rates=lambda step: {}, start=start,
-            progress=progress or None, trackers=("tensorboard", "wandb"), run="r",
+            before=progress or None, trackers=("tensorboard", "wandb"), run="r",
         ) as log:  # fmt: skip
             for step in range(start, start + 3):
                 log.step(step, Info(torch.tensor(1.0), None, torch.tensor(2.0)), torch.zeros(4, 2))
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_is_the_same_run_to_its_trackers(installed, tmp_path)
 def test_a_tracker_that_is_not_installed_is_named_before_any_work(name, train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, trackers.PACKAGES[name], None)
     with pytest.raises(ValueError, match=f"--log {name} needs the package {name}, which cannot be imported"):
-        train(tmp_path / "run", tasks=("rot90",), log_to=(name,))
+        train(tmp_path / "run", tasks=("rot90",), log=(name,))
     assert list(tmp_path.iterdir()) == []
 
 

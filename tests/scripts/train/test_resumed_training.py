@@ -122,6 +122,46 @@ def test_an_average_over_steps_is_what_is_kept(train, tmp_path):
         torch.testing.assert_close(leaf, sum(own[path] for own in steps) / 3, rtol=1e-5, atol=1e-7)
 
 
+@pytest.fixture
+def dropping(suite):
+    """The suite whose model drops a fifth in train mode."""
+    layers = [m for m in suite.loss_fn("rot90").module.modules() if isinstance(m, torch.nn.Dropout)]
+    for layer in layers:
+        layer.p = 0.2
+    yield suite
+    for layer in layers:
+        layer.p = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("smat", {"accumulate": 2}), ("asam", {"precision": "mixed"}), ("smat", {"lora": Adapters(3, 6.0)})],
+    ids=["smat accumulated", "asam mixed", "smat adapters"],
+)
+def test_training_with_dropout_goes_on_to_the_same_bits(train, dropping, tmp_path, monkeypatch, name, change):
+    training = replace(Training(steps=6, lr=5e-4, dropout=True), **change)
+    options = {"name": name, "training": training, "tasks": ("rot90",), "save_every_steps": 3}
+    torch.manual_seed(1)
+    train(tmp_path / "whole", **options)
+    torch.manual_seed(2)
+    after(monkeypatch, 4, kill)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", **options)
+    train(tmp_path / "cut", **options, resume=True)
+    assert weights_of(tmp_path / "cut", "rot90") == weights_of(tmp_path / "whole", "rot90")
+    assert log_of(tmp_path / "cut", "rot90") == log_of(tmp_path / "whole", "rot90")
+    assert checkpoint.load_manifest(tmp_path / "whole" / "rot90")["training"]["dropout"] is True
+    assert not dropping.loss_fn("rot90").module.training
+    train(tmp_path / "without", **{**options, "training": replace(training, dropout=False)})
+    assert weights_of(tmp_path / "without", "rot90") != weights_of(tmp_path / "whole", "rot90")
+
+
+def test_dropout_of_a_model_without_any_is_refused_before_training(train, tmp_path):
+    with pytest.raises(ValueError, match="dropout: the model of rot90 has none above 0"):
+        train(tmp_path / "run", tasks=("rot90",), training=Training(steps=6, lr=5e-4, dropout=True))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
     options = {"method": METHODS[name], "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}

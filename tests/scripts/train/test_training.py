@@ -139,7 +139,7 @@ def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
             save_every_steps=0,
             save_every_minutes=0.0,
             probe=-1,
-            log_to=("wandp",),
+            log=("wandp",),
         )
     text = str(error.value)
     for part in ("log_every is 0", "weight_decay is 0.1", "alpha_min is 2.0", "drop_prob is 1.0", "period is 0"):

@@ -1,0 +1,11 @@
+"""Mutation check: every fault of the catalogue, put into a copy of the library, must fail a test of its own folder.
+
+``python -m benchmarks mutants [PLACE ...]`` runs what has no result yet for this source and these tests, stores the
+results and writes docs/mutants.md.
+"""
+
+from .catalogue import MUTANTS, Mutant
+from .report import page
+from .running import main, mutated
+
+__all__ = ["MUTANTS", "Mutant", "main", "mutated", "page"]

@@ -1,0 +1,333 @@
+"""Faults that the tests must find: one small change of the source each, anchored at the text that it replaces.
+
+An anchor must occur once in its file, or, with ``file:function``, once in that function or class. Docstrings do not
+count. ``equivalent`` gives the reason why a change cannot be seen.
+"""
+
+# ruff: noqa: E501
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One change of one file."""
+
+    place: str  # file under smat_fn, and perhaps a function or class in it
+    old: str
+    new: str
+    equivalent: str = ""  # the reason why no test can fail
+
+
+def _of(place: str, *changes: tuple[str, ...]) -> list[Mutant]:
+    return [Mutant(place, *change) for change in changes]
+
+
+MUTANTS = [
+    # Scale, Mask and Perturb
+    *_of(
+        "simulation/state.py:draw",
+        ("scale = (", "scale = 0.5 * ("),
+        ("* unit).to(torch.float32)", ").to(torch.float32)"),
+        ("random.fold_in(key, 0)", "random.fold_in(key, 1)"),
+        ("Draw(key, scale, number(drop_prob), number(sigma)", "Draw(key, scale, number(sigma), number(drop_prob)"),
+        ('if noise == "uniform"', 'if noise != "gaussian"'),
+    ),
+    *_of(
+        "simulation/state.py:draw_problems",
+        ("0 <= alpha_min <= 1", "0 < alpha_min <= 1"),
+        ("0 <= drop_prob < 1", "0 <= drop_prob <= 1"),
+        ("sigma >= 0", "sigma > 0"),
+    ),
+    *_of(
+        "simulation/state.py",
+        ("alpha_min == 1 and drop_prob == 0 and sigma == 0", "alpha_min == 1 and drop_prob == 0"),
+        ("starts.get(path, 0)", "0"),
+        ("for path, start in starts.items() if start < 0", "for path, start in starts.items() if start < -1"),
+        ("masked = [", "masked = [True or "),
+        ("draw._replace(scale=torch.ones_like(draw.scale))", "draw"),
+    ),
+    *_of("simulation/state.py:reweight", ("ops.reweight(raw, part.numbers, part.masked, part.starts)", "raw")),
+    *_of(
+        "simulation/losses.py",
+        ("(1 - lam) * clean + lam * merged", "clean"),
+        ("(1 - lam) * clean + lam * merged", "lam * clean + (1 - lam) * merged"),
+        (
+            "loss_fn(simulate(params, base, draw, where=where), batch)",
+            "loss_fn(simulate(base, params, draw, where=where), batch)",
+        ),
+        ("loss_fn(simulate(params, base, draw, where=where), batch)", "loss_fn(simulate(params, base, draw), batch)"),
+        ("(clean_aux, merged_aux)", "(merged_aux, clean_aux)"),
+        ("0 <= lam <= 1", "0 <= lam < 1"),
+    ),
+    *_of(
+        "simulation/naive.py",
+        (
+            "theta_0 + (alpha * m) * (theta - theta_0) + noise(draw, path, leaf)",
+            "theta_0 + (alpha * m) * (theta - theta_0) - noise(draw, path, leaf)",
+        ),
+        (
+            "theta_0 + (alpha * m) * (theta - theta_0) + noise(draw, path, leaf)",
+            "theta_0 + m * (theta - theta_0) + noise(draw, path, leaf)",
+        ),
+        ("0.0 if field(key, start + n) < cutoff else kept", "0.0 if field(key, start + n) <= cutoff else kept"),
+        ("kept = 1 / (1 - cutoff / 65536)", "kept = 1.0"),
+        ("f + 0.5 - 2**15", "f - 2**15"),
+        ("word >> 16 if coordinate % 2 else word % 2**16", "word % 2**16 if coordinate % 2 else word >> 16"),
+        ("_MASK, _NOISE = 0, 1", "_MASK, _NOISE = 1, 0"),
+        ("key[1] + coordinate // 8", "key[1] + coordinate // 4"),
+    ),
+    *_of(
+        "simulation/noise.py",
+        ("(32768.5 + i) / 65536", "(32768 + i) / 65536"),
+        ("-math.log(2 * (1 - q))", "-math.log(1 - q)"),
+        ("(-positive.flip(0), positive)", "(positive.flip(0), positive)"),
+        ("z / rms for z in half", "z for z in half"),
+    ),
+    *_of(
+        "simulation/probes.py",
+        (" * part.weight for", " for"),
+        ("part.weight for part in parts) / total", "part.weight for part in parts) / len(parts)"),
+        ("Probe(loss(params), ", "Probe(loss(base), "),
+    ),
+    # methods
+    *_of(
+        "mat/smat.py",
+        ("(step + 1) % period == 0", "step % period == 0"),
+        ("or lam == 0", ""),
+        (
+            "1 if lam is not None else period",
+            "period",
+            "says over how many clean steps the copies of an offloaded base are spread; with lam no step is clean, and "
+            "what has not been copied is copied before use",
+        ),
+    ),
+    *_of("mat/smat.py:literal_step", ("grads = reweight(grads, drawn, where=where)", "pass")),
+    *_of(
+        "mat/smat.py:build_from",
+        ("own = key_of(", "own = (lambda _: key)("),
+        ("weights = None if simulated.reweighted else drawn", "weights = None"),
+    ),
+    *_of(
+        "mat/smat.py:_Mixed",
+        ("(1 - lam) * a.to(dtype) + lam * b.to(dtype)", "lam * a.to(dtype) + (1 - lam) * b.to(dtype)"),
+        ("(1 - lam) * loss + lam * merged_loss", "(1 - lam) * loss"),
+        ("merged = reweight(merged, drawn, where=self._where)", "pass"),
+    ),
+    *_of(
+        "mat/simulated.py",
+        ("slices=period - 1", "slices=period"),
+        ("g.to(leaf.dtype), grads, params", "g, grads, params"),
+        ("ops.library.simulate(theta, theta_0, ", "ops.library.simulate(theta_0, theta, "),
+    ),
+    *_of(
+        "mat/step.py",
+        ("sum(weights)).to(dtypes[path])", "len(weights)).to(dtypes[path])"),
+        ("wide if weight == 1 else wide * weight", "wide"),
+        ("torch.add, terms) / sum(weights)", "torch.add, terms)"),
+        ("state.step + 1", "state.step"),
+        ("tree.clone(params) if donate", "params if donate"),
+    ),
+    *_of(
+        "mat/asam.py",
+        ("(wide.abs() * s if adaptive else s) * length", "(s if adaptive else wide.abs() * s) * length"),
+        ("(wide + (wide.abs()", "(wide - (wide.abs()"),
+        ("rho / (tree.global_norm(slope) + 1e-12)", "rho * (tree.global_norm(slope) + 1e-12)"),
+        ("theta.to(dtype).abs() * g.to(dtype) if adaptive", "theta.to(dtype) * g.to(dtype) if adaptive"),
+        (
+            "climbed_loss, _, grads = step.accumulate(at, climbed, batch)",
+            "climbed_loss, _, _ = step.accumulate(at, climbed, batch)",
+        ),
+    ),
+    *_of(
+        "mat/mergopt.py",
+        ("k * a / 10 - 1", "k * a / 10"),
+        (".floor() + 1", ".floor()"),
+        ("sigma=math.sqrt(2) * b, noise", "sigma=b, noise"),
+        (", state.step), b=b", ", 0), b=b"),
+        ("STRENGTHS = 6", "STRENGTHS = 7"),
+    ),
+    *_of(
+        "mat/orthoreg.py",
+        ("+ lambda_reg * r)", "- lambda_reg * r)"),
+        ("2 / terms[-1], 0", "1 / terms[-1], 0"),
+        (
+            "excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess",
+            "excess @ delta if delta.shape[0] <= delta.shape[1] else delta @ excess",
+        ),
+        ("picked = where if block_only else None", "picked = None if block_only else where"),
+        ("leaf.to(dtype) - origins[path].to(dtype)", "leaf.to(dtype)"),
+    ),
+    # optimizers
+    *_of(
+        "optim/schedules.py",
+        ("lr * (step + 1) / warmup", "lr * step / warmup"),
+        ("if step < warmup", "if step <= warmup"),
+        ("0.5 * (1 + math.cos", "0.5 * (1 - math.cos"),
+    ),
+    *_of(
+        "optim/adam.py",
+        ("float(state.step)", "float(state.step + 1)"),
+        ("AdamState(state.step + 1, mu, nu)", "AdamState(state.step + 1, nu, mu)"),
+        ("beta1=betas[0]", "beta1=betas[1]"),
+        ("0 <= b < 1", "0 <= b <= 1"),
+        ("grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)", "grad"),
+    ),
+    *_of(
+        "optim/muon.py",
+        ("leaf.ndim == 2 and (", "leaf.ndim == 2 or ("),
+        ("nesterov=True", "nesterov=False"),
+        ("0 <= momentum < 1", "0 <= momentum <= 1"),
+        ("MuonState(state.step + 1, ", "MuonState(state.step, "),
+        ("1 <= ns_steps < 100", "1 <= ns_steps <= 100"),
+    ),
+    *_of(
+        "optim/chain.py",
+        ("clip(grads, max_norm)[0]", "grads"),
+        ("for transform in transforms", "for transform in reversed(transforms)"),
+        ("max_norm > 0", "max_norm >= 0"),
+        ("any(isinstance(t, Optimizer) for t in transforms)", "all(isinstance(t, Optimizer) for t in transforms)"),
+    ),
+    # mergers
+    *_of(
+        "merge/common.py",
+        ("leaf.to(start.device, dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device, dtype)"),
+        ("next(rest) if into_first else next(rest).clone()", "next(rest)"),
+        ("add(tensors) >= 0", "add(tensors) > 0"),
+        ("tensor * sign > 0", "tensor * sign >= 0"),
+        ("total / count.clamp(min=1) if mean else total", "total / len(tensors) if mean else total"),
+        ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
+        (".add_(32768)", ".add_(32767)"),
+        ("products[left][left] * products[right][right]", "products[left][left] * products[left][left]"),
+        ("products[left][right] / size if size else 0.0", "products[left][right] / size if size else 1.0"),
+        ("min(begin + BLOCK, size)", "min(begin + BLOCK - 1, size)"),
+        ("scaled.add_(start[piece])", "scaled"),
+    ),
+    *_of(
+        "merge/ties.py",
+        ("(net > 0) - (net < 0)", "1"),
+        ("(net > 0) - (net < 0)", "(net < 0) - (net > 0)"),
+        ("(delta * sign).relu_()", "(delta * sign)"),
+        ("count += agrees.sign_()", "count += 1"),
+        ("max(magnitudes.numel() - count, 1)", "max(magnitudes.numel() - count + 1, 1)"),
+        ("magnitudes.numel() - count + 1)", "magnitudes.numel() - count)"),
+        ("device=delta.device) <= cut.last", "device=delta.device) < cut.last"),
+        ("int(equal[count - int((magnitudes > value).sum()) - 1])", "int(equal[-1])"),
+        ('_exact if scope == "tensor" else _threshold', '_exact if scope == "global" else _threshold'),
+        (
+            "not piece.start <= cut.last < stop - 1",
+            "not piece.start <= cut.last < stop",
+            "two equal ways, of which the faster is chosen: where the last kept position is the last of the piece, the piece keeps all equal magnitudes",
+        ),
+    ),
+    *_of(
+        "merge/dare.py",
+        ("zeroed(delta / kept, fields >= threshold)", "zeroed(delta / kept, fields > threshold)"),
+        ("zeroed(delta / kept, fields >= threshold)", "zeroed(delta, fields >= threshold)"),
+    ),
+    *_of("merge/dare.py:dropped", ("kept = 1 - threshold / 65536", "kept = threshold / 65536")),
+    *_of(
+        "merge/della.py",
+        ("(1 - drop_prob) - window / 2", "(1 - drop_prob) - window"),
+        ("rank / (length - 1) * window", "rank / length * window"),
+        ("rank / (length - 1) * window", "(length - 1 - rank) / (length - 1) * window"),
+        ("random.threshold(1 - keep)", "random.threshold(keep)"),
+        ("agreeing(masked, elected(masked), mean=True)", "agreeing(masked, elected(masked), mean=False)"),
+        ("low > _SLACK", "low >= -_SLACK"),
+    ),
+    *_of(
+        "merge/dare_ties.py",
+        ('mean=aggregate == "mean"', 'mean=aggregate != "mean"'),
+        ("elected(masked)", "elected(piece.deltas)"),
+    ),
+    *_of(
+        "merge/slerp.py",
+        ("left * near + right * far", "left * far + right * near"),
+        ("left + (right - left) * coef", "right + (left - right) * coef"),
+        ("abs(cos) > _PARALLEL", "cos > _PARALLEL"),
+    ),
+    *_of(
+        "merge/model_stock.py",
+        ("1 + (count - 1) * cos", "1 + count * cos"),
+        ("/ len(pairs), 0.0)", "/ len(pairs), -1.0)"),
+        ("count * cos / (1", "cos / (1"),
+    ),
+    *_of("merge/magmax.py", ("high >= -low", "high > -low"), ("high >= -low", "high >= low")),
+    *_of(
+        "merge/breadcrumbs.py:_masked",
+        (
+            "int(size * drop_smallest) : size - int(size * drop_largest)",
+            "int(size * drop_largest) : size - int(size * drop_smallest)",
+        ),
+        ("argsort(stable=True)", "argsort(descending=True, stable=True)"),
+    ),
+    *_of(
+        "merge/tsv_merge.py",
+        ("min(shape) // len(every)", "min(shape)"),
+        ("(_orthonormal(left) * values) @ _orthonormal(right).mT", "(left * values) @ right.mT"),
+        ("add(every).div_(len(every))", "add(every)"),
+    ),
+    *_of("merge/weight_average.py:weight_average", ("div_(len(experts))", "div_(len(experts) + 1)")),
+    *_of(
+        "merge/weighted_average.py",
+        ("math.fsum(weights) if normalize else 1.0", "1.0 if normalize else math.fsum(weights)"),
+    ),
+    *_of(
+        "merge/coefs.py",
+        (
+            "(glob for glob in _table(rules) if fnmatchcase(path, glob))",
+            "(glob for glob in reversed(_table(rules)) if fnmatchcase(path, glob))",
+        ),
+        ("coef=coefs[path])[path]", "coef=1.0)[path]"),
+    ),
+    *_of(
+        "merge/select.py",
+        ("choose(sorted(coefs)", "choose(sorted(coefs, reverse=True)"),
+        ("max(curve, key", "min(curve, key"),
+        ("range(1, 11)", "range(0, 11)"),
+        (
+            '"language": {"ties": 0.3, "dare": 0.3, "della": 1.0}',
+            '"language": {"ties": 0.2, "dare": 0.2, "della": 1.0}',
+        ),
+    ),
+    # gradients
+    *_of(
+        "grad/engines.py",
+        ("return (loss.detach(), ", "return (loss, "),
+        ('_func_engine(loss_fn) if engine == "func"', '_autograd_engine(loss_fn) if engine == "func"'),
+        ("torch.zeros_like(leaf) for leaf in flat.values()", "torch.ones_like(leaf) for leaf in flat.values()"),
+        (".detach().requires_grad_()", ".requires_grad_()"),
+        ("if isinstance(loss_fn, ModuleLoss):", "if not isinstance(loss_fn, ModuleLoss) and False:"),
+    ),
+    *_of(
+        "grad/modules.py",
+        ("if self._shapes.get(name) != value.shape", "if name not in self._shapes"),
+        ("loss_fn(weights(params), *args)", "loss_fn(params, *args)"),
+    ),
+    *_of(
+        "grad/modules.py:_Reparametrised",
+        ("self._inner.within(self._weights(params), fn)", "self._inner.within(params, fn)"),
+    ),
+    *_of(
+        "grad/master_weights.py",
+        ("self.loss_fn(tree.cast(params, self.dtype), *args)", "self.loss_fn(params, *args)"),
+        ("self.loss_fn.within(tree.cast(params, self.dtype), fn)", "self.loss_fn.within(params, fn)"),
+    ),
+    # masked sets
+    *_of(
+        "where.py",
+        (
+            "len(children) > 1 and len({type(child) for child in children}) == 1",
+            "len({type(child) for child in children}) == 1",
+        ),
+        ("if any(True for _ in child.children())", "if True"),
+        ("picked - left_out", "picked"),
+        ("if p.requires_grad", "if True"),
+        ("leaf.ndim == 2 and inside(path, leaf)", "inside(path, leaf)"),
+        ('or type(layer).__name__ == "Conv1D"', ""),
+        ("p.ndim == 3 and min(p.shape) > 1", "p.ndim == 3"),
+        ("rows <= {1, *experts.values()}", "rows <= set(experts.values())"),
+        ("(count := _expert_count(child)) > 1", "(count := _expert_count(child)) > 0"),
+        ('name.endswith("proj_weight")', 'name.endswith("weight_k")'),
+        ("isinstance(m, nn.Embedding)", "False"),
+    ),
+]

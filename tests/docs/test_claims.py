@@ -1,0 +1,51 @@
+"""Numbers in the documents' sentences are those of the presets and of the stored results."""
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks import readme
+from smat_fn.config import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_learning_rates_is_that_of_the_presets():
+    rates = {name: {} for name in PRESETS}
+    for line in re.findall(r"^\| `.* \| .*(?:protocols/|the paper).*\|$", README, flags=re.M):
+        presets, text, source = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in re.findall(r"`([\w.-]+)`", presets):
+            own = {method: float(rate) for method, rate in re.findall(r"`(\w+)` ([\d.e-]+\d)", text)}
+            if every := re.match(r"all ([\d.e-]+\d)", text):
+                own = dict.fromkeys(PRESETS[name].lr, float(every[1]))
+                assert source == "the paper"
+            rates[name] |= own
+            if muon := PRESETS[name].training.muon_lr:
+                assert float(re.search(r"Muon ([\d.e-]+\d)", text)[1]) == muon
+    assert rates == {name: dict(preset.lr) for name, preset in PRESETS.items()}
+
+
+def test_the_learning_rates_of_a_protocol_are_those_that_it_chose():
+    first = json.loads((readme.RESULTS / "digits.json").read_text(encoding="utf-8"))["lr"]
+    second, third = (
+        json.loads((readme.RESULTS / f"{name}_methods_tuning.json").read_text(encoding="utf-8"))["chosen"]
+        for name in ("digits", "minilm")
+    )
+    names = {"asam": "ASAM", "mergopt": "MergOPT", "orthoreg": "OrthoReg"}
+    chosen = {name: second[label]["training"]["lr"] for name, label in names.items()}
+    assert PRESETS["digits"].lr == {**first, **chosen}
+    names |= {"ft": "FT", "smat": "SMAT"}
+    assert PRESETS["minilm"].lr == {name: third[label]["training"]["lr"] for name, label in names.items()}
+    assert [second[label]["training"]["lr"] for label in ("FT", "SMAT")] == [1.25e-4] * 2
+
+
+def test_the_interval_of_asam_less_smat_and_the_edges_of_grids_are_those_of_the_results():
+    stored = json.loads((readme.RESULTS / "digits_methods.json").read_text(encoding="utf-8"))["test"]
+    low, high = readme.paired(stored["SMAT"]["Avg"], stored["ASAM"]["Avg"])["interval"]
+    sentences = README.replace("\n", " ")
+    assert f"ASAM - SMAT, {low:+.2f} to {high:+.2f}, just contains zero" in sentences
+    assert low < 0 < high
+    tuning = json.loads((readme.RESULTS / "digits_methods_tuning.json").read_text(encoding="utf-8"))
+    assert readme.at_edge(tuning) == [label for label in tuning["chosen"] if label != "FT"]
+    assert "Every choice but FT's lies at an edge of its grid" in sentences

@@ -1,0 +1,272 @@
+"""Every method inside every transform: a whole update compiles, batches over seeds and experts, and differentiates.
+
+A cell of the matrix holds what a plain run gives, or is refused with its reason.
+"""
+
+import importlib
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+import smat_fn.mat
+from smat_fn import compiled, lora, optim, random
+from smat_fn.grad import ModuleLoss
+from smat_fn.mat import finetune, smat
+from smat_fn.mat.step import as_tensors
+from smat_fn.testing import assert_trees_close, assert_trees_equal, random_tree
+from smat_fn.types import Micro
+
+# torch's own: Inductor's passes import modules of torch.jit
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+SHAPES = {"w": (4, 6), "b": (6,), "v": (6, 2)}
+HYPER = {
+    "smat": {"period": 2, "sigma": 0.05, "alpha_min": 0.2, "drop_prob": 0.3},
+    "asam": {"rho": 0.1},
+    "mergopt": {"b": 0.01},
+    "orthoreg": {"lambda_reg": 0.01},
+}
+RUNS = {name: (name, HYPER.get(name, {})) for name in smat_fn.mat.__all__}
+RUNS |= {
+    "smat every step": ("smat", {"period": 1, "sigma": 0.05, "noise": "gaussian"}),
+    "smat mixed": ("smat", {"lam": 0.4, "sigma": 0.05}),
+}
+each = pytest.mark.parametrize("run", RUNS)
+KEY = random.key(3)
+ROOT = Path(__file__).resolve().parents[2]
+NO_CXX = shutil.which("g++") is None and shutil.which("clang++") is None
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    hidden = torch.tanh(x @ params["w"] + params["b"])
+    return (hidden @ params["v"] - y).square().mean(), {"hidden": hidden.mean()}
+
+
+def tree(seed, dtype=torch.float32):
+    return random_tree(seed, SHAPES, dtype=dtype)
+
+
+def batches(count, seed=0, dtype=torch.float32):
+    made = random_tree(seed + 50, {str(i): (5, 6) for i in range(count)}, dtype=dtype)
+    return [(leaf[:, :4], leaf[:, 4:]) for leaf in made.values()]
+
+
+def only_w(path, leaf):
+    return path == "w"
+
+
+def build(run, base, **options):
+    name, hyper = RUNS[run]
+    optimizer = optim.chain(optim.clip_by_global_norm(2.0), optim.adamw(optim.cosine(1e-2, 9), weight_decay=0.1))
+    options = {"optimizer": optimizer, "where": only_w, "max_grad_norm": 0.5, "engine": "func", **hyper} | options
+    return importlib.import_module(f"smat_fn.mat.{name}").build(loss_fn, base=base, **options)
+
+
+def trained(update, state, data, key=KEY):
+    infos = []
+    for batch in data:
+        state, info = update(key, state, batch)
+        infos.append(info)
+    return state, infos
+
+
+def assert_close(found, expected, rtol=1e-4, atol=1e-6):
+    """States and infos of two runs, numbers of both as tensors."""
+    flat = [torch.utils._pytree.tree_leaves(thing) for thing in (found, expected)]
+    assert len(flat[0]) == len(flat[1])
+    wide = [[torch.as_tensor(leaf).double() for leaf in leaves] for leaves in flat]
+    assert_trees_close(*wide, rtol=rtol, atol=atol)
+
+
+def row(thing, index):
+    return torch.utils._pytree.tree_map(lambda leaf: leaf[index], thing)
+
+
+@each
+def test_a_state_of_tensors_gives_the_same_run(run):
+    method = build(run, tree(1))
+    found = trained(method.update, as_tensors(method.init(tree(2))), batches(4))
+    assert found[0].step.dtype == torch.int64
+    assert_close(found, trained(method.update, method.init(tree(2)), batches(4)))
+
+
+def compiles(run, backend):
+    method = build(run, tree(1), donate=True)
+    update = torch.compile(method.update, fullgraph=True, backend=backend)
+    state, first = as_tensors(method.init(tree(2))), batches(3)
+    found = [trained(update, state, first[:1])]
+    with torch._dynamo.config.patch(error_on_recompile=True):  # one program for clean and simulated steps
+        found.append(trained(update, found[0][0], first[1:]))
+    expected = trained(method.update, method.init(tree(2)), first)
+    assert_close((found[1][0], found[0][1] + found[1][1]), expected)
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    # a tenth of the rounds to trace, which compiled loops do not follow
+    monkeypatch.setattr(random, "_ROUNDS", 1)
+    monkeypatch.setattr(compiled, "_off", True)
+    monkeypatch.setattr("smat_fn.ops.cpu.centered_fields", _fields)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _fields(keys, windows):
+    if not keys:
+        return []
+    starts, sizes = [start for start, _ in windows], [stop - start for start, stop in windows]
+    return [(f - 32768).to(torch.int16) for f in random.streams(torch.stack(list(keys)), sizes, starts=starts)]
+
+
+@pytest.mark.parametrize("run", smat_fn.mat.__all__)  # Inductor's test takes all runs
+def test_an_update_compiles_as_one_graph(run, few_rounds):
+    compiles(run, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_CXX, reason="slow: Inductor needs a C++ compiler")
+@each
+def test_an_update_compiles_by_inductor(run, few_rounds):
+    compiles(run, "inductor")
+
+
+@pytest.mark.slow
+def test_a_batch_of_experts_compiles(few_rounds):
+    method, keys = build("smat", tree(1)), random.split(KEY, 2)
+    starts = torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), tree(2), tree(3))
+    update = torch.compile(vmap(method.update, in_dims=(0, 0, None)), fullgraph=True, backend="aot_eager")
+    found = trained(update, vmap(method.init)(starts), batches(2), keys)
+    for i in range(2):
+        assert_close(row(found, i), trained(method.update, method.init(tree(2 + i)), batches(2), keys[i]))
+
+
+@each
+def test_seeds_are_one_batched_program(run):
+    method, keys = build(run, tree(1)), random.split(KEY, 3)
+
+    def whole(key):
+        return trained(method.update, method.init(tree(2)), batches(3), key)
+
+    found = vmap(whole)(keys)
+    for i, key in enumerate(keys):
+        assert_close(row(found, i), trained(method.update, method.init(tree(2)), batches(3), key))
+
+
+@each
+def test_experts_are_one_batched_program(run):
+    """Each with its own start, data and key, from a stack of states."""
+    method, keys = build(run, tree(1)), random.split(KEY, 2)
+    states = [as_tensors(method.init(tree(2 + i))) for i in range(2)]
+    data = [batches(3, seed=i) for i in range(2)]
+    state = torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
+    together = [tuple(map(torch.stack, zip(*pair, strict=True))) for pair in zip(*data, strict=True)]
+    found = trained(vmap(method.update), state, together, keys)
+    for i in range(2):
+        assert_close(row(found, i), trained(method.update, method.init(tree(2 + i)), data[i], keys[i]))
+
+
+@each
+def test_two_steps_have_the_derivative_of_differences(run):
+    base, start, u = (tree(seed, torch.float64) for seed in (1, 2, 3))
+    first, last = batches(2, dtype=torch.float64), batches(3, dtype=torch.float64)[2]
+    method = build(run, base, optimizer=optim.adam(1e-2, eps=1e-3))
+
+    def end(start):
+        state, infos = trained(method.update, method.init(start), first)
+        return loss_fn(state.params, last)[0] + infos[1].loss
+
+    def along(t):
+        return end({path: leaf + t * u[path] for path, leaf in start.items()})
+
+    found = sum((slope * u[path]).sum() for path, slope in grad(end)(start).items())
+    assert found.abs() > 1e-4
+    # alpha, p and sigma of a draw are float32 in part, differences as large as they are keep six digits
+    torch.testing.assert_close(found, (along(1e-5) - along(-1e-5)) / 2e-5, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["sigma", "alpha_min"])
+def test_hyperparameters_are_learned_through_two_steps(name):
+    base, start = (tree(seed, torch.float64) for seed in (1, 2))
+    first, last = batches(2, dtype=torch.float64), batches(3, dtype=torch.float64)[2]
+
+    def end(value):
+        method = build("smat every step", base, optimizer=optim.adam(0.1, eps=1.0), **{name: value})
+        return loss_fn(trained(method.update, method.init(start), first)[0].params, last)[0]
+
+    value = torch.tensor(0.2, dtype=torch.float64)
+    step = 1e-3 if name == "alpha_min" else 1e-5  # alpha is rounded to float32
+    found, difference = grad(end)(value), (end(value + step) - end(value - step)) / (2 * step)
+    assert found.abs() > 1e-6
+    torch.testing.assert_close(found, difference, rtol=2e-3, atol=1e-9)
+    assert torch.equal(end(value), end(0.2))
+    values = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    torch.testing.assert_close(vmap(end)(values), torch.stack([end(v) for v in values]), rtol=1e-9, atol=0)
+
+
+def test_clean_and_simulated_updates_are_the_two_halves_of_the_schedule():
+    whole, clean = build("smat", tree(1)), build("finetune", tree(1))
+    every = build("smat every step", tree(1), **{**HYPER["smat"], "period": 1, "noise": "uniform"})
+    state = other = whole.init(tree(2))
+    for step, batch in enumerate(batches(4)):
+        state, _ = whole.update(KEY, state, batch)
+        other, _ = (every if smat.is_simulated(step, 2) else clean).update(KEY, other, batch)
+    assert_trees_equal(state.params, other.params)
+
+
+def test_micro_batches_batch_too():
+    method, keys = build("smat", tree(1)), random.split(KEY, 2)
+    parts = [Micro(batch, weight) for batch, weight in zip(batches(2), (1.0, 3.0), strict=True)]
+    found, _ = vmap(lambda key: trained(method.update, method.init(tree(2)), [parts, parts], key))(keys)
+    expected, _ = trained(method.update, method.init(tree(2)), [parts, parts], keys[1])
+    assert_close(row(found, 1), expected)
+
+
+@each
+def test_what_cannot_be_transformed_says_why(run):
+    batch, start = batches(1)[0], tree(2)
+
+    def total(start, method):
+        state, _ = method.update(KEY, method.init(start), batch)
+        return sum(leaf.sum() for leaf in state.params.values())
+
+    with pytest.raises(ValueError, match="take engine='func'"):
+        grad(total)(start, build(run, tree(1), engine="autograd"))
+    with pytest.raises(ValueError, match=r"donate=True.*take donate=False"):
+        grad(total)(start, build(run, tree(1), donate=True))
+
+
+def test_offloaded_bases_and_adapters_say_why():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    base = {name: p.detach() for name, p in module.named_parameters()}
+    loss = ModuleLoss(module, lambda module, batch: ((module(batch[0]) - batch[1]).square().mean(), {}))
+    batch = batches(1)[0]
+
+    def total(start, method):
+        state, _ = method.update(KEY, method.init(start), batch)
+        return sum(leaf.sum() for leaf in state.params.values())
+
+    for offload, engine in (("cpu", "func"), ("recompute", "autograd"), ("stream", "autograd")):
+        method = smat.build(loss, optim.adam(1e-3), base, period=1, offload=offload, engine=engine)
+        with pytest.raises(ValueError, match="take offload=None"):
+            grad(total)(base, method)
+    adapters = lora.Lora(("0.weight",), rank=2, alpha=4.0)
+    method = lora.build(loss, optim.adam(1e-3), base, adapters, period=2, engine="func")
+    start = lora.init(KEY, base, adapters)
+    with pytest.raises(ValueError, match="take period=1 or lam"):
+        method.update(KEY, as_tensors(method.init(start)), batch)
+    clean = finetune.build(lambda p, b: loss(p, b), optim.adam(1e-3), base, engine="func")
+    assert vmap(lambda x: clean.update(KEY, clean.init(base), (x, batch[1]))[0].step)(batch[0][None]).tolist() == [1]
+
+
+def test_the_example_trains_experts_as_the_loop_does(capsys):
+    runpy.run_path(str(ROOT / "examples" / "batched_experts.py"))["main"](2, 4)
+    shown = capsys.readouterr().out
+    assert float(re.search(r"largest difference of a weight (\S+)", shown)[1]) < 1e-5
+    assert re.search(r"one batched program: [\d.]+ ms a step of all, [\d.]+ times as fast", shown)
