@@ -3,6 +3,7 @@
     python merge.py all --run runs/smat --search --out runs/smat/merged
     python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
+    python merge.py recipe.yml --out merged
     python merge.py verify merged/ties
     python merge.py export runs/merged/ta --base MODEL --out published
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
@@ -41,7 +42,7 @@ from smat_fn.config import (
     with_semantics,
 )
 from smat_fn.scripts import cli
-from smat_fn.scripts.merge.commands import COMMANDS, by_glob
+from smat_fn.scripts.merge.commands import COMMANDS, by_file, by_glob
 
 NONE = arg(help_behavior_hint="(default: none)")
 
@@ -78,7 +79,8 @@ class Merge:
     base: Annotated[Path | None, NONE] = None
     """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
-    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them."""
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them.
+    FOLDER@0.5 has a weight, of ta, ties, dare, dare_ties, della and breadcrumbs."""
     search: bool = False
     """Choose missing coefficients on the dev split. An interrupted search resumes when rerun."""
     grid: Annotated[tuple[float, ...], arg(help_behavior_hint="(default: 0.1 to 1.0, or the merger's own)")] = ()
@@ -133,17 +135,19 @@ def main(args: Merge) -> None:
         raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
     import torch
 
-    from smat_fn.scripts.merge.inputs import find_inputs, manifests_of, trained_by
+    from smat_fn.scripts.merge.inputs import find_inputs, manifests_of, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.threads)
     base, experts = find_inputs(args.run) if args.run else (args.base or Path(), list(args.experts))
+    pairs = [weight_of(expert) for expert in experts]
+    experts, weights = [path for path, _ in pairs], [weight for _, weight in pairs]
     preset = preset_of(args.preset or trained_by(manifests_of(experts)))
+    configs = weighted(mergers(args, preset), base, experts, weights)
     if args.grid and not args.search:
         raise ValueError("--grid requires --search")
     if args.widen and not args.search:
         raise ValueError("--widen requires --search")
     merge = in_memory if args.search or args.calibrate else on_disk
-    configs = mergers(args, preset)
     if not args.dry_run:
         found = "experts" if args.run is None else f"experts of {args.run}"
         print(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}", file=sys.stderr)
@@ -220,4 +224,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
 if __name__ == "__main__":
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
-    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob, names=NAMES)
+    cli.run(
+        "merge.py", main, Merge, description=__doc__, commands=COMMANDS, names=NAMES,
+        prepare=lambda words: by_glob(by_file(words)),
+    )  # fmt: skip

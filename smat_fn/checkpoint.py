@@ -22,7 +22,8 @@ from .types import Params
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 BASE = "base"  # the folder of the base beside its experts
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
-_OURS = {SOURCES, WEIGHTS, INDEX, MANIFEST, "README.md", "adapter_model.safetensors", "adapter_config.json"}
+RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
+_OURS = {SOURCES, RECIPE, WEIGHTS, INDEX, MANIFEST, "README.md", "adapter_model.safetensors", "adapter_config.json"}
 
 
 def save_expert(

@@ -72,4 +72,6 @@ def resolve(config: C, defaults: Mapping[str, Any]) -> C:
 
 def settings(config: MethodConfig | MergerConfig) -> dict[str, Any]:
     """The values of a config that are set, as JSON values."""
+    if isinstance(config, MergerConfig):
+        return config.settings()
     return {name: value for name, value in asdict(config).items() if value is not None}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..merge import common
 from ..merge.common import Cut, Piece, add, delta_of, gram_of
+from ..merge.per_expert import NONE, Numbers, number
 from ..merge.ties import trimmed, votes
 from .chunks import SPAN, Job, compute_dtype, in_order, refuse_values, spans, vectors_of, weights_of
 
@@ -42,11 +43,11 @@ class Survey:
         self.density: dict[str, float] = {}  # the fraction of coordinates that is kept of every expert
         if (trimming := job.config.trimming()) is None:
             return
-        keep, scope = trimming
+        keep, scope, densities = trimming
         paths = [path for path, leaf in job.base.leaves.items() if leaf.is_floating_point() and leaf.numel()]
         groups = [[path] for path in paths] if scope == "tensor" else [paths] if paths else []
         if "trims" not in found:
-            found["trims"] = find(job, groups, keep, exact=scope == "tensor")
+            found["trims"] = find(job, groups, keep, exact=scope == "tensor", densities=densities)
             save()
         trims = [[Trim(*trim) for trim in row] for row in found["trims"]]
         self.cuts = {path: [t.cut() for t in row] for group, row in zip(groups, trims, strict=True) for path in group}
@@ -141,9 +142,15 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
     return Order(prefix, rank - left, equal)
 
 
-def find(job: Job, groups: Sequence[Sequence[str]], keep: float, *, exact: bool) -> list[list[Trim]]:
+def find(
+    job: Job, groups: Sequence[Sequence[str]], keep: float, *, exact: bool, densities: Numbers = NONE
+) -> list[list[Trim]]:
     """One trim for every group of leaves and, in their order, every expert. Raises: as `write_order`."""
-    tasks = (partial(_trim, job, name, group, keep, exact=exact) for group in groups for name in job.experts)
+    tasks = (
+        partial(_trim, job, name, group, number(densities, name, group[0], keep), exact=exact)
+        for group in groups
+        for name in job.experts
+    )
     trims = in_order(tasks, job.workers)
     return [[next(trims) for _ in job.experts] for _ in groups]
 

@@ -1,18 +1,22 @@
 """Model Breadcrumbs: drop the smallest and the largest changes of every leaf, then task arithmetic."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..types import Params
-from .common import Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
+from ..types import Aggregate, Params
+from .common import Fuse, Mapped, Rule, add, apply_vector, merge_leaves
 from .inputs import Experts, Leaves, check, coef_problems
+from .per_expert import NONE, Numbers, Part, PerExpert, Sparse, aggregate_problems, number, number_problems
 
 Count: TypeAlias = Literal["dropped", "kept"]
 
 
+# over 60 lines: its docstring explains every argument
 def breadcrumbs(
     base: Params,
     experts: Experts,
@@ -21,6 +25,12 @@ def breadcrumbs(
     drop_smallest: float,
     drop_largest: float,
     count: Count = "dropped",
+    aggregate: Aggregate = "sum",
+    elect: bool = False,
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    largest: Numbers = NONE,
+    rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i m_i ⊙ Δ_i, m_i = 0 on the smallest and the largest magnitudes of every leaf, else 1; rounded once.
 
@@ -34,6 +44,11 @@ def breadcrumbs(
         drop_smallest, drop_largest: shares in [0, 1), together below 1.
         count: "kept", as mergekit: ⌊n · density⌋ coordinates stay, density = 1 − drop_smallest − drop_largest to 12
             decimals, those just below the last ⌊n · drop_largest⌋; or the largest where those are too few.
+        aggregate: "mean" divides by the weights that take part.
+        elect: take only what agrees in sign with the weighted sum.
+        weights: w_i by expert, a number or {glob: number} by leaf; 1 for those not named.
+        densities, largest: 1 − drop_smallest − drop_largest and drop_largest by expert in the same way.
+        rescale: give each leaf of m_i ⊙ Δ_i the L1 norm of Δ_i.
 
     Returns:
         A new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -43,32 +58,70 @@ def breadcrumbs(
 
     Source: Davari & Belilovsky, "Model Breadcrumbs", 2024; "kept": mergekit 0.1.5, sparsify.py.
     """
-    check(base, experts, [*coef_problems(coef), *_problems(drop_smallest, drop_largest, count)])
-    shares = {"drop_smallest": drop_smallest, "drop_largest": drop_largest}
-    vector = breadcrumbs_vector(base, experts, **shares, count=count)
+    problems = number_problems(experts, weights, densities, largest=largest)
+    check(base, experts, [*coef_problems(coef), *_problems(drop_smallest, drop_largest, count), *problems])
+    shares: Any = {"drop_smallest": drop_smallest, "drop_largest": drop_largest, "aggregate": aggregate, "elect": elect}
+    own: Any = {"weights": weights, "densities": densities, "largest": largest, "rescale": rescale}
+    vector = breadcrumbs_vector(base, experts, **shares, count=count, **own)
     return apply_vector(base, vector, coef=coef)
 
 
 def breadcrumbs_vector(
-    base: Params, experts: Experts, *, drop_smallest: float, drop_largest: float, count: Count = "dropped"
+    base: Params,
+    experts: Experts,
+    *,
+    drop_smallest: float,
+    drop_largest: float,
+    count: Count = "dropped",
+    aggregate: Aggregate = "sum",
+    elect: bool = False,
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    largest: Numbers = NONE,
+    rescale: bool = False,
 ) -> Leaves:
     """The merged task vector of `breadcrumbs`: flat, floating-point leaves only, for `apply_vector`."""
-    start, flat = check(base, experts, _problems(drop_smallest, drop_largest, count))
+    problems = [*_problems(drop_smallest, drop_largest, count), *aggregate_problems(aggregate)]
+    problems += number_problems(experts, weights, densities, largest=largest)
+    start, flat = check(base, experts, problems)
+    if weights or densities or largest or rescale or elect or aggregate != "sum":
+        sparsify = partial(sparse, own=(drop_smallest, drop_largest), count=count, largest=largest)
+        how = PerExpert(sparsify, weights, densities, aggregate, elect=elect, rescale=rescale, whole=True)
+        return how.vector(start, flat)
 
     def masked(delta: Tensor) -> Tensor:
-        low, high = bounds(delta.numel(), drop_smallest, drop_largest, count)
-        kept = delta.abs().reshape(-1).argsort(stable=True)[low:high]
-        mask = torch.zeros(delta.numel(), dtype=torch.bool, device=delta.device).index_fill_(0, kept, True)
-        return delta.where(mask.view(delta.shape), 0)
+        return _between(delta, *bounds(delta.numel(), drop_smallest, drop_largest, count))
 
     return merge_leaves(start, flat, lambda _, deltas: add(map(masked, deltas)))
+
+
+def sparse(part: Part, plain: bool, *, own: tuple[float, float], count: Count, largest: Numbers) -> Tensor:
+    """A whole leaf without its smallest and largest magnitudes."""
+    size, high = len(part.delta), number(largest, part.name, part.path, own[1])
+    if part.density is None:
+        return _between(part.delta, *bounds(size, own[0], high, count))
+    if count == "kept":
+        return _between(part.delta, *_around(size, part.density, high))
+    high = min(high, 1 - part.density)  # the largest go only as far as they may
+    return _between(part.delta, *bounds(size, max(0.0, round(1 - part.density - high, 12)), high, count))
+
+
+def _between(delta: Tensor, low: int, high: int) -> Tensor:
+    """What ranks in [low, high) by magnitude."""
+    kept = delta.abs().reshape(-1).argsort(stable=True)[low:high]
+    mask = torch.zeros(delta.numel(), dtype=torch.bool, device=delta.device).index_fill_(0, kept, True)
+    return delta.where(mask.view(delta.shape), 0)
 
 
 def bounds(size: int, drop_smallest: float, drop_largest: float, count: Count) -> tuple[int, int]:
     """The ranks [low, high) by magnitude that stay, of ``size`` coordinates."""
     if count == "dropped":
         return int(size * drop_smallest), size - int(size * drop_largest)
-    density = round(1 - drop_smallest - drop_largest, 12)  # of decimal shares the float that one would write
+    # of decimal shares the float that one would write
+    return _around(size, round(1 - drop_smallest - drop_largest, 12), drop_largest)
+
+
+def _around(size: int, density: float, drop_largest: float) -> tuple[int, int]:
     kept = int(density * size)
     low = max(0, size - kept - int(drop_largest * size)) if density < 1 else 0
     return low, low + kept
@@ -89,7 +142,7 @@ def _problems(drop_smallest: float, drop_largest: float, count: str) -> list[str
 
 
 @dataclass(frozen=True)
-class Breadcrumbs(Merger):
+class Breadcrumbs(Sparse):
     """Model Breadcrumbs: leave out the smallest and the largest changes of every leaf, then task arithmetic."""
 
     name = "breadcrumbs"
@@ -103,8 +156,24 @@ class Breadcrumbs(Merger):
     """gamma. No preset holds one: --search chooses it on dev."""
     count: Count = "dropped"
     """Which number of coordinates is rounded down: of those dropped, or, as in mergekit, of those kept."""
+    aggregate: Aggregate = field(default="sum", kw_only=True)
+    """Sum of the weighted changes, or their mean over the weights."""
+    elect: bool = field(default=False, kw_only=True)
+    """Take only what agrees in sign with the weighted sum."""
+    largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
+    """drop-largest of experts by name."""
+    whole = True
+
+    def special(self) -> bool:
+        return super().special() or bool(self.largest) or self.elect or self.aggregate != "sum"
 
     def rule(self, leaves: Mapped) -> Rule:
+        if self.special():
+            shares = self.drop_smallest, self.drop_largest
+            sparsify = partial(sparse, own=shares, count=self.count, largest=self.largest)
+            own: Any = {"elect": self.elect, "rescale": self.rescale, "whole": True}
+            return PerExpert(sparsify, self.weights, self.densities, self.aggregate, **own).rule(leaves)
+
         def fuse(path: str) -> Fuse:
             size = leaves.shape(path).numel()
             low, high = bounds(size, self.drop_smallest, self.drop_largest, self.count)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -40,6 +41,14 @@ class Cut(NamedTuple):
 
     value: Tensor
     last: int | None  # None: all of them
+
+
+class Trimming(NamedTuple):
+    """Magnitude thresholds that a merger needs before the first chunk."""
+
+    keep: float  # density
+    scope: Scope
+    densities: Mapping[str, Any] = MappingProxyType({})  # by expert instead: a number, or {glob: number}
 
 
 class Mapped(Protocol):
@@ -94,7 +103,7 @@ class Merger:
         Mapping[str, Mapping[str, Any] | str]
     ] = {}  # options of other definitions, or why there are none
 
-    def trimming(self) -> tuple[float, Scope] | None:
+    def trimming(self) -> Trimming | None:
         """Density and scope of magnitude thresholds that `rule` needs before the first chunk: `Mapped.cuts`."""
         return None
 
@@ -182,6 +191,7 @@ def merge_pieces(
     *,
     key: Tensor | None = None,
     rows: bool = False,
+    whole: bool = False,
 ) -> Leaves:
     """A merged task vector: ``fuse(piece)`` (n,) at the coordinates of every piece of every floating-point leaf."""
     vector = {
@@ -189,23 +199,33 @@ def merge_pieces(
         for path, leaf in base.items()
         if leaf.is_floating_point()
     }
-    for piece in pieces(base, experts, key=key, rows=rows):
+    for piece in pieces(base, experts, key=key, rows=rows, whole=whole):
         flat = vector[piece.path].view(-1)
         flat[piece.start : piece.start + piece.deltas[0].numel()] = fuse(piece)
     return vector
 
 
 def pieces(
-    base: Leaves, experts: Mapping[str, Leaves], *, key: Tensor | None = None, rows: bool = False
+    base: Leaves,
+    experts: Mapping[str, Leaves],
+    *,
+    key: Tensor | None = None,
+    rows: bool = False,
+    whole: bool = False,
 ) -> Iterator[Piece]:
     """All floating-point coordinates once, small leaves together, large ones cut; with ``rows`` no row is cut.
+
+    With ``whole`` no leaf is cut.
 
     With a key, the fields of an expert's leaf are its mask stream, ``leaf_streams(fold_in(key, name), paths)[0]``.
     """
     paths = [path for path, leaf in base.items() if leaf.is_floating_point()]
     flat = {path: (base[path].reshape(-1), [leaves[path].reshape(-1) for leaves in experts.values()]) for path in paths}
     keys = mask_keys(key, list(experts), paths) if key is not None else None
-    for group in groups([base[path] for path in paths], max(1, CHUNK // len(experts)), rows):
+    windows = groups([base[path] for path in paths], max(1, CHUNK // len(experts)), rows)
+    if whole:
+        windows = ([(i, 0, base[path].numel())] for i, path in enumerate(paths) if base[path].numel())
+    for group in windows:
         fields = fields_of(keys, group, base[paths[group[0][0]]].device) if keys is not None else [[] for _ in group]
         for (index, start, stop), field in zip(group, fields, strict=True):
             origin, others = flat[paths[index]]

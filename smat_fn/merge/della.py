@@ -1,9 +1,9 @@
 """DELLA: drop changes at random, small ones more often, rescale the others, elect signs, take the mean."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import array, loops_for
-from ..types import Params
+from ..types import Aggregate, Params
 from .common import (
     BYTES_PER_COORDINATE,
     L1_NORMS,
     Mapped,
-    Merger,
     Piece,
     Rule,
     agreeing,
@@ -27,11 +26,27 @@ from .common import (
     zeroed,
 )
 from .inputs import Experts, Leaves, check, coef_problems, drop_problems, key_problems
+from .per_expert import NONE, Numbers, Part, PerExpert, Sparse, aggregate_problems, number, number_problems
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
 
 
-def della(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob: float, window: float) -> Params:
+# over 60 lines: its docstring explains every argument
+def della(
+    key: Tensor,
+    base: Params,
+    experts: Experts,
+    *,
+    coef: float,
+    drop_prob: float,
+    window: float,
+    aggregate: Aggregate = "mean",
+    elect: bool = True,
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    windows: Numbers = NONE,
+    rescale: bool = False,
+) -> Params:
     """θ₀ + γ · mean over i of the δ̂_i ≠ 0 whose sign is s; δ̂ = m ⊙ Δ / q̂, s = + where Σ_i δ̂_i ≥ 0 and else −.
 
     Along each row of n coordinates (last axis; vectors are one row), the one of rank r = 0..n − 1 by ascending |Δ|,
@@ -44,6 +59,12 @@ def della(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob
         coef: γ, finite.
         drop_prob: in [0, 1).
         window: full width of the range of q, both ends of which lie in (0, 1].
+        aggregate: "mean" of the agreeing entries, or their "sum".
+        elect: False takes all entries, whatever their sign.
+        weights: w_i by expert, a number or {glob: number} by leaf; 1 for those not named. w_i δ̂_i is elected and
+            added, a mean is over the weights that take part.
+        densities, windows: 1 − drop_prob and window by expert in the same way; of density 1 everything stays.
+        rescale: give each leaf of m ⊙ Δ the L1 norm of Δ, instead of dividing by q̂.
 
     Returns:
         a new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -53,13 +74,35 @@ def della(key: Tensor, base: Params, experts: Experts, *, coef: float, drop_prob
 
     Source: Deep et al., "DELLA-Merging", 2024; its code's epsilon is window/2.
     """
-    check(base, experts, [*key_problems(key), *coef_problems(coef), *_problems(drop_prob, window)])
-    return apply_vector(base, della_vector(key, base, experts, drop_prob=drop_prob, window=window), coef=coef)
+    own: Any = {"weights": weights, "densities": densities, "windows": windows, "rescale": rescale}
+    shape: Any = {"drop_prob": drop_prob, "window": window, "aggregate": aggregate, "elect": elect}
+    problems = [*_problems(drop_prob, window), *number_problems(experts, weights, densities, windows=windows)]
+    check(base, experts, [*key_problems(key), *coef_problems(coef), *problems])
+    return apply_vector(base, della_vector(key, base, experts, **shape, **own), coef=coef)
 
 
-def della_vector(key: Tensor, base: Params, experts: Experts, *, drop_prob: float, window: float) -> Leaves:
+def della_vector(
+    key: Tensor,
+    base: Params,
+    experts: Experts,
+    *,
+    drop_prob: float,
+    window: float,
+    aggregate: Aggregate = "mean",
+    elect: bool = True,
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    windows: Numbers = NONE,
+    rescale: bool = False,
+) -> Leaves:
     """The merged task vector of `della`: flat, floating-point leaves only, for `apply_vector`."""
-    start, flat = check(base, experts, [*key_problems(key), *_problems(drop_prob, window)])
+    problems = [*_problems(drop_prob, window), *aggregate_problems(aggregate)]
+    problems += number_problems(experts, weights, densities, windows=windows)
+    start, flat = check(base, experts, [*key_problems(key), *problems])
+    if weights or densities or windows or rescale or aggregate != "mean" or not elect:
+        sparsify = partial(sparse, drop_prob=drop_prob, window=window, windows=windows)
+        how = PerExpert(sparsify, weights, densities, aggregate, elect=elect, rescale=rescale, rows=True)
+        return how.vector(start, flat, key)
 
     table = tables(drop_prob, window)
 
@@ -103,6 +146,20 @@ def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
     return zeroed(delta / kept, fields >= drop)
 
 
+def sparse(part: Part, plain: bool, *, drop_prob: float, window: float, windows: Numbers) -> Tensor:
+    """m ⊙ Δ / q̂ of whole rows with a density and a window of their own; without the division where ``plain``."""
+    assert part.fields is not None
+    if part.density is not None and not 0 < part.density < 1:
+        return part.delta.clone() if part.density else torch.zeros_like(part.delta)
+    drop = drop_prob if part.density is None else 1 - part.density
+    width = number(windows, part.name, part.path, window)
+    if problems := _problems(drop, width):
+        raise ValueError(f"expert {part.name!r}, leaf {part.path!r}: {problems[0]}")
+    by_rank = tables(drop, width)(row_length(part.shape), part.delta.device)
+    masked = _masked(part.delta, part.fields, by_rank)
+    return zeroed(part.delta, masked != 0) if plain else masked
+
+
 def ascending(magnitudes: Tensor) -> Tensor:
     """``magnitudes.argsort(dim=-1, stable=True)`` of non-negative numbers, int64.
 
@@ -132,7 +189,7 @@ def _problems(drop_prob: float, window: float) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Della(Merger):
+class Della(Sparse):
     """DELLA: drop by rank of magnitude, elect signs, mean of what agrees."""
 
     name = "della"
@@ -145,14 +202,30 @@ class Della(Merger):
     """Mean probability of removing a coordinate."""
     window: float | None = None
     """Full width of the range of keep probabilities."""
+    aggregate: Aggregate = field(default="mean", kw_only=True)
+    """Mean or sum of the agreeing entries."""
+    elect: bool = field(default=True, kw_only=True)
+    """Elect signs; with --no-elect take all entries."""
+    windows: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
+    """Window of experts by name."""
+
+    def special(self) -> bool:
+        return super().special() or bool(self.windows) or self.aggregate != "mean" or not self.elect
 
     def rule(self, leaves: Mapped) -> Rule:
         assert self.drop_prob is not None
         assert self.window is not None
+        if self.special():
+            sparsify = partial(sparse, drop_prob=self.drop_prob, window=self.window, windows=self.windows)
+            own: Any = {"elect": self.elect, "rescale": self.rescale, "rows": True}
+            return PerExpert(sparsify, self.weights, self.densities, self.aggregate, **own).rule(leaves)
         table = tables(self.drop_prob, self.window)
         return Rule(
             lambda path: lambda piece: fuse(piece, table(row_length(leaves.shape(path)), leaves.device)), rows=True
         )
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return BYTES_PER_COORDINATE * experts * max((row_length(leaf.shape) for leaf in leaves.values()), default=0)
+        return max(
+            super().memory(leaves, experts),
+            BYTES_PER_COORDINATE * experts * max((row_length(leaf.shape) for leaf in leaves.values()), default=0),
+        )

@@ -80,8 +80,11 @@ def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]
     """Problems, and weights that sum to 1."""
     equal = not len(weights) and isinstance(experts, (Mapping, list, tuple))
     problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, True)
-    total = sum(given.values())
-    return problems, [weight / total for weight in given.values()] if not problems else []
+    numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
+    if len(numbers) < len(given):
+        problems.append("weights differ by leaf: multislerp takes one number for each expert")
+    total = sum(numbers)
+    return problems, [weight / total for weight in numbers] if not problems else []
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy
 import torch
@@ -13,9 +13,9 @@ from .common import (
     CHUNK,
     Cut,
     Mapped,
-    Merger,
     Piece,
     Rule,
+    Trimming,
     add,
     apply_vector,
     compute_dtype,
@@ -25,6 +25,7 @@ from .common import (
     zeroed,
 )
 from .inputs import Experts, Leaves, check, coef_problems
+from .per_expert import NONE, Numbers, Part, PerExpert, Sparse, number, number_problems
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 
@@ -37,6 +38,9 @@ def ties(
     keep: float,
     aggregate: Aggregate = "sum",
     scope: Scope = "global",
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂ the trimmed task vectors and s the sign of Σ_i δ̂_i, rounded once.
 
@@ -48,6 +52,10 @@ def ties(
         aggregate: "sum" of the agreeing entries, or their "mean".
         scope: "global", one threshold per expert over all floating-point leaves; "tensor", exactly ⌊n·keep⌋ (at least
             one) coordinates of each leaf of n, equal magnitudes by position, and a zero sum takes +.
+        weights: w_i by expert, finite: δ̂_i times w_i is what is elected and added, a mean is over the weights that
+            agree, and a zero sum takes +. A number, or {glob: number} by leaf; 1 for those not named.
+        densities: ``keep`` by expert, by leaf with scope "tensor"; ``keep`` for those not named.
+        rescale: give each leaf of δ̂_i the L1 norm of δ_i; a zero sum takes +.
 
     Returns:
         a new tree of base's structure and dtypes; non-floating leaves are base's.
@@ -57,22 +65,45 @@ def ties(
 
     Source: Yadav et al., "TIES-Merging", 2023; scope "tensor" is that of mergekit and peft.
     """
-    check(base, experts, [*coef_problems(coef), *_problems(keep, aggregate, scope)])
-    return apply_vector(base, ties_vector(base, experts, keep=keep, aggregate=aggregate, scope=scope), coef=coef)
+    own: Any = {"weights": weights, "densities": densities, "rescale": rescale}
+    problems = [*_problems(keep, aggregate, scope), *number_problems(experts, weights, densities)]
+    check(base, experts, [*coef_problems(coef), *problems, *_density_problems(densities, scope)])
+    vector = ties_vector(base, experts, keep=keep, aggregate=aggregate, scope=scope, **own)
+    return apply_vector(base, vector, coef=coef)
 
 
 def ties_vector(
-    base: Params, experts: Experts, *, keep: float, aggregate: Aggregate = "sum", scope: Scope = "global"
+    base: Params,
+    experts: Experts,
+    *,
+    keep: float,
+    aggregate: Aggregate = "sum",
+    scope: Scope = "global",
+    weights: Numbers = NONE,
+    densities: Numbers = NONE,
+    rescale: bool = False,
 ) -> Leaves:
     """The merged task vector of `ties`: flat, floating-point leaves only, for `apply_vector`."""
-    start, flat = check(base, experts, _problems(keep, aggregate, scope))
-    cuts = _cuts(start, flat, keep, scope)
+    problems = [*_problems(keep, aggregate, scope), *number_problems(experts, weights, densities)]
+    start, flat = check(base, experts, [*problems, *_density_problems(densities, scope)])
+    cuts = _cuts(start, flat, keep, scope, densities)
+    if weights or densities or rescale:
+        return _per_expert(cuts, weights, densities, aggregate, rescale=rescale).vector(start, flat)
     if scope == "tensor":
         majority = 1
     else:
         net = sum(votes(add(trimmed(piece, cuts))) for piece in pieces(start, flat))
         majority = (net > 0) - (net < 0)
     return merge_pieces(start, flat, lambda piece: fuse(piece, cuts, majority, aggregate))
+
+
+def _per_expert(cuts: Cuts, weights: Numbers, densities: Numbers, aggregate: Aggregate, *, rescale: bool) -> PerExpert:
+    def kept(part: Part, plain: bool) -> Tensor:
+        if part.density == 0:  # a cut keeps one coordinate at least
+            return torch.zeros_like(part.delta)
+        return zeroed(part.delta, _keeps(part.delta, part.start, cuts[part.path][part.place]))
+
+    return PerExpert(kept, weights, densities, aggregate, elect=True, rescale=rescale)
 
 
 def fuse(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tensor:
@@ -122,16 +153,25 @@ def _problems(keep: float, aggregate: str, scope: str) -> list[str]:
     return problems
 
 
-def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope) -> Cuts:
+def _density_problems(densities: Numbers, scope: str) -> list[str]:
+    return [
+        f"densities of {name!r} differ by leaf, which needs scope 'tensor': give one number"
+        for name, rules in densities.items()
+        if isinstance(rules, Mapping) and scope != "tensor"
+    ]
+
+
+def _cuts(base: Leaves, experts: dict[str, Leaves], keep: float, scope: Scope, densities: Numbers = NONE) -> Cuts:
     """One cut for every floating-point leaf and, in their order, every expert."""
     leaves = {path: leaf for path, leaf in base.items() if leaf.is_floating_point() and leaf.numel()}
     cuts: dict[str, list[Cut]] = {path: [] for path in leaves}
     dtypes = {path: compute_dtype(path, base, experts) for path in leaves}
-    for expert in experts.values():
+    for name, expert in experts.items():
         groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
         for group in filter(None, groups):
             magnitudes = _magnitudes({path: leaves[path] for path in group}, expert, dtypes)
-            cut = (_exact if scope == "tensor" else _threshold)(magnitudes, int(magnitudes.numel() * keep))
+            count = int(magnitudes.numel() * number(densities, name, group[0], keep))
+            cut = (_exact if scope == "tensor" else _threshold)(magnitudes, count)
             for path in group:
                 cuts[path].append(cut)
     return cuts
@@ -199,7 +239,7 @@ def _limit(value: Tensor, dtype: torch.dtype, *, equal: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Ties(Merger):
+class Ties(Sparse):
     """TIES: trim, elect signs, add what agrees."""
 
     name = "ties"
@@ -217,12 +257,14 @@ class Ties(Merger):
     scope: Scope | None = None
     """One threshold per expert (global), or one per tensor."""
 
-    def trimming(self) -> tuple[float, Scope]:
+    def trimming(self) -> Trimming:
         assert self.keep is not None
         assert self.scope is not None
-        return self.keep, self.scope
+        return Trimming(self.keep, self.scope, self.densities)
 
     def rule(self, leaves: Mapped) -> Rule:
         aggregate = self.aggregate
         assert aggregate is not None
+        if self.special():
+            return _per_expert(leaves.cuts, self.weights, self.densities, aggregate, rescale=self.rescale).rule(leaves)
         return Rule(lambda _: lambda piece: fuse(piece, leaves.cuts, leaves.majority, aggregate))

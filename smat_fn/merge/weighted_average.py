@@ -8,18 +8,19 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
+from .coefs import Rules, coef_of
 from .common import Mapped, Merger, Rule, add, merge_weights
 from .inputs import Experts, check_alone
 
 
 def weighted_average(
-    experts: Experts, *, weights: Mapping[str, float] | Sequence[float], normalize: bool = True
+    experts: Experts, *, weights: Mapping[str, Rules] | Sequence[Rules], normalize: bool = True
 ) -> Params:
     """Σ_i w_i θ_i / Σ_i w_i, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
 
     Args:
         experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
-        weights: {name: w} or a list of them in the experts' order, finite.
+        weights: {name: w} or a list of them in the experts' order, finite; a w may be {glob: number} by leaf.
         normalize: False leaves out the division.
 
     Returns:
@@ -34,7 +35,11 @@ def weighted_average(
     flat = all_at_once(problems, lambda: check_alone(experts))
 
     shares = list(given.values())
-    return merge_weights(experts, flat, lambda _, values: mean_of(values, shares, normalize=normalize))
+    return merge_weights(experts, flat, lambda path, values: mean_of(values, _of(path, shares), normalize=normalize))
+
+
+def _of(path: str, weights: Iterable[Rules]) -> list[float]:
+    return [coef_of(path, rules) for rules in weights]
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
@@ -44,25 +49,35 @@ def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
 
 
 def given_weights(
-    experts: Experts, weights: Mapping[str, float] | Sequence[float], normalize: bool
-) -> tuple[list[str], dict[str, float]]:
+    experts: Experts, weights: Mapping[str, Rules] | Sequence[Rules], normalize: bool
+) -> tuple[list[str], dict[str, Rules]]:
     """Problems, and the weight of every expert in the experts' order."""
     if not isinstance(experts, (Mapping, list, tuple)):
         return [], {}  # `check_alone` says it
     names = [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
     if isinstance(weights, Mapping):
-        table = {str(name): float(weight) for name, weight in weights.items()}
+        table = {str(name): _number(weight) for name, weight in weights.items()}
         problems = [f"weights lacks expert {name!r}: 0 leaves it out" for name in names if name not in table]
         problems += [f"weights names {name!r}, which is no expert: remove it" for name in table if name not in names]
     else:
-        table = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
+        table = {name: _number(weight) for name, weight in zip(names, weights, strict=False)}
         problems = []
         if len(weights) != len(names):
             problems.append(f"weights holds {len(weights)} numbers for {len(names)} experts: give one for each")
-    problems += [f"the weight of {name!r} is {w}, must be finite" for name, w in table.items() if not math.isfinite(w)]
-    if not problems and names and normalize and math.fsum(table.values()) == 0:
+    problems += [
+        f"the weight of {name!r} is {w}, must be finite"
+        for name, rules in table.items()
+        for w in (rules.values() if isinstance(rules, Mapping) else [rules])
+        if not math.isfinite(w)
+    ]
+    numbers = [w for w in table.values() if not isinstance(w, Mapping)]
+    if not problems and names and normalize and len(numbers) == len(table) and math.fsum(numbers) == 0:
         problems.append("the sum of weights is 0: pass normalize=False, or other weights")
     return problems, {name: table[name] for name in names if name in table}
+
+
+def _number(weight: Rules) -> Rules:
+    return weight if isinstance(weight, Mapping) else float(weight)
 
 
 @dataclass(frozen=True)
@@ -78,4 +93,8 @@ class WeightedAverage(Merger):
     """Divide by the sum of the weights; with --no-normalize take them as they are."""
 
     def rule(self, leaves: Mapped) -> Rule:
+        if any(isinstance(weight, Mapping) for weight in self.weights):  # of a recipe
+            return Rule(
+                lambda path: lambda piece: mean_of(piece.deltas, _of(path, self.weights), normalize=self.normalize)
+            )
         return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize))

@@ -9,7 +9,7 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms"}
+NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms", "per_expert"}
 
 
 def some(experts, count):

@@ -1,6 +1,6 @@
-"""The command line of merge.py beside merging: verify, export, extract-lora, and --coef GLOB=NUMBER. No torch here."""
+"""The command line of merge.py beside mergers: recipe, verify, export, extract-lora, --coef GLOB=NUMBER. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -131,8 +131,72 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
+@dataclass(frozen=True)
+class FromRecipe:
+    """Merge as a file says: mergekit's YAML, or the recipe.yml of a merged model. `merge.py FILE.yml` is the same."""
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """YAML file."""
+    out: Path
+    """Folder for the merged model, which becomes --out/MERGER."""
+    seed: int | None = None
+    """Seed of random masks; preset: the file's, else 0."""
+    dry_run: bool = False
+    """Check everything, print memory, disk and time that the merge needs, write nothing."""
+    overwrite: bool = False
+    """Replace a merged model that exists."""
+    shard_size: str | None = None
+    """Largest file of weights, as 500MB or 5GB; preset: the file's, else 5GB."""
+    memory_mib: int = 72
+    """Working memory, in MiB, beside mapped files; --dry-run says what it needs."""
+    threads: int = 1
+    """CPU threads; they share --memory-mib."""
+
+
+def from_recipe(args: FromRecipe) -> None:
+    """Merge, and print what was done."""
+    import torch
+
+    from ...folders import chunk_of
+    from . import streaming
+    from .recipe import load
+
+    found = load(args.file)
+    given = dict(found.options)
+    seed = given.pop("seed", 0) if args.seed is None else args.seed
+    if args.shard_size is not None:
+        given["shard_size"] = streaming.bytes_of(args.shard_size)
+    coefs = found.coef if isinstance(found.coef, Mapping) else {} if found.coef is None else {"*": found.coef}
+    order = streaming.order(
+        found.base,
+        found.experts,
+        out=args.out,
+        seed=seed,
+        coefs=coefs,
+        overwrite=args.overwrite,
+        chunk=chunk_of(args.memory_mib << 20),
+        workers=args.threads,
+        **given,
+    )
+    torch.set_num_threads(1)  # of each worker
+    for note in found.notes:
+        print(f"note: {note}")
+    if args.dry_run:
+        for planned in streaming.plan_run([found.config], order).items():
+            print(streaming.plan_text(*planned))
+        return
+    for merged in streaming.stream_run([found.config], order):
+        print("\n".join(streaming.summary(found.config, *merged)))
+
+
+def by_file(words: list[str]) -> list[str]:
+    """``FILE.yml`` as the first word is ``recipe FILE.yml``."""
+    return ["recipe", *words] if words and words[0].endswith((".yml", ".yaml")) else words
+
+
 COMMANDS: dict[str, Command] = {
     "verify": (verify, Verify),
+    "recipe": (from_recipe, FromRecipe),
     "export": (export, Export),
     "extract-lora": (extract_lora, ExtractLora),
 }

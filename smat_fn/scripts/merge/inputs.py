@@ -1,14 +1,17 @@
 """A base and its experts, read from folders and checked against each other."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ... import checkpoint, errors, lora, random, tree
+from ...config import MergerConfig
 from ...folders import read_inputs
 from ...folders.inputs import repository_of
+from ...merge.per_expert import Weighted
 
 
 class Inputs(NamedTuple):
@@ -61,6 +64,51 @@ def named(expert: Path) -> tuple[str | None, Path]:
     if not rest or not name or "/" in name or expert.exists():
         return None, expert
     return name, Path(rest).expanduser()
+
+
+def weighted(
+    configs: Sequence[MergerConfig], base: Path, experts: Sequence[Path], given: Sequence[float | None]
+) -> list[MergerConfig]:
+    """The mergers with the weights of experts that `weight_of` found.
+
+    Raises: ValueError that lists the mergers without weights by name, and a weight that is given twice.
+    """
+    found = zip(by_name(base, experts, None)[0], given, strict=True)
+    weights = {name: weight for (name, *_), weight in found if weight is not None}
+    if not weights:
+        return list(configs)
+    example = "@".join(map(str, next(iter(weights.items()))))
+    problems = [
+        f"{config.name} takes no weights by expert, as {example}: leave them out"
+        for config in configs
+        if not isinstance(config, Weighted)
+    ]
+    problems += [
+        f"the weight of {name!r} stands in --experts and in --weights: leave one out"
+        for name in weights
+        for config in configs
+        if isinstance(config, Weighted) and name in config.weights
+    ]
+    errors.raise_problems(problems)
+    return [
+        replace(config, weights={**config.weights, **weights}) if isinstance(config, Weighted) else config
+        for config in configs
+    ]
+
+
+def weight_of(expert: Path) -> tuple[Path, float | None]:
+    """An expert without its weight, and the weight: ``FOLDER@0.5`` has one.
+
+    A number after the @ of a hub name is its revision; ``owner/name@main@0.5`` has a weight.
+    """
+    head, at, tail = str(expert).rpartition("@")
+    if not at or expert.exists():
+        return expert, None
+    try:
+        weight = float(tail)
+    except ValueError:
+        return expert, None
+    return (Path(head), weight) if "@" in head or named(Path(head))[1].exists() else (expert, None)
 
 
 def by_name(

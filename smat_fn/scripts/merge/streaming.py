@@ -21,6 +21,7 @@ from ...folders.writing import copied, exclusive
 from .card import CARD, card, rounding
 from .finished import differences, hashes, is_merged, seconds_to_hash, sources_text, verify
 from .inputs import by_name, facts_of, manifest_of, mask_key
+from .recipe import written
 
 __all__ = ["Order", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
 
@@ -220,7 +221,16 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
         CARD: card(manifest),
         checkpoint.SOURCES: sources_text(report.inputs),
+        checkpoint.RECIPE: _recipe(config, order),
     }
+
+
+def _recipe(config: MergerConfig, order: Order) -> str:
+    """What `merge.py` repeats this merge from."""
+    made = _settings(config, order)
+    rest = {name: made[name] for name in ("semantics", "out_dtype", "shard_size", "vocabulary", "device")}
+    coef = dict(order.coefs) if made["hyperparameters"].get("coefs") else None
+    return written(config, order.base, order.experts, coef, {"seed": order.seed, **rest})
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,183 @@
+"""Weights and densities of single experts: task vectors that are sparsified and weighted one by one, then combined."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..types import Aggregate
+from .coefs import Rules, coef_of
+from .common import BYTES_PER_COORDINATE, Fuse, Mapped, Merger, Piece, Rule, add, elected, halved, merge_pieces, zeroed
+from .inputs import Experts, Leaves
+
+Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
+
+NONE: Numbers = MappingProxyType({})
+_SMALL = 1e-7  # an L1 norm below it is not divided by
+
+
+class Part(NamedTuple):
+    """Coordinates of one expert's leaf."""
+
+    place: int  # of the expert
+    name: str
+    path: str
+    shape: torch.Size  # of the leaf
+    start: int
+    delta: Tensor  # flat, in compute dtype
+    fields: Tensor | None
+    density: float | None  # None: the merger's own
+
+
+# a part with zeros for what goes; divided by keep probabilities, or, with True, as it is
+Sparsify: TypeAlias = Callable[[Part, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """Σ_i w_i δ̂_i, δ̂_i the sparsified task vectors.
+
+    With ``elect`` of what agrees in sign with Σ_i w_i δ̂_i (+ where it is 0) alone; of aggregate "mean" divided by the
+    sum of the weights that take part, where that is not 0. With ``rescale`` δ̂_i = m ⊙ Δ_i · ‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ in
+    every leaf.
+
+    Source: mergekit 0.1.5, merge_methods/generalized_task_arithmetic.py and sparsify.py.
+    """
+
+    sparsify: Sparsify | None = None
+    weights: Numbers = field(default_factory=dict, hash=False)
+    densities: Numbers = field(default_factory=dict, hash=False)
+    aggregate: Aggregate = "sum"
+    elect: bool = False
+    rescale: bool = False
+    whole: bool = False  # ``sparsify`` needs whole leaves
+    rows: bool = False  # ``sparsify`` needs whole rows
+
+    def fuse(self, names: Sequence[str], path: str, shape: torch.Size) -> Fuse:
+        """What merges a piece of a leaf."""
+        weights = [number(self.weights, name, path, 1.0) for name in names]
+        densities = [number(self.densities, name, path) for name in names]
+
+        def fuse(piece: Piece) -> Tensor:
+            vectors = []
+            for i, (name, delta, weight) in enumerate(zip(names, piece.deltas, weights, strict=True)):
+                drawn = piece.fields[i] if piece.fields else None
+                vector = self._sparse(Part(i, name, path, shape, piece.start, delta, drawn, densities[i]))
+                vectors.append(vector * weight)
+            return combined(vectors, weights, elect=self.elect, mean=self.aggregate == "mean")
+
+        return fuse
+
+    def _sparse(self, part: Part) -> Tensor:
+        if self.sparsify is None:
+            return part.delta
+        if not self.rescale:
+            return self.sparsify(part, False)
+        masked = self.sparsify(part, True)
+        before, after = (float(halved(v.abs().double()[None])) if len(v) else 0.0 for v in (part.delta, masked))
+        return masked if min(before, after) < _SMALL else masked * (before / after)
+
+    def vector(self, start: Leaves, flat: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
+        """The merged task vector of checked leaves."""
+        fuses = {path: self.fuse(list(flat), path, leaf.shape) for path, leaf in start.items()}
+        whole = self.whole or self.rescale
+        return merge_pieces(
+            start, flat, lambda piece: fuses[piece.path](piece), key=key, rows=self.rows and not whole, whole=whole
+        )
+
+    def rule(self, leaves: Mapped) -> Rule:
+        """The same on chunks."""
+        whole = self.whole or self.rescale
+        return Rule(
+            lambda path: self.fuse(list(leaves.experts), path, leaves.shape(path)),
+            rows=self.rows and not whole,
+            whole=(lambda _: True) if whole else None,
+        )
+
+
+def combined(vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool, mean: bool) -> Tensor:
+    """The sum of weighted vectors, or of those entries that agree with its sign; ``mean``: over their weights."""
+    if not elect:
+        divisor = math.fsum(weights)
+        total = add(vectors)
+        return total.div_(divisor) if mean and abs(divisor) >= 1e-8 else total
+    sign = elected(vectors)
+    total, share = torch.zeros_like(sign), torch.zeros_like(sign)
+    for vector, weight in zip(vectors, weights, strict=True):
+        agrees = vector.sign() == sign
+        total += zeroed(vector, agrees)
+        share += agrees.to(share.dtype) * weight
+    return total / share.where(share != 0, 1) if mean else total
+
+
+def number(numbers: Numbers, name: str, path: str, default: Any = None) -> Any:
+    """An expert's number for a leaf."""
+    return coef_of(path, numbers[name]) if name in numbers else default
+
+
+def names_of(experts: Experts) -> list[str]:
+    """The names that `inputs.check` gives experts."""
+    if isinstance(experts, (Mapping, list, tuple)):
+        return [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
+    return []
+
+
+def number_problems(
+    experts: Experts, weights: Numbers = NONE, densities: Numbers = NONE, **shares: Numbers
+) -> list[str]:
+    """Errors for numbers of experts that are none, and for numbers out of their range."""
+    names, problems = names_of(experts), []
+    for label, numbers in {"weights": weights, "densities": densities, **shares}.items():
+        for name, rules in numbers.items():
+            if name not in names:
+                problems.append(f"{label} names {name!r}, which is no expert: they are {', '.join(names)}")
+            for value in rules.values() if isinstance(rules, Mapping) else [rules]:
+                if label == "weights" and not math.isfinite(value):
+                    problems.append(f"the weight of {name!r} is {value}, must be finite")
+                if label != "weights" and not 0 <= value <= 1:
+                    problems.append(f"{label} of {name!r} is {value}, must be in [0, 1]")
+    return list(dict.fromkeys(problems))
+
+
+def aggregate_problems(aggregate: str) -> list[str]:
+    """Errors for what is neither a sum nor a mean."""
+    return [] if aggregate in ("sum", "mean") else [f"aggregate is {aggregate!r}, must be 'sum' or 'mean'"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Merger):
+    """A merger whose experts may have weights; without them it is what it was, bit for bit."""
+
+    weights: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Weight of experts by name, negative to subtract one; 1 for those not named."""
+
+    def settings(self) -> dict[str, Any]:
+        plain = {f.name: {} if f.default is MISSING else f.default for f in fields(self) if f.kw_only}
+        return {name: value for name, value in super().settings().items() if name not in plain or value != plain[name]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Weighted):
+    """A merger whose experts may have weights and densities."""
+
+    densities: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Share of coordinates that stays of experts by name; the merger's own for those not named."""
+    rescale: bool = False
+    """Give each leaf of what stays the L1 norm that it had, instead of dividing by keep probabilities."""
+
+    def special(self) -> bool:
+        """Whether anything differs from the plain merger."""
+        return bool(self.weights or self.densities or self.rescale)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        """Of a whole leaf, where one is needed."""
+        least = super().memory(leaves, experts)
+        if not (self.rescale or (self.special() and self.whole)):
+            return least
+        return max(least, BYTES_PER_COORDINATE * experts * max((leaf.numel() for leaf in leaves.values()), default=0))
+
+    whole = False  # with densities or weights whole leaves are merged at once

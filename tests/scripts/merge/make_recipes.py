@@ -1,0 +1,141 @@
+"""Writes golden/recipes.safetensors: what mergekit 0.1.5 makes of the recipes in golden/recipes.yml, on tiny models.
+
+    pip install torch==2.13.0 && pip install mergekit==0.1.5 && python make_recipes.py
+
+The models are those of `write_models`, four layers, with task vectors that have nothing to do with each other. The
+masks of DARE and DELLA are not mergekit's: `torch.bernoulli` is replaced by the fields of ``smat_fn.random`` that the
+same expert, leaf and coordinate has here under seed 0, so that the outputs can be compared.
+Of ``dtype: bfloat16`` the output is rounded to it, as here, while mergekit would add up in it.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent / "golden"
+WIDTH, INNER, ROWS, LAYERS = 6, 10, 14, 4
+SHAPES = {
+    "self_attn.q_proj": (WIDTH, WIDTH),
+    "self_attn.k_proj": (WIDTH, WIDTH),
+    "self_attn.v_proj": (WIDTH, WIDTH),
+    "self_attn.o_proj": (WIDTH, WIDTH),
+    "mlp.gate_proj": (INNER, WIDTH),
+    "mlp.up_proj": (INNER, WIDTH),
+    "mlp.down_proj": (WIDTH, INNER),
+    "input_layernorm": (WIDTH,),
+    "post_attention_layernorm": (WIDTH,),
+}
+LAYER = {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+ROUND = {"model.embed_tokens.weight": (ROWS, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (ROWS, WIDTH)}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": ROWS,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def write_models(folder):
+    """BASE, A, B, C and ADAPTER, a LoRA adapter of rank 2, in a folder."""
+    generator = torch.Generator().manual_seed(11)
+
+    def leaves(scale):
+        return {path: scale * torch.randn(shape, generator=generator) for path, shape in (LAYER | ROUND).items()}
+
+    base = leaves(1.0)
+    models = {"BASE": base, **{name: {p: base[p] + d for p, d in leaves(0.3).items()} for name in "ABC"}}
+    for name, own in models.items():
+        (folder / name).mkdir()
+        save_file(own, folder / name / "model.safetensors", metadata={"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "ADAPTER").mkdir()
+    name = "base_model.model.model.layers.1.self_attn.q_proj"
+    pair = {f"{name}.lora_A.weight": (2, WIDTH), f"{name}.lora_B.weight": (WIDTH, 2)}
+    adapter = {path: torch.randn(shape, generator=generator) for path, shape in pair.items()}
+    save_file(adapter, folder / "ADAPTER" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "ADAPTER" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "BASE"}))
+
+
+def at(setting, folder):
+    """A recipe with its models in a folder."""
+    if isinstance(setting, dict):
+        places = {"model", "base_model"}
+        return {
+            key: "+".join(str(folder / part) for part in value.split("+")) if key in places else at(value, folder)
+            for key, value in setting.items()
+        }
+    return [at(entry, folder) for entry in setting] if isinstance(setting, list) else setting
+
+
+def fields_of(name, path, count):
+    """The fields of an expert's leaf under seed 0."""
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from smat_fn.merge.common import fields_of, mask_keys
+    from smat_fn.scripts.merge.inputs import mask_key
+
+    ((field,),) = fields_of(mask_keys(mask_key(0), [name], [path]), [(0, 0, count)], torch.device("cpu"))
+    return field
+
+
+def draw_alike():
+    """Have mergekit keep what is kept here."""
+    from mergekit import sparsify
+    from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge as Merge
+    from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask as Task
+
+    from_sparsify, merge, execute, now = sparsify.sparsify, Merge.merge_group, Task.execute, {}
+
+    def executed(self, *args, **kwargs):
+        now["path"] = self.output_weight.name
+        return execute(self, *args, **kwargs)
+
+    def merged(self, group, /, **parameters):
+        now["names"] = [Path(str(entry.id.model.path)).name for entry in group.non_base]
+        return merge(self, group, **parameters)
+
+    def sparse(*args, **kwargs):
+        now["name"] = now["names"].pop(0)
+        return from_sparsify(*args, **kwargs)
+
+    def bernoulli(p, *args, **kwargs):
+        fields = fields_of(now["name"], now["path"], p.numel()).view(p.shape)
+        return (fields >= ((1 - p.double()) * 65536).round()).to(p.dtype)
+
+    Task.execute, Merge.merge_group, torch.bernoulli = executed, merged, bernoulli
+    sys.modules[Merge.__module__].sparsify = sparse
+
+
+def main():
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    draw_alike()
+    out, options = {}, {"copy_tokenizer": False, "write_model_card": False}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_models(folder)
+        options["lora_merge_cache"] = str(folder / "cache")
+        for name, recipe in yaml.safe_load((HERE / "recipes.yml").read_text()).items():
+            if recipe["dtype"] == "bfloat16":
+                recipe |= {"dtype": "float32", "out_dtype": "bfloat16"}
+            config = MergeConfiguration.model_validate(at(recipe, folder))
+            run_merge(config, str(folder / name), MergeOptions(**options))
+            out |= {f"{name}/{path}": leaf for path, leaf in load_file(folder / name / "model.safetensors").items()}
+    save_file(out, HERE / "recipes.safetensors")
+
+
+if __name__ == "__main__":
+    main()

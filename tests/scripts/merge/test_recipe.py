@@ -1,0 +1,137 @@
+"""Recipes in mergekit's format against what mergekit 0.1.5 made of them, and our own file that repeats a merge."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from smat_fn.checkpoint import RECIPE
+from smat_fn.scripts.merge import commands
+from smat_fn.scripts.merge.recipe import load
+
+GOLDEN = Path(__file__).parent / "golden"
+_spec = importlib.util.spec_from_file_location("make_recipes", GOLDEN.parent / "make_recipes.py")
+make_recipes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_recipes)
+ROOT = Path(__file__).parents[3]
+RECIPES = yaml.safe_load((GOLDEN / "recipes.yml").read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_recipes.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(GOLDEN / "recipes.safetensors")
+
+
+def merged(recipe, models, out, **options):
+    file = out / "asked.yml"
+    file.write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
+    commands.from_recipe(commands.FromRecipe(file, out, **options))
+    (made,) = (folder for folder in out.iterdir() if folder.is_dir())
+    return made
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_what_mergekit_makes_of_it(name, models, golden, tmp_path):
+    found = load_file(merged(RECIPES[name], models, tmp_path) / "model.safetensors")
+    wanted = {path.partition("/")[2]: leaf for path, leaf in golden.items() if path.partition("/")[0] == name}
+    assert found.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        assert found[path].dtype == leaf.dtype
+        near = {"rtol": 2e-5, "atol": 2e-6} if leaf.dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+        torch.testing.assert_close(found[path], leaf, **near, msg=lambda text, path=path: f"{path}: {text}")
+
+
+@pytest.mark.parametrize("name", ["ties-gradients", "della", "slerp-gradient-slices", "linear-filters", "breadcrumbs"])
+def test_the_file_in_an_output_repeats_it(name, models, tmp_path):
+    for place in "one", "two":
+        (tmp_path / place).mkdir()
+    first = merged(RECIPES[name], models, tmp_path / "one", seed=3)
+    commands.from_recipe(commands.FromRecipe(first / RECIPE, tmp_path / "two"))
+    second = tmp_path / "two" / first.name
+    for file in "model.safetensors", "config.json", RECIPE:
+        assert (first / file).read_bytes() == (second / file).read_bytes()
+
+
+BAD = {
+    "merge_method": "nearswap",
+    "base_model": "BASE",
+    "modules": {},
+    "tokenizer": {"source": "union"},
+    "chat_template": "auto",
+    "dtype": "int8",
+    "colour": 1,
+    "slices": [
+        {"sources": [{"model": "A", "layer_range": [0, 2], "parameters": {"weight": "much"}}]},
+        {"sources": [{"model": "C+ADAPTER", "layer_range": [2, 4], "parameters": {"weight": [1, {"value": 2}]}}]},
+    ],
+}
+NAMED = (
+    "modules is not supported", "tokenizer is not", "chat_template is not", "dtype is 'int8'", "colour is no field",
+    "merge_method is 'nearswap'", "slices holds several", "'much'", "weight of model C+ADAPTER mixes",
+    "model C+ADAPTER: an adapter must be one of base_model",
+)  # fmt: skip
+
+
+def test_all_that_no_merger_does_is_refused_by_name_before_a_model_is_looked_at(tmp_path):
+    (tmp_path / "bad.yml").write_text(yaml.safe_dump(BAD))
+    with pytest.raises(ValueError, match="modules is not supported") as error:
+        load(tmp_path / "bad.yml")
+    assert [text for text in NAMED if text not in str(error.value)] == []
+
+
+SHARED = {"merge_method": "ties", "base_model": "BASE", "models": [{"model": "A", "parameters": {"weight": 1}}]}
+REFUSALS = {
+    "parameters.gamma is not supported with ties": SHARED | {"parameters": {"gamma": 0.1}},
+    "parameters.weight is missing for A": SHARED | {"models": [{"model": "A"}]},
+    "parameters.normalize differs by leaf": SHARED
+    | {"parameters": {"normalize": [{"filter": "mlp", "value": True}, {"value": False}]}},
+    "parameters.rescale: what is dropped at random": SHARED
+    | {"merge_method": "della", "parameters": {"rescale": False}},
+    "at random is always rescaled": SHARED | {"merge_method": "dare_linear", "parameters": {"rescale": False}},
+    "layer_range of A is [0, 2]": {
+        "merge_method": "ties",
+        "base_model": "BASE",
+        "slices": [{"sources": [{"model": "A", "layer_range": [0, 2], "parameters": {"weight": 1}}]}],
+    },
+    "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
+    "models or slices must be given": {"merge_method": "linear"},
+    "tokenizer_source is 'union'": SHARED | {"tokenizer_source": "union"},
+    "cannot be read as YAML": "models: [",
+    "holds a list": "[1]",
+}
+
+
+@pytest.mark.parametrize("text", REFUSALS)
+def test_what_a_recipe_cannot_say_is_one_error(text, models, tmp_path):
+    recipe = REFUSALS[text]
+    words = recipe if isinstance(recipe, str) else yaml.safe_dump(make_recipes.at(recipe, models))
+    (tmp_path / "bad.yml").write_text(words)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load(tmp_path / "bad.yml")
+
+
+def test_experts_have_weights_on_the_command_line(models, tmp_path):
+    def run(*words):
+        command = [sys.executable, ROOT / "merge.py", *words, "--base", models / "BASE", "--out", tmp_path / words[0]]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+    found = run("ta", "--experts", f"{models / 'A'}@0.5", f"other={models / 'B'}@-0.3", "--coef", "1")
+    assert found.returncode == 0, found.stderr
+    base, a, b = (load_file(models / name / "model.safetensors") for name in ("BASE", "A", "B"))
+    for path, leaf in load_file(tmp_path / "ta" / "ta" / "model.safetensors").items():
+        assert torch.equal(leaf, base[path] + ((a[path] - base[path]) * 0.5 + (b[path] - base[path]) * -0.3))
+    refused = run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
+    assert "wa takes no weights by expert, as A@0.5" in refused.stderr
