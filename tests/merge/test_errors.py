@@ -83,8 +83,8 @@ def test_experts(merger):
 
 
 def test_base_that_is_no_tree():
-    with raises("base: leaf 'a' is a str, not a tensor", "expert '0': leaf 'a' is a NoneType"):
-        merge.task_arithmetic({"a": "x"}, [{"a": None}], coef=1.0)
+    with raises("base: leaf 'a' is a str, not a tensor", "expert '0': leaf 'a' is a float"):
+        merge.task_arithmetic({"a": "x"}, [{"a": 0.5}], coef=1.0)
 
 
 def test_weight_average_lists_all_that_differs():
