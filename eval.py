@@ -12,6 +12,13 @@ Folders are searched for checkpoints of train.py and merge.py. Experts are score
 the tasks of the experts merged into them. An interrupted evaluation resumes when rerun with the same --out.
 """
 
+import sys
+
+from smat_fn.progress import starting
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    starting("eval.py", sys.argv[1:])
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal

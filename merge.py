@@ -16,8 +16,15 @@ Options with "default: preset" take the value of --preset.
 
 import faulthandler
 import sys
+
+from smat_fn.progress import starting
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    starting("merge.py", sys.argv[1:])
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
@@ -56,6 +63,9 @@ else:
     ]
 
 
+NAMES = [All.name, *(config.name for config in (*MERGERS, *MORE_MERGERS))]
+
+
 @dataclass(frozen=True)
 class Merge:
     """Merge experts into one model."""
@@ -86,7 +96,8 @@ class Merge:
     dry_run: bool = False
     """Check everything, print memory, disk and time that a merge needs, write nothing."""
     preset: Annotated[str | None, arg(help_behavior_hint="(default: that of the experts, else digits)")] = None
-    """Settings of mergers, by the name of a preset of train.py. A merger's own options override them."""
+    """Settings of mergers, by the name of a preset of train.py, which a merger's own options override; with --search
+    its suite too, of experts that name none."""
     seed: int = 0
     """Seed of random masks."""
     overwrite: bool = False
@@ -132,8 +143,12 @@ def main(args: Merge) -> None:
     if args.widen and not args.search:
         raise ValueError("--widen requires --search")
     merge = in_memory if args.search or args.calibrate else on_disk
-    for line in merge(args, preset, mergers(args, preset), base, experts):
-        print(line)
+    configs = mergers(args, preset)
+    if not args.dry_run:
+        found = "experts" if args.run is None else f"experts of {args.run}"
+        print(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}", file=sys.stderr)
+    for line in merge(args, preset, configs, base, experts):
+        print(line, flush=True)
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:
@@ -155,7 +170,7 @@ def in_memory(
     defaults: dict[str, object] = {f.name: {} if f.name == "coefs" else f.default for f in fields(Merge)}
     if extra := [f"--{name.replace('_', '-')}" for name in ON_DISK if getattr(args, name) != defaults[name]]:
         raise ValueError(f"{', '.join(extra)}: not with --search or --calibrate, which merge in memory")
-    merged = merging.merge_run(
+    merging.merge_run(
         configs,
         base,
         experts,
@@ -165,10 +180,12 @@ def in_memory(
         seed=args.seed,
         overwrite=args.overwrite,
         options=args.suite_options,
+        implied={"name": preset.suite, **preset.options} if args.preset else {},
         coefs=args.grid,
         widen=args.widen,
+        report=partial(print, flush=True),
     )
-    return merging.summary(merged)
+    return ()
 
 
 def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterator[str]:
@@ -203,4 +220,4 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
 if __name__ == "__main__":
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
-    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob)
+    cli.run("merge.py", main, Merge, description=__doc__, commands=COMMANDS, prepare=by_glob, names=NAMES)

@@ -15,6 +15,12 @@ the result is bit-identical.
 """
 
 import sys
+
+from smat_fn.progress import starting
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    starting("train.py", sys.argv[1:])
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
     Chosen: TypeAlias = MethodConfig
 else:  # a subcommand for every method
     Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry
+
+
+NAMES = [config.name for config in (*METHODS, *MORE_METHODS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,8 @@ class Train(RunSettings):
     """The expert is an average over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none."""
     accumulate: int | None = None
     """Micro-batches per step: less memory, the same step up to rounding."""
+    metric: Annotated[str | None, arg(help_behavior_hint="(default: rouge-l)")] = None
+    """Language tasks of your own: rouge-l, label, number, exact, f1, contains, or a function as module:function."""
     mask_prompt: bool = False
     """Language models: compute the loss on the answer only, not on the prompt."""
     precision: Annotated[Precision | None, arg(help_behavior_hint="(default: the suite's dtype)")] = None
@@ -124,14 +135,16 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.options import RunOptions, check_run, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
-    from smat_fn.suites import load_suite, task_names
+    from smat_fn.suites import describe_options, load_suite, task_names
 
     torch.set_num_threads(args.threads)
     preset = preset_of(args.preset)
     method = resolve(args.method, preset.methods)
     named = {"model": args.model, "data": args.data, "rows": args.rows, "mask_prompt": args.mask_prompt or None}
+    named["metric"] = args.metric
     options = suite_options(preset, args.suite_options, precision=args.precision, **named)
     known = task_names(preset.suite, **options)
+    only = {"only": args.tasks} if args.tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{own.name: getattr(args, own.name) for own in fields(RunSettings)},
         tasks=args.tasks or known,
@@ -143,9 +156,14 @@ def train(args: Train, world: "parallel.World") -> None:
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)
-    with world.first():
-        suite = load_suite(preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options)
     report = partial(print, flush=True) if world.leads else lambda line: None
+    sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
+    if world.leads:
+        print(f"loading suite {preset.suite}{f': {sources}' if sources else ''}", file=sys.stderr, flush=True)
+    with world.first():
+        suite = load_suite(
+            preset.suite, seed=run.seed if args.suite_seed is None else args.suite_seed, **options, **only
+        )
     if args.dry_run:
         report(dry_run(suite, method, training, tasks=run.tasks, seed=run.seed))
         return
@@ -194,4 +212,4 @@ if __name__ == "__main__":
         "sweep": (lambda options: sweep(options, script=Path(__file__)), Sweep),
         "status": (status, Status),
     }
-    cli.run("train.py", main, Train, description=__doc__, commands=commands)
+    cli.run("train.py", main, Train, description=__doc__, commands=commands, names=NAMES)

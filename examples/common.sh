@@ -42,7 +42,7 @@ merged() {
 # tabulated NAME TITLE: scores of runs in the folder NAME of OUT, and a report on them
 tabulated() {
   "$PYTHON" eval.py "${runs[@]}" --out "$OUT/$1" --plot "$OUT/$1/merging.png" ${evaluation[@]+"${evaluation[@]}"}
-  "$PYTHON" eval.py report "$OUT/$1/results.jsonl" --out "$OUT/$1/report" --title "$2"
+  "$PYTHON" eval.py report "$OUT/$1/results.jsonl" --out "$OUT/$1/report" --title "$2" --overwrite
 }
 
 runs=()

@@ -37,12 +37,33 @@ def loops_for(*tensors: Tensor) -> ModuleType | None:
     if torch.compiler.is_compiling() or _off or torch._C._len_torch_dispatch_stack():
         return None
     for tensor in tensors:
-        if type(tensor) not in _TYPES or not tensor.is_cpu or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if type(tensor) not in _TYPES or not tensor.is_cpu or _wrapped(tensor):
             return None
     return _imported()
 
 
 _TYPES = Tensor, torch.nn.Parameter
+
+
+def loops() -> ModuleType | None:
+    """The compiled loops, for callers that hold numpy arrays."""
+    return None if _off else _imported()
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether numpy may read these tensors' values: memory of the CPU, outside of transforms and fake tensors."""
+    return (
+        not transformed()  # inside, torch wraps what it hands to numpy
+        and not _replaced()
+        and all(type(tensor) in _TYPES and tensor.is_cpu and not _wrapped(tensor) for tensor in tensors)
+    )
+
+
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _replaced() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(mode) for mode in _REPLACING)
 
 
 @cache
@@ -110,7 +131,7 @@ def constant(values: numpy.ndarray, kept: dict[Any, Tensor], key: Any, device: t
     Args: values: shared memory, never written to; device: None is the CPU.
     """
     modes = torch._C._len_torch_dispatch_stack()
-    if transformed() or (modes and any(torch._C._get_dispatch_mode(mode) for mode in _REPLACING)):
+    if transformed() or _replaced():
         tensor = torch.from_numpy(values)
         return tensor if device is None else tensor.to(device)
     found = kept.get(key)

@@ -1,20 +1,38 @@
 """Problems of an input, collected and raised as one ValueError."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 _SHOWN = 10
+_OF_A_KIND = 3
 MANY = 12  # problems of one kind that are listed one by one
 
 T = TypeVar("T")
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raises: ValueError that joins the problems, if there are any."""
-    if problems:
-        raise ValueError("; ".join(problems))
+    """Raises: ValueError that joins the problems, if there are any, each once.
+
+    Of more than ten, the first three of a kind (alike but for names and numbers) and the number of the others.
+    """
+    if not problems:
+        return
+    once = list(dict.fromkeys(problems))
+    kinds = [re.sub(r"'[^']*'|\S*[\d/]\S*", "", problem) for problem in once]
+    shown = [problem for i, problem in enumerate(once) if kinds[:i].count(kinds[i]) < _OF_A_KIND]
+    if len(once) <= _SHOWN or len(shown) == len(once):
+        raise ValueError("; ".join(once))
+    raise ValueError("; ".join([*shown, f"and {len(once) - len(shown)} more like these"]))
+
+
+def suggestion(value: str, known: Iterable[str]) -> str:
+    """ ", did you mean 'smat'?" for a value that is nearly one of ``known``, else an empty text."""
+    near = get_close_matches(value.lower(), list(known), n=1, cutoff=0.6)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def shortened(problems: Sequence[str], rest: str) -> list[str]:
@@ -79,4 +97,5 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
 def check_member(kind: str, value: str, known: Sequence[str]) -> None:
     """Raises: ValueError unless ``value`` is one of ``known``."""
     if value not in known:
-        raise ValueError(f"{kind} {value!r} is unknown, choose one of {', '.join(map(repr, known))}")
+        near = suggestion(value, known)
+        raise ValueError(f"{kind} {value!r} is unknown{near or ','} choose one of {', '.join(map(repr, known))}")

@@ -8,7 +8,9 @@ split, folded into, or drawn from, and only once.
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -38,12 +40,10 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     Args: seed, counter: int64 tensors of one (broadcastable) shape.
     Returns: four int64 tensors that hold unsigned 32-bit words.
     """
-    if (loops := compiled.loops_for(seed, counter)) is not None:
-        seeds, counters = torch.broadcast_tensors(seed, counter)
-        words = torch.empty((4, *seeds.shape), dtype=torch.int64, device="cpu")
-        arrays = (compiled.array(part.contiguous()) for part in (seeds, counters, words))
-        loops.words(*arrays)
-        return tuple(words)
+    small = 0 < seed.numel() <= _SMALL and 0 < counter.numel() <= _SMALL
+    if compiled.readable(seed, counter) and (small or (counter.numel() and compiled.loops() is not None)):
+        w0, w1, w2, w3 = torch.from_numpy(_words(seed.numpy(), counter.numpy()).view(numpy.int64))
+        return w0, w1, w2, w3
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
     c2 = c3 = torch.zeros_like(c0)
@@ -68,8 +68,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     _check_key(key)
     if num < 1:
         raise ValueError(f"split: num is {num}, must be at least 1")
-    counters = torch.arange(num, device=key.device).view(-1, *[1] * (key.ndim - 1))
-    return _derive(key[..., 0], key[..., 1] + counters)
+    return _derive(key, numpy.arange(num).reshape(-1, *[1] * (key.ndim - 1)))
 
 
 def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     _check_key(key)
     if isinstance(data, str):
         data = name_hashes((data,))[0]
-    return _derive(key[..., 0], key[..., 1] + (data if isinstance(data, Tensor) else _int64(data)))
+    return _derive(key, data if isinstance(data, Tensor) else _int64(data))
 
 
 def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
@@ -137,9 +136,19 @@ def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
     check_key(key)
+    if compiled.readable(key):
+        seed, offset = key.numpy().tolist()
+        return torch.from_numpy(_leaf_table(seed, offset, tuple(paths)).copy())
     hashes = torch.tensor(name_hashes(tuple(paths)), dtype=torch.int64, device="cpu")
     hashes = hashes.to(key.device, non_blocking=key.device.type == "cuda")  # the host does not wait
     return split(fold_in(key, hashes))
+
+
+@lru_cache(maxsize=16)
+def _leaf_table(seed: int, offset: int, paths: tuple[str, ...]) -> numpy.ndarray:
+    """`leaf_streams` of one step: asked for by all that draws the same mask again."""
+    children = _pairs(numpy.array([seed, offset]), numpy.array(_known_hashes(paths), numpy.int64))
+    return _pairs(children, numpy.arange(2)[:, None])
 
 
 def threshold(prob: float | Tensor) -> Tensor:
@@ -148,6 +157,8 @@ def threshold(prob: float | Tensor) -> Tensor:
     ``T = min(round(65536 p), 65535)``; the realised probability is T / 65536. Args: prob in [0, 1]. Returns: int64.
     """
     prob = torch.as_tensor(prob, dtype=torch.float64)
+    if compiled.readable(prob) and not prob.ndim and not prob.requires_grad:
+        return torch.full((), min(round(65536 * float(prob.numpy())), 65535), dtype=torch.int64, device=prob.device)
     return (prob * 65536).round().clamp(max=65535).to(torch.int64)
 
 
@@ -174,9 +185,14 @@ def uniform(
     if not dtype.is_floating_point:
         raise ValueError(f"uniform: dtype {dtype} is no floating-point dtype")
     size = math.prod(shape)
-    counters = torch.arange(-(-size // 4), device=key.device)
-    words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
-    unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
+    if compiled.readable(key) and size <= _SMALL:
+        seed, offset = key.numpy()[:, None]
+        drawn_words = _words(seed, offset + numpy.arange(-(-size // 4))).T.reshape(-1)[:size]
+        unit = torch.from_numpy((drawn_words & 0xFFFFFF) * 2.0**-24)
+    else:
+        counters = torch.arange(-(-size // 4), device=key.device)
+        words = torch.stack(philox(key[0].expand(counters.shape), key[1] + counters), -1).reshape(-1)[:size]
+        unit = (words & 0xFFFFFF).to(torch.float64) * 2.0**-24
     drawn = (minval + (maxval - minval) * unit).to(dtype).reshape(shape)
     if (minval, maxval) == (0, 1) and torch.finfo(dtype).eps <= 2.0**-23:  # u has as many bits as float32
         return drawn
@@ -194,10 +210,45 @@ def name_hashes(names: tuple[str, ...]) -> list[int]:
 name_hashes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _derive(seed: Tensor, counter: Tensor) -> Tensor:
-    seed, counter = torch.broadcast_tensors(seed, counter)
+_known_hashes = lru_cache(maxsize=16)(name_hashes)
+_SMALL = 4096  # keys that numpy derives as fast as torch
+
+
+def _derive(key: Tensor, data: int | numpy.ndarray | Tensor) -> Tensor:
+    """Block ``data`` of a key as a key."""
+    if compiled.readable(key, *((data,) if isinstance(data, Tensor) else ())):
+        blocks = data.numpy() if isinstance(data, Tensor) else numpy.asarray(data, numpy.int64)
+        return torch.from_numpy(_pairs(key.numpy(), blocks.astype(numpy.int64)))
+    if isinstance(data, numpy.ndarray):
+        data = torch.arange(data.size, device=key.device).view(data.shape)
+    seed, counter = torch.broadcast_tensors(key[..., 0], key[..., 1] + data)
     w0, w1, w2, w3 = philox(seed, counter)
     return torch.stack((w0 | (w1 << 32), w2 | (w3 << 32)), -1)
+
+
+def _pairs(key: numpy.ndarray, data: numpy.ndarray) -> numpy.ndarray:
+    """`_derive` on int64 arrays: no launch, and nothing that a device waits for."""
+    seed, offset, data = (part[..., None] for part in numpy.broadcast_arrays(key[..., 0], key[..., 1], data))
+    words = _words(seed[..., 0], (offset + data)[..., 0])  # arrays wrap around in silence, scalars warn
+    return numpy.stack((words[0] | words[1] << 32, words[2] | words[3] << 32), -1).view(numpy.int64)
+
+
+def _words(seed: numpy.ndarray, counter: numpy.ndarray) -> numpy.ndarray:
+    """`philox` on int64 arrays: uint64 (4, ...)."""
+    both = numpy.array(numpy.broadcast_arrays(seed, counter)).view(numpy.uint64)
+    seeds, counters = both.reshape(2, -1)
+    out = numpy.empty((4, *both.shape[1:]), numpy.uint64)
+    if (loops := compiled.loops()) is not None:
+        loops.words(seeds, counters, out.reshape(-1))
+        return out
+    k0, k1, c0, c1 = seeds & _WORD, seeds >> 32, counters & _WORD, counters >> 32
+    c2 = c3 = numpy.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        p, q = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q & _WORD, (p >> 32) ^ c3 ^ k1, p & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    out.reshape(4, -1)[:] = c0, c1, c2, c3
+    return out
 
 
 def _int64(number: int) -> int:

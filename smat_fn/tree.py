@@ -278,11 +278,26 @@ def global_norm(tree: Params) -> Tensor:
 
     ``sqrt(sum_b s_b)``: s_b is the float32 (float64 for float64 leaves) sum of squares of block b of 4,096 coordinates
     of a leaf; the s_b, in leaf order, are added in float64. Both sums are `sum_by_halves`, so that the bits depend on
-    no device and no number of threads. Leaves may lie on several devices: only the s_b travel.
+    no device and no number of threads. Leaves may lie on several devices: only the s_b travel. Outside of transforms
+    and autograd `smat_fn.ops` sums the squares, by one launch for each device and dtype.
     """
     leaves = list(flatten(tree).values())
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
+    recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    launched = hasattr(torch.ops.smat_fn, "block_squares")  # whoever takes a step has imported `smat_fn.ops`
+    if not launched or transformed() or recorded or any(type(leaf) not in PLAIN for leaf in leaves):
+        sums = block_squares(leaves)
+    else:
+        sums = torch.ops.smat_fn.block_squares(leaves)
+    return root(sum_by_halves(sums)) if sums.numel() else leaves[0].new_zeros((), dtype=torch.float64)
+
+
+PLAIN = Tensor, nn.Parameter  # what custom operations are asked about; other types keep to plain torch
+
+
+def block_squares(leaves: Sequence[Tensor]) -> Tensor:
+    """The s_b of `global_norm` in plain torch: float64 (blocks,), in leaf order, on the device of the first leaf."""
     sums, at, whole = [], -1, leaves[0]
     blocks = 128 if leaves[0].device.type == "cpu" else 256  # of a group: 2 MB stay in a CPU's cache
     groups = spans([leaf.numel() for leaf in leaves], NORM_BLOCK * blocks)
@@ -302,7 +317,7 @@ def global_norm(tree: Params) -> Tensor:
             rows.append((torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, NORM_BLOCK))
         block = torch.cat(rows) if len(rows) > 1 else rows[0]
         sums.append(sum_by_halves(block * block).double().to(leaves[0].device))
-    return root(sum_by_halves(torch.cat(sums))) if sums else leaves[0].new_zeros((), dtype=torch.float64)
+    return torch.cat(sums) if sums else leaves[0].new_zeros(0, dtype=torch.float64)
 
 
 def sum_by_halves(values: Tensor) -> Tensor:
@@ -310,6 +325,11 @@ def sum_by_halves(values: Tensor) -> Tensor:
     size = values.shape[-1]
     if short := (1 << (size - 1).bit_length()) - size:
         values = torch.nn.functional.pad(values, (0, short))
+    if values.ndim == 1 and not transformed():
+        values = values.view([2] * (values.numel().bit_length() - 1))
+        while values.ndim:  # a call a level: two terms have one order
+            values = values.sum(0)
+        return values
     while (half := values.shape[-1] // 2) > 0:
         values = values[..., :half] + values[..., half:]
     return values.squeeze(-1)

@@ -77,6 +77,7 @@ class Suite(Protocol):
     recipe: Mapping[str, Any]  # JSON values; ``load_suite(**recipe)`` builds the same suite
     seed: int  # of splits, base and heads, of sampled answers
     repeats: Mapping[str, int]  # number of decodes of tasks whose score is the mean of several
+    notes: tuple[str, ...]  # what whoever trains on it should know
 
     def loss_fn(self, task: str, /) -> LossFn:
         """``loss_fn(params, batch) -> (loss, aux)`` of a task."""

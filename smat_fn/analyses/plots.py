@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint
-from ..report.plots import colours, new_figure, png, tidy
+from ..report.plots import aside, colours, new_figure, png, reach, tidy
 from ..report.section import csv_text
 from .results import Result, Row, as_json, curves, methods, records
 
@@ -40,9 +40,13 @@ def _curve(result: Result) -> Any:
         axes.errorbar(
             counts, means, errors if any(errors) else None, label=method, color=palette[method], capsize=2.5,
             marker=MARKERS[index % len(MARKERS)], markersize=6, markeredgecolor="black", markeredgewidth=0.5,
+            transform=axes.transData + aside(figure, index, len(found)),
         )  # fmt: skip
     counts = sorted({count for line in found.values() for count in line})
     axes.set_xticks(counts)
+    # matplotlib finds no limits of what stands aside
+    ends = reach(cell for line in found.values() for cell in line.values())
+    axes.set(xlim=(counts[0] - 0.3, counts[-1] + 0.3), ylim=ends)
     merged = result["analysis"] == "experts-curve"
     settings = result["settings"]
     axes.set_xlabel(
@@ -52,7 +56,7 @@ def _curve(result: Result) -> Any:
     spread = any(cell.sd for line in found.values() for cell in line.values())
     axes.set_ylabel(f"{settings['split']} score, % of the FT experts'" + "\n± standard deviation over seeds" * spread)
     tidy(axes, "y")
-    axes.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, columnspacing=1)
+    axes.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1)
     return figure
 
 
@@ -66,9 +70,7 @@ def _gains(result: Result) -> Any:
         style: dict[str, Any] = {"s": 60, "edgecolors": "black", "linewidths": 0.8, "zorder": 2}
         axes.scatter([expert], [place], color="white", label="" if place else "experts", **style)
         axes.scatter([merged], [place], color=palette[method], label="" if place else "mean of five mergers", **style)
-        axes.annotate(
-            f"{-drop:+.1f}", ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center", fontsize=9
-        )
+        axes.annotate(f"{-drop:+.1f}", ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center")
     axes.set_yticks(range(len(found)), list(found))
     axes.set(ylim=(len(found) - 0.5, -0.6))
     axes.set_xlabel(f"mean {result['settings']['split']} score over tasks")
@@ -98,11 +100,10 @@ def _landscape(result: Result) -> Any:
         line[0].set_ylabel(f"{task}\nb, partners")
         figure.colorbar(drawn, ax=list(line), label="loss")
     for axes, name in zip(grid[0], names, strict=True):
-        axes.set_title(name, fontsize=11)
+        axes.set_title(name)
     for axes in grid[-1]:
         axes.set_xlabel("a, own update")
-        axes.tick_params(axis="x", labelsize=8)
-    figure.supxlabel(f"contours: every {STEP:g}; star: the expert alone, (1, 0)", fontsize=9)
+    figure.supxlabel(f"contours: every {STEP:g}; star: the expert alone, (1, 0)")
     return figure
 
 
@@ -121,7 +122,7 @@ def _diagnose(result: Result) -> Any:
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.set_xlabel("root mean square over weights")
     tidy(axes, "both")
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
 
 

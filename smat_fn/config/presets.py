@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..errors import suggestion
 from ..mat import METHODS, MethodConfig
 from ..mat.asam import Asam
 from ..mat.finetune import Finetune
@@ -187,5 +188,6 @@ PRESETS: Mapping[str, Preset] = {
 def preset_of(name: str) -> Preset:
     """The preset of a name. Raises: ValueError for a name not in `PRESETS`."""
     if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown, choose one of {', '.join(PRESETS)}")
+        near = suggestion(name, PRESETS)
+        raise ValueError(f"preset {name!r} is unknown{near or ','} choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

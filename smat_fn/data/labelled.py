@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
-from .rows import TextRows, read_hub, read_objects, read_parquet
+from .rows import SPELLINGS, TextRows, read_hub, read_objects, read_parquet
 from .splits import split_rows
 
-SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
+SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
 _SEED = 0  # of splits that the source does not have: the same for everyone
@@ -30,7 +30,7 @@ class Task(NamedTuple):
     classes: tuple[str, ...]  # names of labels 0, 1, ...
 
 
-def load_task(source: str) -> Task:
+def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     """The rows of a task in all three splits.
 
     A row has a text (column text, else sentence) and a label (label, else coarse_label, else intent): a number, or the
@@ -38,21 +38,26 @@ def load_task(source: str) -> Task:
     that the source lacks is made from train by the rule of `splits`, seed 0: first test, then dev.
 
     Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl or .parquet;
-        or a dataset of the hub, ``name`` or ``name:config``.
+        or a dataset of the hub, ``name`` or ``name:config``; columns: the source's names of ``text`` and ``label``.
     Raises: ValueError that lists all problems by row, counted from 0, and classes without training rows; for a source
         that cannot be loaded.
     """
+    if unknown := sorted(set(columns or {}) - {"text", "label"}):
+        raise ValueError(f"columns renames {unknown}, the columns are text and label: write text=NAME,label=NAME")
     folder = Path(source).expanduser()
-    raw, names = _folder(folder) if folder.is_dir() else _hub(source)
-    complain(source, [] if "train" in raw else [f"there is no split train, there are {sorted(raw)}"])
-    columns = [_columns(rows, f"{source} ({split})") for split, rows in raw.items()]
+    known = {name: (own,) for name, own in (columns or {}).items()}
+    wanted = known.get("text", _TEXTS), known.get("label", _LABELS)
+    raw, names = _folder(folder) if folder.is_dir() else _hub(source, wanted[1])
+    if "train" not in raw:
+        complain(source, [_no_train(folder, raw)])
+    found = [_columns(rows, wanted, f"{source} ({split})") for split, rows in raw.items()]
     if names is None:
-        own = [row.get(label) for rows, (_, label) in zip(raw.values(), columns, strict=True) for row in rows]
+        own = [row.get(label) for rows, (_, label) in zip(raw.values(), found, strict=True) for row in rows]
         strings = sorted({value for value in own if isinstance(value, str)})
         numbers = [value for value in own if type(value) is int]
         names = strings or [str(label) for label in range(max(numbers, default=-1) + 1)]
     problems, splits = [], {}
-    for (split, rows), (text, label) in zip(raw.items(), columns, strict=True):
+    for (split, rows), (text, label) in zip(raw.items(), found, strict=True):
         texts, labels = [row.get(text) for row in rows], [_place(row.get(label), names) for row in rows]
         bad = [i for i, own in enumerate(texts) if not (isinstance(own, str) and own.strip())]
         problems += [f"{split}: the {text} of {name_rows(bad)} is no text"] if bad else []
@@ -94,14 +99,24 @@ def _place(label: Any, names: Sequence[str]) -> int | None:
     return label if type(label) is int and 0 <= label < len(names) else None
 
 
-def _columns(rows: list[dict[str, Any]], where: str) -> tuple[str, str]:
+def _no_train(home: Path, raw: _Raw) -> str:
+    there = f"there is no split train, there are {', '.join(sorted(raw)) or 'no splits'}"
+    if (home / "train").is_dir() or (home / "train.npz").is_file():
+        return f"{there} as .json, .jsonl or .parquet; these look like images, for which there is --preset clip-vit-b32"
+    return f"{there}: give train.json, .jsonl or .parquet"
+
+
+def _columns(rows: list[dict[str, Any]], wanted: tuple[tuple[str, ...], ...], where: str) -> tuple[str, str]:
     known = list(dict.fromkeys(key for row in rows for key in row))
-    found = [next((name for name in names if name in known), None) for names in (_TEXTS, _LABELS)]
+    found = [next((name for name in names if name in known), None) for names in wanted]
+    way = "say which it is by --suite-options columns text=NAME,label=NAME"
+    if {"prompt", "answer"} <= {*known}:
+        way = "these look like prompt/answer rows, for which there is --preset llama-3.2-1b"
     complain(
         where,
         [
-            f"there is no column {' or '.join(names)}, there are {known}: rename one"
-            for names, own in zip((_TEXTS, _LABELS), found, strict=True)
+            f"there is no column {' or '.join(names)}, there are {known}: {way}"
+            for names, own in zip(wanted, found, strict=True)
             if own is None
         ]
         if rows
@@ -137,12 +152,13 @@ def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
     return raw, names
 
 
-def _hub(source: str) -> tuple[_Raw, list[str] | None]:
+def _hub(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
     name, _, config = source.partition(":")
     instead = 'train.json, dev.json and test.json (lists of {"text": ..., "label": ...})'
     data = read_hub(name, part="", instead=instead, name=config or None)
-    raw = {ours: data[own].to_list() for ours, names in SPLITS.items() for own in names if own in data}
+    first = {ours: next((own for own in names if own in data), None) for ours, names in SPLITS.items()}
+    raw = {ours: data[own].to_list() for ours, own in first.items() if own is not None}
     features = next(iter(data.values())).features
-    column = next((name for name in _LABELS if name in features), None)
+    column = next((name for name in labels if name in features), None)
     names = list(getattr(features.get(column), "names", ()) or ()) or None
     return raw, names

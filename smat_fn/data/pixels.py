@@ -16,6 +16,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from ..checkpoint import fingerprint
+from ..progress import bar
 from .cache import cached, versions
 from .images import Images
 
@@ -39,8 +40,12 @@ def prepare(images: np.ndarray | Images, processor: Any, places: Sequence[int] |
         return processor(chosen, **_LAYOUT, **dict.fromkeys(_ELEMENTWISE, False))["pixel_values"]
 
     try:
-        with ThreadPoolExecutor() as pool:
-            parts = torch.cat(list(pool.map(some, range(0, len(places), _TOGETHER))))
+        starts, found = range(0, len(places), _TOGETHER), []
+        with ThreadPoolExecutor() as pool, bar(len(starts), desc="preparing images", leave=False, delay=1) as shown:
+            for part in pool.map(some, starts):
+                found.append(part)
+                shown.update()
+        parts = torch.cat(found)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the image processor {type(processor).__name__} fails on the images ({error})") from error
     if parts.dtype != torch.uint8 or parts.ndim != 4 or parts.shape[1] != 3:

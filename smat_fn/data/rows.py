@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +14,11 @@ from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".npz")
 _COLUMNS = ("prompt", "answer", "image", "label")
+SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split, the first that is there
+    "dev": ("dev", "validation", "valid"),
+    "eval": ("eval", "test"),
+    "test": ("test", "eval"),
+}
 _ARRAYS = {"image": "images", "label": "labels"}
 _MISSING = object()
 
@@ -51,11 +57,11 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
             "labels, class_names)"
         )
         part = f"split {split!r} of config {task!r} of "
-        data = read_hub(str(source), part=part, instead=instead, name=task, split=split)
+        data = _hub_split(str(source), part=part, instead=instead, name=task, split=split)
         return _dataset(data, names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
     if file.is_dir():
-        return class_folders(file.parent, split)
+        return class_folders(file.parent, file.name)
     if file.suffix not in SUFFIXES:
         raise ValueError(f"{file} is none of {', '.join(SUFFIXES)}: convert it to one of them")
     if file.suffix == ".npz":
@@ -73,12 +79,13 @@ def take(rows: Rows, indices: Sequence[int]) -> Rows:
 
 def _find(source: Path, task: str, split: str) -> Path:
     home = source / task
-    files = [file for suffix in SUFFIXES if (file := home / f"{split}{suffix}").is_file()]
-    files += [folder] if (folder := home / split).is_dir() else []
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise ValueError(f"{home} has {' and '.join(f.name for f in files)}: keep one of them")
+    for name in SPELLINGS.get(split, (split,)):
+        files = [file for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
+        files += [folder] if (folder := home / name).is_dir() else []
+        if len(files) > 1:
+            raise ValueError(f"{home} has {' and '.join(f.name for f in files)}: keep one of them")
+        if files:
+            return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
     raise ValueError(f"{home} has no {split}.json, .jsonl, .parquet or .npz: {seen} holds {there or 'nothing'}")
@@ -130,6 +137,20 @@ def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) ->
             f"({type(error).__name__}: {reason}): go online, or make a folder with {instead}, and give that folder as "
             "the source"
         ) from error
+
+
+def _hub_split(source: str, *, split: str, **where: Any) -> Any:
+    """`read_hub` of a split by the first of its names that the dataset has. Raises: the first name's ValueError."""
+    first, *others = SPELLINGS.get(split, (split,))
+    try:
+        return read_hub(source, split=first, **where)
+    except ValueError as error:
+        if "unknown split" not in str(error).lower():
+            raise
+        for name in others:
+            with suppress(ValueError):
+                return read_hub(source, split=name, **where)
+        raise
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
@@ -185,5 +206,7 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
 
 def _absent(name: str, theirs: str, there: Sequence[str]) -> str:
     hint = " (image rows need a column 'image')" if name == "prompt" else ""
+    if {"text", "label"} <= {*there}:
+        hint = ": these look like text/label rows, for which there is --preset minilm"
     way = f"columns={{{name!r}: ...}}, in the scripts by --suite-options columns {name}=NAME"
     return f"column {theirs!r} is missing, there are {list(there)}: say which it is by {way}{hint}"

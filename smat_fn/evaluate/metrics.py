@@ -10,12 +10,13 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import TypeAlias
 
 from torch import Tensor
 
-from ..errors import raise_problems
+from ..errors import raise_problems, suggestion
 
 TextMetric: TypeAlias = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
 
@@ -152,6 +153,67 @@ def sari(predictions: Sequence[str], references: Sequence[str], prompts: Sequenc
     return _mean(predictions, references, row)
 
 
+def exact_match(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Share of rows whose words are the reference's words (`_words`), in their order."""
+    return _mean(predictions, references, lambda p, r: float(_words(p) == _words(r)))
+
+
+def token_f1(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Mean F1 of words (`_words`): 2 c / (n_p + n_r), n their numbers, c the size of their multiset intersection.
+
+    Two texts without a word score 1, one without a word 0.
+
+    Source: the F1 of SQuAD 1.1 (Rajpurkar et al., EMNLP 2016).
+    """
+
+    def row(prediction: str, reference: str) -> float:
+        p, r = Counter(_words(prediction)), Counter(_words(reference))
+        return 2 * (p & r).total() / (p.total() + r.total()) if p or r else 1.0
+
+    return _mean(predictions, references, row)
+
+
+def contains(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
+    """Share of rows whose prediction holds the reference's words one after another (`_words`); an empty one never."""
+
+    def row(prediction: str, reference: str) -> float:
+        p, r = (f" {' '.join(_words(text))} " for text in (prediction, reference))
+        return float(bool(r.strip()) and r in p)
+
+    return _mean(predictions, references, row)
+
+
+def metric_of(name: str) -> TextMetric:
+    """The metric of a name in `METRICS`, or of a function as ``module:function``.
+
+    Raises: ValueError for an unknown name, and for a module or function that cannot be imported.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        near = suggestion(name, METRICS) or ","
+        known = ", ".join(map(repr, METRICS))
+        raise ValueError(f"metric {name!r} is unknown{near} choose one of {known}, or give module:function")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"metric {name!r} cannot be imported ({error}): name a function as module:function") from error
+    if not callable(found):
+        raise ValueError(f"metric {name!r} is a {type(found).__name__}, must be a function of lists of texts")
+    return found
+
+
+METRICS: Mapping[str, TextMetric] = MappingProxyType(
+    {
+        "rouge-l": rouge_l,
+        "label": label_accuracy,
+        "number": numeric_accuracy,
+        "exact": exact_match,
+        "f1": token_f1,
+        "contains": contains,
+    }
+)
 TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(
     {
         "C-STANCE": label_accuracy,
@@ -163,6 +225,13 @@ TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(
         "20Minuten": sari,
     }
 )
+
+
+def _words(text: str) -> list[str]:
+    """Words in lower case and NFKC, without punctuation and English articles, as SQuAD compares answers."""
+    text = unicodedata.normalize("NFKC", text).lower()
+    kept = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def _sari(source: Counter[str], prediction: Counter[str], reference: Counter[str]) -> float:

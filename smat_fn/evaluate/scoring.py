@@ -7,7 +7,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .. import __version__, checkpoint
+from .. import __version__, checkpoint, progress
 from ..types import Params, Suite
 from .records import Answer, Journal, Kept, Records, content_key
 from .results import EXPERT, Result
@@ -136,11 +136,9 @@ class Scorer:
 
 
 def score_bar(total: int | None = None) -> Any:
-    """A bar of tqdm over scores with the time that is left; silent where stderr is no terminal."""
-    from tqdm import tqdm
-
+    """A bar over scores with the time that is left; where stderr is no terminal, a line every few per cent."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f} of {total} [{elapsed}<{remaining}]"
-    return tqdm(total=total, desc="scores", disable=None, leave=False, delay=1, bar_format=form)
+    return progress.bar(total, desc="scores", leave=False, delay=1, bar_format=form)
 
 
 def score_models(

@@ -2,7 +2,7 @@
 
 from .estimate import chunk_of
 from .extraction import Extracted, extract_lora
-from .inputs import local_folder, prefix_of, read_inputs
+from .inputs import local_folder, place_of, prefix_of, read_inputs
 from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
 from .reading import open_folder
 from .run import Plan, Report, merge_folders, plan
@@ -10,6 +10,6 @@ from .vocabulary import VOCABULARIES, Vocabulary
 
 __all__ = [
     "CHUNK", "SHARD_SIZE", "VOCABULARIES", "Extracted", "Options", "OutDtype", "Plan", "Report", "Vocabulary",
-    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "plan", "prefix_of", "prepare",
-    "read_inputs",
+    "chunk_of", "extract_lora", "local_folder", "merge_folders", "open_folder", "place_of", "plan", "prefix_of",
+    "prepare", "read_inputs",
 ]  # fmt: skip

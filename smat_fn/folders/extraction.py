@@ -2,18 +2,19 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import __version__, checkpoint, errors
 from ..errors import problems_of
 from .adapters import CONFIG, PREFIX, WEIGHTS
 from .inputs import open_inputs
+from .naming import namings
 from .reading import Folder, config_of
 from .writing import exclusive
 
@@ -27,8 +28,9 @@ class Extracted(NamedTuple):
 
     errors: dict[str, float]  # ‖Δ − B A‖ / ‖Δ‖ of every changed leaf; 0 where it is stored whole
     error: float  # of all of them together
-    whole: tuple[str, ...]  # leaves that are stored as the expert has them: they are no matrices
-    left_out: tuple[str, ...]  # changed leaves of adapted modules that are no matrices: biases
+    whole: tuple[str, ...]  # changed leaves that are stored as the expert has them, since they are of no linear layer
+    left_out: tuple[str, ...]  # changed leaves beside or above adapted ones, which peft has no place for: biases
+    tied: tuple[str, ...]  # adapted leaves that are other modules' too: peft changes those as well only when it merges
     bytes: int
 
 
@@ -36,8 +38,10 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     """B A = argmin over matrices of rank ``rank`` of ‖Δ − B A‖_F, for every changed 2-D weight: a folder for peft.
 
     Δ V Vᵀ, V the eigenvectors of the float64 ΔᵀΔ with the largest eigenvalues; both factors share the singular values,
-    float32, scaling 1. Changed leaves that are no matrices (norms) are stored whole as ``modules_to_save``. The folder
-    appears whole or not at all. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its short side.
+    float32, scaling 1. Modules that are no linear layers or embeddings (norms, the experts of a mixture) are stored
+    whole as ``modules_to_save`` where they changed. All names are those of the module that ``from_pretrained`` makes
+    of base. The folder appears whole or not at all. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its
+    short side.
 
     Args: base, expert: folders or hub names, leaves of the same names and shapes; rank: at least 1; a leaf has at most
         its own.
@@ -49,49 +53,74 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     start, found = open_inputs(base, {"expert": expert}, "error", problems)
     errors.raise_problems(problems)
     assert start is not None
-    model_type = str(config_of(start.root).get("model_type", ""))
-    conv1d = _CONV1D if model_type.startswith(("gpt2", "openai-gpt", "imagegpt")) else ()
-    stored: dict[str, Tensor] = {}
-    rests: dict[str, tuple[float, float]] = {}  # ‖Δ − B A‖² and ‖Δ‖²
-    ranks: dict[str, int] = {}
-    others: list[str] = []
-    for path, leaf in start.leaves.items():
-        delta = _delta(path, start, found["expert"]) if leaf.is_floating_point() else None
-        if delta is None or not bool(delta.any()):
-            continue
-        module = path.removesuffix(".weight")
-        if leaf.ndim != 2 or module == path:
-            others.append(path)
-            rests[path] = (size := _square(delta)), size
-            continue
-        left, right = low_rank(delta, rank)
-        rests[path] = _rest(delta, left, right), _square(delta)
-        ranks[module] = left.shape[1]
-        stored |= _named(module, left, right, conv1d)
-    whole = tuple(path for path in others if path.rpartition(".")[0] not in ranks)
-    for path in whole:
-        stored[path] = found["expert"].read(path, 0, start.leaves[path].numel()).view(start.leaves[path].shape)
-        rests[path] = 0.0, rests[path][1]
-    config = _config(base, rank, ranks, whole) | {"fan_in_fan_out": any(_last(module) in conv1d for module in ranks)}
+    naming = next(namings(start), None)
+    base_leaves, expert_leaves = (
+        folder if naming is None else naming.seen(folder) for folder in (start, found["expert"])
+    )
+    kinds, modules = _modules(base_leaves, None if naming is None else naming.model)
+    stored, rests, ranks = _factors(base_leaves, expert_leaves, rank, kinds)
+    saved = _saved([path for path in rests if path.removesuffix(".weight") not in ranks], ranks)
+    # peft reads all leaves of such a module, changed or not
+    for path, leaf in base_leaves.leaves.items():
+        if _inside(path, saved):
+            stored[path] = expert_leaves.read(path, 0, leaf.numel()).view(leaf.shape)
+            if path in rests:
+                rests[path] = 0.0, rests[path][1]
+    whole = tuple(path for path in rests if _inside(path, saved))
+    left_out = tuple(path for path in rests if path not in whole and path.removesuffix(".weight") not in ranks)
+    # peft takes every module whose path ends with such a name
+    unique = (name if sum(other.endswith(name) for other in modules) == 1 else PREFIX + name for name in saved)
+    config = _config(base, rank, ranks, sorted(unique))
+    config["fan_in_fan_out"] = any(kinds[module] == "conv1d" for module in ranks)
     out = checkpoint.follow(out)
     with exclusive(out):
         checkpoint.sweep(out)  # what a killed call has left
-        _write(out, stored, config, overwrite)
+        _write(out, stored, config, left_out, overwrite)
     rest, size = (sum(pair[i] for pair in rests.values()) for i in (0, 1))
     return Extracted(
         {path: math.sqrt(rest / size) for path, (rest, size) in rests.items()},
         math.sqrt(rest / size) if size else 0.0,
         whole,
-        tuple(path for path in others if path not in whole),
+        left_out,
+        () if naming is None else _tied(naming.model, ranks),
         sum(tensor.nbytes for tensor in stored.values()),
     )
 
 
-def _write(out: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any], overwrite: bool) -> None:
+def _factors(
+    base: Folder, expert: Folder, rank: int, kinds: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[float, float]], dict[str, int]]:
+    """The factors of all changed matrices of modules that peft can adapt.
+
+    Returns: tensors as peft names them; ‖Δ − B A‖² and ‖Δ‖² of every changed leaf; ranks of the adapted modules.
+    """
+    stored: dict[str, Tensor] = {}
+    rests: dict[str, tuple[float, float]] = {}
+    ranks: dict[str, int] = {}
+    for path, leaf in base.leaves.items():
+        delta = _delta(path, base, expert) if leaf.is_floating_point() else None
+        if delta is None or not bool(delta.any()):
+            continue
+        module, _, last = path.rpartition(".")
+        if last != "weight" or module not in kinds or leaf.ndim != 2:
+            rests[path] = (size := _square(delta)), size
+            continue
+        left, right = low_rank(delta, rank)
+        rests[path] = _rest(delta, left, right), _square(delta)
+        ranks[module] = left.shape[1]
+        stored |= _named(module, left, right, kinds[module])
+    return stored, rests, ranks
+
+
+def _write(
+    out: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any], left_out: Sequence[str], overwrite: bool
+) -> None:
     with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
         tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        manifest = {"adapter": "extracted", "rank": config["r"], "versions": {"smat_fn": __version__}}
+        manifest = {
+            "adapter": "extracted", "rank": config["r"], "left_out": left_out, "versions": {"smat_fn": __version__},
+        }  # fmt: skip
         for name, content in {CONFIG: config, checkpoint.MANIFEST: manifest}.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -111,7 +140,7 @@ def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return (left / share.where(share > 0, 1)).float(), (vectors * share).T.float()
 
 
-def _config(base: Path, rank: int, ranks: Mapping[str, int], whole: Sequence[str]) -> dict[str, Any]:
+def _config(base: Path, rank: int, ranks: Mapping[str, int], saved: Sequence[str]) -> dict[str, Any]:
     lower = {module: r for module, r in ranks.items() if r < rank}
     return {
         "peft_type": "LORA",
@@ -121,23 +150,66 @@ def _config(base: Path, rank: int, ranks: Mapping[str, int], whole: Sequence[str
         "rank_pattern": lower,
         "alpha_pattern": lower,
         "target_modules": sorted(ranks),
-        "modules_to_save": sorted({path.rpartition(".")[0] for path in whole} - {""}) or None,
+        "modules_to_save": saved or None,
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
 
 
-def _named(module: str, left: Tensor, right: Tensor, conv1d: Sequence[str]) -> dict[str, Tensor]:
+def _modules(folder: Folder, model: Any) -> tuple[dict[str, str], list[str]]:
+    """Modules that peft can adapt, each with its kind, and the names of all modules: by type, else by their names."""
+    if model is None:
+        modules = sorted({path.rpartition(".")[0] for path in folder.leaves} - {""})
+        gpt2 = str(config_of(folder.root).get("model_type", "")).startswith(("gpt2", "openai-gpt", "imagegpt"))
+        kinds = {}
+        for module in modules:
+            last = module.rpartition(".")[2]
+            kinds[module] = "embedding" if last in _EMBEDDINGS else "conv1d" if gpt2 and last in _CONV1D else "linear"
+        return kinds, modules
+    from transformers.pytorch_utils import Conv1D
+
+    found = dict(model.named_modules())
+    kinds = {}
+    for name, module in found.items():
+        # peft looks up tokens as a plain embedding does, and would merge an attention's own projection twice
+        if isinstance(found.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+            continue
+        if isinstance(module, nn.Embedding):
+            if type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale"):
+                kinds[name] = "embedding"
+        elif isinstance(module, Conv1D | nn.Linear):
+            kinds[name] = "conv1d" if isinstance(module, Conv1D) else "linear"
+    return kinds, [name for name in found if name]
+
+
+def _saved(others: Sequence[str], adapted: Collection[str]) -> set[str]:
+    """The modules of leaves that no factors hold, to be stored whole, unless adapted ones are among or below them."""
+    own = {path.rpartition(".")[0] for path in others} - {""}
+    own = {module for module in own if not any(_inside(other, {module}) for other in adapted)}
+    return {module for module in own if not _inside(module.rpartition(".")[0], own)}
+
+
+def _tied(model: Any, adapted: Collection[str]) -> tuple[str, ...]:
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    shared = (name for same in names.values() if len(same) > 1 for name in same)
+    return tuple(name for name in shared if name.removesuffix(".weight") in adapted)
+
+
+def _inside(path: str, modules: Collection[str]) -> bool:
+    """Is a module or a leaf one of these modules, or below one?"""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+
+
+def _named(module: str, left: Tensor, right: Tensor, kind: str) -> dict[str, Tensor]:
     """The factors of Δ = left @ right under peft's names."""
-    if _last(module) in _EMBEDDINGS:
+    if kind == "embedding":
         return {f"{module}.lora_embedding_A": left.T, f"{module}.lora_embedding_B": right.T}
-    b, a = (right.T, left.T) if _last(module) in conv1d else (left, right)
+    b, a = (right.T, left.T) if kind == "conv1d" else (left, right)
     return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _delta(path: str, base: Folder, expert: Folder) -> Tensor:

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..merge.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
+from .naming import Naming, namings
 from .reading import Folder, open_folder
 from .vocabulary import HEAD, fit_rows, one_head
 
@@ -49,7 +52,7 @@ def open_inputs(
                 opened = open_folder(label, folder)
                 found[name] = placed(start, opened) if partial and start is not None else opened
             elif start is not None:
-                found[name] = open_adapter(label, folder, start)
+                found[name] = adapted(label, folder, start)
         except ValueError as error:
             problems.append(str(error))
     if start is None:
@@ -64,10 +67,11 @@ def open_inputs(
     return start, found
 
 
-def local_folder(label: str, path: Path) -> Path:
+def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
 
-    Only safetensors, configuration and tokenizer files are fetched; HF_HUB_OFFLINE takes them from the cache alone.
+    Only safetensors, configuration and tokenizer files are fetched; HF_HUB_OFFLINE, and ``fetch`` off, take them from
+    the cache alone.
 
     Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
     """
@@ -76,8 +80,9 @@ def local_folder(label: str, path: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     revision = str(path).partition("@")[2]
+    local: dict[str, Any] = {} if fetch else {"local_files_only": True}
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES, **local))
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
@@ -110,17 +115,58 @@ def prefix_of(base: Folder, part: Folder) -> str:
     return found[0]
 
 
+class Place(NamedTuple):
+    """Where the leaves of a part are in base."""
+
+    view: Folder  # base under the names of the part's module
+    prefix: str  # of the part's names there
+    naming: Naming | None  # between base as it is stored and the view, where they differ
+
+
+def place_of(base: Folder, part: Folder) -> Place:
+    """Where a part is in base as it is stored, else in base as a class of ``transformers`` names it in memory.
+
+    Raises: as `prefix_of`.
+    """
+    try:
+        return Place(base, prefix_of(base, part), None)
+    except ValueError:
+        for naming in namings(base):
+            view = naming.seen(base)
+            with suppress(ValueError):
+                return Place(view, prefix_of(view, part), naming)
+        raise
+
+
 def placed(base: Folder, part: Folder) -> Folder:
     """Base with the leaves of a part in their place. A head that may be tied is left to `vocabulary.one_head`.
 
     Raises: as `prefix_of`.
     """
-    prefix = prefix_of(base, part)
+    view, prefix, naming = place_of(base, part)
     own = {f"{prefix}{name}": name for name in part.leaves}
-    paths = [path for path in base.leaves if path in own or path != HEAD]
-    leaves = {path: part.leaves[own[path]] if path in own else base.leaves[path] for path in paths}
-    made = {path: part.reader(own[path]) if path in own else base.reader(path) for path in paths}
-    return Folder(part.label, leaves, {}, part.stores, part.root, made)
+    leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
+    made = {path: part.reader(own[path]) if path in own else view.reader(path) for path in leaves}
+    whole = Folder(part.label, leaves, {}, part.stores, part.root, made)
+    if naming is not None:
+        whole = naming.stored(whole, base, own)
+        own = {name: path for name, path in naming.names.items() if path in own}
+    return whole if HEAD in own else whole.without(HEAD)
+
+
+def adapted(label: str, path: Path, base: Folder) -> Folder:
+    """`open_adapter`, of base as it is stored, else as a class of ``transformers`` names it in memory.
+
+    Raises: as `open_adapter`.
+    """
+    try:
+        return open_adapter(label, path, base)
+    except ValueError:
+        for naming in namings(base):
+            with suppress(ValueError):
+                expert = open_adapter(label, path, naming.seen(base))
+                return naming.stored(expert, base, expert.leaves)
+        raise
 
 
 def _foreign_names(base: Folder, other: Folder) -> str:

@@ -62,7 +62,8 @@ def build(
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         loss, aux, grads = step.accumulate(at, state.params, batch)
-        climbed = climb(state.params, grads, rho=rho, adaptive=adaptive)
+        climbed = climb(state.params, grads, rho=rho, adaptive=adaptive, donate=donate)
+        del grads  # the climbed weights stand in their memory, or they are freed
         climbed_loss, _, grads = step.accumulate(at, climbed, batch)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
@@ -71,10 +72,14 @@ def build(
 
 
 @no_grad
-def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True) -> Params:
-    """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params."""
+def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, donate: bool = False) -> Params:
+    """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params.
+
+    Args: donate: may write into grads.
+    """
     leaves, slopes = tree.flatten(params), tree.flatten(grads)
-    moved = ops.climb(list(leaves.values()), [slopes[path] for path in leaves], rho=rho, adaptive=adaptive)
+    along = [slopes[path] for path in leaves]
+    moved = ops.climb(list(leaves.values()), along, rho=rho, adaptive=adaptive, donate=donate)
     return tree.unflatten(params, dict(zip(leaves, moved, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""CLIP models of ``transformers`` as losses of the vision tower's parameters, with frozen zero-shot heads.
+"""CLIP and SigLIP models of ``transformers`` as losses of the vision tower's parameters, with frozen zero-shot heads.
 
 `image_classifier` has the same fields for models without a text tower, whose heads come from something else than texts.
 """
@@ -19,7 +19,8 @@ from .modules import FullLoss, sent
 from .pretrained import checkpoint_blocks, fetch, floating
 
 _TOGETHER = 256  # texts encoded in one pass
-_PARTS = "vision_model", "visual_projection", "text_model", "text_projection", "logit_scale"
+_PARTS = "vision_model", "text_model", "logit_scale"
+_PROJECTIONS = "visual_projection", "text_projection"
 
 
 class Clip(NamedTuple):
@@ -43,7 +44,7 @@ def load(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
 ) -> Clip:
-    """Load a CLIP model with its tokenizer and image processor.
+    """Load a CLIP or SigLIP model with its tokenizer and image processor.
 
     Args:
         source: folder or hub repository, as for `causal_lm.load`.
@@ -55,14 +56,20 @@ def load(
         A `Clip`.
 
     Raises:
-        ValueError: a part cannot be loaded, weights are missing, or the model is not a CLIP.
+        ValueError: a part cannot be loaded, weights are missing, or the model is neither of these.
     """
-    kind, what = floating(dtype), "a CLIP model with tokenizer and image processor"
+    kind, what = floating(dtype), "a CLIP or SigLIP model with tokenizer and image processor"
     rest = "AutoTokenizer", "AutoImageProcessor"
     model, tokenizer, processor = fetch(source, what, "AutoModel", *rest, parts=_PARTS, dtype=torch.float32)
+    siglip = model.config.model_type == "siglip"
+    if (lacking := [part for part in _PROJECTIONS if not hasattr(model, part)]) and not siglip:
+        raise ValueError(
+            f"{str(source)!r} is a {type(model).__name__}, it has no {', no '.join(lacking)}: give a CLIP, or a "
+            "SigLIP or SigLIP 2 whose images have one fixed size (class SiglipModel)"
+        )
     model = model.to(device).eval().requires_grad_(False)
     vision = model.vision_model.to(kind)
-    projection = model.visual_projection.to(torch.promote_types(kind, torch.float32))
+    projection = nn.Identity() if siglip else model.visual_projection.to(torch.promote_types(kind, torch.float32))
     vision.requires_grad_(True)
     if gradient_checkpointing:
         checkpoint_blocks(vision)
@@ -82,21 +89,25 @@ def load(
         block_linear(vision),
         processor,
         model.config.vision_config.image_size,
-        partial(_tokens, tokenizer, positions),
+        partial(_tokens, tokenizer, positions, siglip),
         lambda ids, classes: zero_shot_head(model, ids, classes),
         frozen,
         loss_fn,
     )
 
 
-def _tokens(tokenizer: Any, positions: int, texts: list[str]) -> dict[str, Tensor]:
-    ids = tokenizer(texts, padding=True, return_tensors="pt", verbose=False)
-    if long := [text for text, mask in zip(texts, ids["attention_mask"], strict=True) if mask.sum() > positions]:
+def _tokens(tokenizer: Any, positions: int, fixed: bool, texts: list[str]) -> dict[str, Tensor]:
+    """Token ids of texts, all of them of ``positions`` tokens where that is how the model was trained: SigLIP."""
+    rows = tokenizer(texts, verbose=False)["input_ids"]
+    if long := [text for text, row in zip(texts, rows, strict=True) if len(row) > positions]:
         raise ValueError(
             f"{len(long)} prompts have more tokens than the {positions} of the text tower, {long[0]!r} the first: "
             "shorten the template or the name of the class"
         )
-    return {name: ids[name][:, :positions] for name in ("input_ids", "attention_mask")}
+    options = {"padding": "max_length", "max_length": positions} if fixed else {"padding": True}
+    ids = tokenizer(texts, return_tensors="pt", verbose=False, **options)
+    mask = torch.ones_like(ids["input_ids"]) if fixed else ids["attention_mask"]  # it reads its last position
+    return {"input_ids": ids["input_ids"][:, :positions], "attention_mask": mask[:, :positions]}
 
 
 def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Tensor:
@@ -115,12 +126,12 @@ def zero_shot_head(model: Any, tokens: Mapping[str, Tensor], classes: int) -> Te
 
 
 def classify(
-    projection: nn.Linear, head: Tensor, values: Callable[[Tensor], Tensor]
+    projection: nn.Module, head: Tensor, values: Callable[[Tensor], Tensor]
 ) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
     """The loss of a vision tower: cross entropy of ``unit(P v(x)) @ head.T``; its aux are the logits (B, C).
 
-    Args: projection: P, frozen, its dtype that of the logits; head: (C, D); values: makes the pixel values of a batch,
-        on the module's device.
+    Args: projection: P, frozen, at least float32, the dtype of the logits; of SigLIP the identity; head: (C, D);
+        values: makes the pixel values of a batch, on the module's device.
     Returns: ``loss(module, (pixels, labels))``, both moved to the module's device.
     """
 
@@ -128,7 +139,7 @@ def classify(
         pixels, labels = batch
         weight = next(module.parameters())
         pooled = module(pixel_values=values(sent(pixels, weight.device)).to(weight.dtype)).pooler_output
-        unit = F.normalize(projection(pooled.to(projection.weight.dtype)), dim=-1)
+        unit = F.normalize(projection(pooled.to(torch.promote_types(pooled.dtype, torch.float32))), dim=-1)
         logits = unit @ head.to(unit).T
         return F.cross_entropy(logits, sent(labels, logits.device)), logits.detach()
 

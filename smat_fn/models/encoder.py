@@ -1,6 +1,7 @@
 """Text encoders of ``transformers`` as losses of the parameters of their top layers, or of all of them.
 
-Frozen layers see a text once: what they give is the input of the trained ones.
+Frozen layers see a text once: what they give is the input of the trained ones. Where those need more than that
+(relative positions, rotary embeddings), the whole model runs in every step.
 """
 
 import copy
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..progress import bar
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent
@@ -37,6 +39,7 @@ class Encoder(NamedTuple):
     frozen: dict[str, Tensor]  # all weights of the pretrained model: features and states depend on them
     config: dict[str, Any]  # of the pretrained model, JSON values
     loss_fn: Callable[[Tensor, Tensor], FullLoss]  # (weight (C, D), bias (C,)) of a head -> loss of `Texts`
+    note: str = ""  # why frozen layers run in every step, where they do
 
 
 def load(
@@ -53,7 +56,8 @@ def load(
 
     Args:
         source: folder or hub repository, as for `causal_lm.load`.
-        train_layers: number of top layers to train, the rest is frozen; None: train everything.
+        train_layers: number of top layers to train, the rest is frozen, and run once for a text where the top layers
+            need nothing but hidden states (BERT; not DeBERTa, ModernBERT); None: train everything.
         normalize: scale features to length 1 (default).
         dtype: dtype of the trained part (default float32); the frozen part is float32.
         device: device of the model (default "cpu").
@@ -62,12 +66,47 @@ def load(
         An `Encoder`.
 
     Raises:
-        ValueError: a part cannot be loaded, weights are missing, the model has fewer layers, or its top layers do not
-            run on hidden states alone.
+        ValueError: a part cannot be loaded, weights are missing, or the model has fewer layers.
     """
-    kind, what = floating(dtype), "an encoder with a tokenizer"
+    kind = floating(dtype)
+    model, tokenizer, layers = _read(source, train_layers, device)
+    first = None if train_layers is None else len(layers) - train_layers
+    pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
+
+    def made(trained: nn.Module, states: Callable[..., Tensor] | None, note: str = "") -> Encoder:
+        return Encoder(
+            trained.to(kind),
+            {name: p.detach() for name, p in trained.named_parameters() if p.requires_grad},
+            block_linear(trained),
+            partial(_ids, tokenizer, vocabulary),
+            lambda texts: _features(model, texts, pad, normalize),
+            states,
+            {name: p.detach() for name, p in model.named_parameters()},
+            model.config.to_dict(),
+            lambda weight, bias: FullLoss(trained, classify(weight, bias, normalize=normalize, pad=pad)),
+            note,
+        )
+
+    if first is None:
+        return made(copy.deepcopy(model).requires_grad_(True), None)
+    reason = f"a {type(model).__name__} has no embeddings to leave out"
+    if hasattr(model, "embeddings"):
+        encoder = made(
+            _top(model, first), lambda texts, progress=None: _states(model, layers[first], texts, pad, progress)
+        )
+        if not (reason := _not_alone(encoder, vocabulary=vocabulary, normalize=normalize)):
+            return encoder
+    whole = copy.deepcopy(model)
+    for layer in _layers(whole)[first:]:
+        layer.requires_grad_(True)
+    note = f"the top layers of {str(source)!r} do not run on states alone ({reason}): the frozen ones run in every step"
+    return made(whole, None, note)
+
+
+def _read(source: str | Path, train_layers: int | None, device: str | torch.device) -> tuple[Any, Any, list[nn.Module]]:
+    """The frozen model, its tokenizer and its layers. Raises: ValueError as `load`."""
     own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
-    model, tokenizer = fetch(source, what, "AutoModel", "AutoTokenizer", **own)
+    model, tokenizer = fetch(source, "an encoder with a tokenizer", "AutoModel", "AutoTokenizer", **own)
     if hasattr(model, "pooler"):
         model.pooler = None
     model = model.to(device).eval().requires_grad_(False)
@@ -77,23 +116,7 @@ def load(
             f"train_layers is {train_layers}, {type(model).__name__} has {len(layers) or 'no list of'} layers: "
             "choose from 1 to that number, or None to train everything"
         )
-    first = None if train_layers is None else len(layers) - train_layers
-    top = (copy.deepcopy(model).requires_grad_(True) if first is None else _top(model, first)).to(kind)
-    pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
-    encoder = Encoder(
-        top,
-        {name: p.detach() for name, p in top.named_parameters() if p.requires_grad},
-        block_linear(top),
-        partial(_ids, tokenizer, vocabulary),
-        lambda texts: _features(model, texts, pad, normalize),
-        None if first is None else lambda texts, progress=None: _states(model, layers[first], texts, pad, progress),
-        {name: p.detach() for name, p in model.named_parameters()},
-        model.config.to_dict(),
-        lambda weight, bias: FullLoss(top, classify(weight, bias, normalize=normalize, pad=pad)),
-    )
-    if first is not None:
-        _check_alone(encoder, source, vocabulary=vocabulary, normalize=normalize)
-    return encoder
+    return model, tokenizer, layers
 
 
 def _ids(tokenizer: Any, vocabulary: int, texts: Sequence[str], longest: int) -> list[Tensor]:
@@ -148,8 +171,6 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _top(model: Any, first: int) -> nn.Module:
     """The model without embeddings and the layers before ``first``, under the same names; its top layers train."""
-    if not hasattr(model, "embeddings"):
-        raise ValueError(f"{type(model).__name__} has no embeddings to leave out: train it whole, train_layers=None")
     top = copy.deepcopy(model)
     top.embeddings = _Given()
     stack = next(m for m in top.modules() if isinstance(m, nn.ModuleList) and len(m) == len(_layers(model)))
@@ -161,26 +182,20 @@ def _top(model: Any, first: int) -> nn.Module:
     return top
 
 
-def _check_alone(encoder: Encoder, source: str | Path, *, vocabulary: int, normalize: bool) -> None:
-    """Raises: ValueError unless the top layers on states, packed, give the features of the whole model."""
+def _not_alone(encoder: Encoder, *, vocabulary: int, normalize: bool) -> str:
+    """Why the top layers on states, packed, do not give the features of the whole model; "" where they do."""
     assert encoder.states is not None
     ids = [torch.arange(n) * 7919 % vocabulary for n in (3, 7, 5)]
-    states = encoder.states(ids, False).split([len(own) for own in ids])
     float32 = copy.deepcopy(encoder.module).float()
     try:
+        states = encoder.states(ids, False).split([len(own) for own in ids])
         with torch.no_grad():
             got = pooled(float32, texts(states, torch.zeros(len(ids))), normalize=normalize, pad=0).cpu()
         wanted = encoder.features(ids)
         off = float((got - wanted).abs().max() / wanted.abs().max())
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        off, reason = float("inf"), str(error)
-    else:
-        reason = f"features differ by {off:.1e}"
-    if not off < _CLOSE:
-        raise ValueError(
-            f"the top layers of {str(source)!r} do not run on states alone ({shorten(reason, 200)}): "
-            "train the whole encoder, train_layers=None"
-        )
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        return shorten(str(error), 200)
+    return "" if off < _CLOSE else f"features differ by {off:.1e}"
 
 
 def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool) -> Tensor:
@@ -193,17 +208,15 @@ def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool
 
 
 def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int, progress: bool | None) -> Tensor:
-    from tqdm import trange
-
     def reached(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         raise _Reached(args[0] if args else options["hidden_states"])
 
     found: dict[int, Tensor] = {}
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # equal lengths need no padding
     hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
+    parts = bar(-(-len(order) // _TOGETHER), desc="states of frozen layers", shown=progress, leave=False)
     try:
-        silent = None if progress is None else not progress
-        for start in trange(0, len(order), _TOGETHER, desc="frozen layers", disable=silent, leave=False):
+        for start in range(0, len(order), _TOGETHER):
             places = order[start : start + _TOGETHER]
             some = texts([ids[i] for i in places], torch.zeros(len(places)))
             try:
@@ -213,6 +226,8 @@ def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int,
             except _Reached as stopped:
                 for place, states in zip(places, stopped.args[0], strict=True):
                     found[place] = states[: len(ids[place])].cpu().clone()
+            parts.update()
     finally:
         hook.remove()
+        parts.close()
     return torch.cat([found[i] for i in range(len(ids))])

@@ -40,6 +40,8 @@ def load(
 ) -> ImageClassifier:
     """Load a model of ``AutoModelForImageClassification`` with its image processor; its own head may be missing.
 
+    A family without such a class (DINOv3) is loaded by ``AutoModel``, and its features are those it pools.
+
     Args:
         source: as `clip.load`, like all arguments.
 
@@ -50,9 +52,12 @@ def load(
         ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``.
     """
     what, kinds = "a CLIP or an image classifier with its image processor", "AutoModelForImageClassification"
-    own: dict[str, Any] = {"parts": (_HEAD,), "optional": (f"{_HEAD}.",), "dtype": floating(dtype)}
-    module, processor = fetch(source, what, kinds, "AutoImageProcessor", **own)
-    setattr(module, _HEAD, nn.Identity())
+    own: dict[str, Any] = {"parts": (_HEAD,), "optional": (f"{_HEAD}.",)}
+    if backbone := _is_backbone(source):
+        kinds, own = "AutoModel", {}
+    module, processor = fetch(source, what, kinds, "AutoImageProcessor", dtype=floating(dtype), **own)
+    if not backbone:
+        setattr(module, _HEAD, nn.Identity())
     module = module.to(device).eval()
     params = {name: p.detach() for name, p in module.named_parameters()}
     if gradient_checkpointing:
@@ -79,10 +84,21 @@ def is_clip(source: str | Path) -> bool:
     return hasattr(config, "text_config") and hasattr(config, "vision_config")
 
 
+def _is_backbone(source: str | Path) -> bool:
+    """Is it of a family that ``transformers`` knows, and has no class of classifiers for?"""
+    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, AutoConfig
+
+    try:
+        return type(AutoConfig.from_pretrained(source)) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    except (OSError, ValueError):
+        return False
+
+
 def unit_features(module: nn.Module, values: Tensor) -> Tensor:
     """``v(x) / |v(x)|``, v(x) what the head of the checkpoint gets: (B, 3, H, W) to (B, D), float32 or float64."""
     weight = next(module.parameters())
-    found = module(pixel_values=values.to(weight.device, weight.dtype)).logits.flatten(1)
+    out = module(pixel_values=values.to(weight.device, weight.dtype))
+    found = (out.logits if hasattr(out, "logits") else out.pooler_output).flatten(1)
     return F.normalize(found.to(torch.promote_types(weight.dtype, torch.float32)), dim=-1)
 
 

@@ -61,8 +61,18 @@ def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     device = next(module.parameters()).device
     ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
-    before = module.prepare_decoder_input_ids_from_labels(labels=labels)
+    before = _before(module, labels)
     logits = module(input_ids=ids, attention_mask=mask, decoder_input_ids=before, use_cache=False).logits
     logits = logits.to(tree.compute_dtype(logits))
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     return loss, (labels != IGNORED).sum()
+
+
+def _before(module: Any, labels: Tensor) -> Tensor:
+    """What the decoder reads: the start token, and the labels but the last."""
+    if own := getattr(module, "prepare_decoder_input_ids_from_labels", None):
+        return own(labels=labels)
+    config = module.config
+    before = F.pad(labels[:, :-1], (1, 0), value=config.decoder_start_token_id)
+    pad = config.decoder_start_token_id if config.pad_token_id is None else config.pad_token_id
+    return before.masked_fill(before == IGNORED, pad)

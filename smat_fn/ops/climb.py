@@ -1,53 +1,126 @@
 """The climb of ASAM: a step of given length along a slope, scaled by the weights."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import array, loops_for
+from ..compiled import array, loops_for, transformed
+from . import launch, library
+from .cpu import first_tiles
 
 _LOOPED = torch.float32, torch.bfloat16
 
 
-def climb(params: Sequence[Tensor], slopes: Sequence[Tensor], *, rho: float, adaptive: bool) -> list[Tensor]:
+def climb(
+    params: Sequence[Tensor], slopes: Sequence[Tensor], *, rho: float, adaptive: bool, donate: bool = False
+) -> list[Tensor]:
     """``theta + rho theta^2 (.) s / (|| |theta| (.) s || + 1e-12)``; not adaptive: ``|theta|`` is replaced by 1.
 
-    In float32 (float64 for float64 leaves), rounded once; norm by `smat_fn.tree.global_norm`. On the CPU compiled loops
-    read weights and slopes twice, once for the norm, and write the result once; all ways have the same bits.
+    In float32 (float64 for float64 leaves), rounded once; norm by `smat_fn.tree.global_norm`. Compiled loops and
+    kernels read weights and slopes twice, once for the norm, and write the result once, with no tree between them; all
+    ways have the same bits.
+
+    Args: donate: may write into slopes.
     """
-    looped = all(t.dtype in _LOOPED and t.is_contiguous() for group in (params, slopes) for t in group)
-    if looped and (loops := loops_for(*params, *slopes)) is not None:
-        return _looped(loops, params, slopes, rho, adaptive)
-    weighted = [_weighted(theta, slope, adaptive) for theta, slope in zip(params, slopes, strict=True)]
-    length = rho / (tree.global_norm(dict(enumerate(weighted))) + 1e-12)
-    return [_moved(theta, slope, length, adaptive) for theta, slope in zip(params, weighted, strict=True)]
-
-
-def _looped(
-    loops: ModuleType, params: Sequence[Tensor], slopes: Sequence[Tensor], rho: float, adaptive: bool
-) -> list[Tensor]:
-    pairs = [(array(theta), array(slope)) for theta, slope in zip(params, slopes, strict=True)]
-    sums = torch.empty(sum(-(-theta.numel() // tree.NORM_BLOCK) for theta in params), dtype=torch.float32)
-    first, out = 0, [torch.empty_like(theta) for theta in params]
-    for theta, slope in pairs:
-        blocks = -(-len(theta) // tree.NORM_BLOCK)
-        loops.slope_squares(theta, slope, adaptive, array(sums[first : first + blocks]))
-        first += blocks
-    length = rho / (tree.sum_by_halves(sums.double()).sqrt() + 1e-12) if first else torch.zeros(())
-    for (theta, slope), target in zip(pairs, out, strict=True):
-        loops.climb(theta, slope, adaptive, length.float().numpy()[()], array(target))
+    if transformed() or any(type(leaf) not in tree.PLAIN for leaf in (*params, *slopes)):
+        return _moved(params, slopes, rho / (tree.global_norm(_weighted(params, slopes, adaptive)) + 1e-12), adaptive)
+    with torch.no_grad():
+        free = library.owned(dict(enumerate(slopes))) if donate else set()
+        out = [
+            slope
+            if i in free and slope.is_contiguous() and (slope.dtype, slope.shape) == (theta.dtype, theta.shape)
+            else torch.empty_like(theta, memory_format=torch.contiguous_format)
+            for i, (theta, slope) in enumerate(zip(params, slopes, strict=True))
+        ]
+        climb_into(list(params), list(slopes), out, rho, adaptive)
     return out
 
 
-def _weighted(theta: Tensor, slope: Tensor, adaptive: bool) -> Tensor:
-    wide = slope.to(tree.compute_dtype(theta))
-    return theta.to(wide.dtype).abs() * wide if adaptive else wide
+@torch.library.custom_op("smat_fn::climb_into", mutates_args=("out",))
+def climb_into(params: list[Tensor], slopes: list[Tensor], out: list[Tensor], rho: float, adaptive: bool) -> None:
+    """`climb` written into ``out``: contiguous leaves of params' dtypes, may be slopes."""
+    if not params:
+        return
+    ways: dict[tuple[torch.device, type[_Way]], list[int]] = {}
+    for i, (theta, slope) in enumerate(zip(params, slopes, strict=True)):
+        ways.setdefault((theta.device, _way_of(theta, slope)), []).append(i)
+    passes: list[tuple[_Way, list[int]]] = []
+    for (_, kind), rows in ways.items():
+        own, along, into = ([leaves[i].contiguous() for i in rows] for leaves in (params, slopes, out))
+        passes.append((kind(own, along, into, adaptive), rows))
+    sums = library.in_order([(way.squares(), rows) for way, rows in passes], params)
+    length = rho / (tree.sum_by_halves(sums).sqrt() + 1e-12) if len(sums) else sums.new_zeros(())
+    for way, _ in passes:
+        way.move(length)
 
 
-def _moved(theta: Tensor, weighted: Tensor, length: Tensor, adaptive: bool) -> Tensor:
-    wide = theta.to(weighted.dtype)
-    step = wide.abs() * weighted if adaptive else weighted
-    return (wide + step * length.to(step.device, step.dtype)).to(theta.dtype)
+@climb_into.register_fake
+def _(params, slopes, out, rho, adaptive):  # type: ignore[no-untyped-def]
+    return None
+
+
+class _Way:
+    """Plain torch: two passes over leaves of one device."""
+
+    def __init__(
+        self, params: Sequence[Tensor], slopes: Sequence[Tensor], out: Sequence[Tensor], adaptive: bool
+    ) -> None:
+        self._params, self._slopes, self._out, self._adaptive = params, slopes, out, adaptive
+
+    def squares(self) -> Tensor:
+        """Sums of squares of ``|theta| s`` by blocks."""
+        pairs = zip(self._params, self._slopes, strict=True)
+        return torch.cat([tree.block_squares(_weighted([p], [s], self._adaptive)) for p, s in pairs])
+
+    def move(self, length: Tensor) -> None:
+        """Write the climbed weights."""
+        for theta, slope, target in zip(self._params, self._slopes, self._out, strict=True):
+            target.copy_(_moved([theta], [slope], length, self._adaptive)[0])
+
+
+class _Looped(_Way):
+    def squares(self) -> Tensor:
+        loops, first = loops_for(*self._params), first_tiles([p.numel() for p in self._params], [0] * len(self._params))
+        assert loops is not None
+        sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
+        for i, (theta, slope) in enumerate(zip(self._params, self._slopes, strict=True)):
+            loops.slope_squares(array(theta), array(slope), self._adaptive, array(sums)[first[i] : first[i + 1]])
+        return sums
+
+    def move(self, length: Tensor) -> None:
+        loops = loops_for(*self._params)
+        assert loops is not None
+        for theta, slope, target in zip(self._params, self._slopes, self._out, strict=True):
+            loops.climb(array(theta), array(slope), self._adaptive, length.float().numpy()[()], array(target))
+
+
+class _Launched(_Way):
+    def squares(self) -> Tensor:
+        return launch.climb(self._params, self._slopes, self._out, adaptive=self._adaptive)
+
+    def move(self, length: Tensor) -> None:
+        own = length.to(self._params[0].device, torch.float32).view(1)
+        launch.climb(self._params, self._slopes, self._out, adaptive=self._adaptive, length=own)
+
+
+def _way_of(theta: Tensor, slope: Tensor) -> type[_Way]:
+    if library.by_kernel([theta], [slope]):
+        return _Launched
+    looped = theta.dtype in _LOOPED and slope.dtype in _LOOPED and loops_for(theta, slope) is not None
+    return _Looped if looped else _Way
+
+
+def _weighted(params: Sequence[Tensor], slopes: Sequence[Tensor], adaptive: bool) -> list[Tensor]:
+    wide = [slope.to(tree.compute_dtype(theta)) for theta, slope in zip(params, slopes, strict=True)]
+    return [theta.to(s.dtype).abs() * s if adaptive else s for theta, s in zip(params, wide, strict=True)]
+
+
+def _moved(params: Sequence[Tensor], slopes: Sequence[Tensor], length: Tensor, adaptive: bool) -> list[Tensor]:
+    found = []
+    for theta, weighted in zip(params, _weighted(params, slopes, adaptive), strict=True):
+        wide = theta.to(weighted.dtype)
+        step = wide.abs() * weighted if adaptive else weighted
+        found.append((wide + step * length.to(step.device, step.dtype)).to(theta.dtype))
+    return found

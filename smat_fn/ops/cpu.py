@@ -38,6 +38,17 @@ def noise_step(sigma: Tensor, uniform: bool, dtype: torch.dtype) -> Tensor:
     return (sigma * (3**0.5 / 32768)).to(dtype) if uniform else sigma.to(dtype)
 
 
+def plain_gradient(leaves: int, device: torch.device) -> Numbers:
+    """The draw of a gradient that is not reweighted."""
+    return Numbers(
+        torch.zeros((2, leaves, 2), dtype=torch.int64, device=device),
+        torch.ones((), device=device),
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.zeros((), dtype=torch.float64, device=device),
+        torch.empty(0, device=device),
+    )
+
+
 def tiles(size: int, start: int) -> int:
     """Number of blocks of the full leaf that the coordinates [start, start + size) meet."""
     return (start % BLOCK + size + BLOCK - 1) // BLOCK if size else 0
@@ -260,6 +271,22 @@ def _looped_reweight(
 
         _spread(run, taken, out)
     return others
+
+
+def squares(leaves: Sequence[Tensor]) -> Tensor:
+    """`smat_fn.tree.block_squares` of leaves that compiled loops take: float32 (blocks,)."""
+    loops = loops_for(*leaves)
+    assert loops is not None
+    first = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))
+    sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
+    into, flat = array(sums), [array(leaf) for leaf in leaves]
+
+    def run(leaf: int, start: int, stop: int) -> None:
+        at, part = first[leaf] + start // BLOCK, flat[leaf][start:stop]
+        loops.slope_squares(part, part, False, into[at : at + -(-len(part) // BLOCK)])
+
+    _spread(run, range(len(leaves)), leaves)
+    return sums
 
 
 def _taken(trees: Sequence[Sequence[Tensor]], numbers: Numbers) -> tuple[ModuleType | None, list[int], list[int]]:

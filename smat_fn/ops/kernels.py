@@ -159,3 +159,34 @@ def reweight_kernel(
         rounded = _round(rounded.to(tl.float32) * tl.load(clip), DTYPE, INTERPRET)
     if STORE:
         tl.store(_leaf(entry, 2, DTYPE, ALIGNED) + index, rounded, mask=inside)
+
+
+@triton.jit
+def climb_kernel(
+    table,  # int64 [leaves, 8]: params, slopes, out, size, start, first program, first block of sums, place
+    owner,
+    sums,  # float32 [blocks of all leaves]: sums of squares of |theta| s, written if NORM
+    length,  # float32 [1], read otherwise
+    DTYPE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    NORM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """theta + |theta| (|theta| s) length, or the norm's part before it; |theta| is 1 where not ADAPTIVE."""
+    program = tl.program_id(0).to(tl.int64)
+    entry = table + tl.load(owner + program).to(tl.int64) * 8
+    _, index, inside = _place(entry, program, ALIGNED, ROWS)
+    theta = tl.load(_leaf(entry, 0, DTYPE, ALIGNED) + index, mask=inside, other=0).to(tl.float32)
+    step = tl.load(_leaf(entry, 1, SLOPE, ALIGNED) + index, mask=inside, other=0).to(tl.float32)
+    if ADAPTIVE:
+        step = tl.abs(theta) * step
+    if NORM:
+        tl.store(sums + tl.load(entry + 6) + program - tl.load(entry + 5), _halved(step * step))
+    else:
+        if ADAPTIVE:
+            step = tl.abs(theta) * step
+        moved = _round(theta + step * tl.load(length), DTYPE, INTERPRET)
+        tl.store(_leaf(entry, 2, DTYPE, ALIGNED) + index, moved, mask=inside)

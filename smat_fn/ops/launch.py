@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiled import constant
-from .cpu import Numbers, first_tiles, kept_scale, noise_step, tiles
+from .cpu import Numbers, first_tiles, kept_scale, noise_step, plain_gradient, tiles
 
 LAUNCHES: Counter[str] = Counter()  # by kernel name
 VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised on
@@ -96,6 +96,48 @@ def reweight(
         )
 
 
+def squares(leaves: Sequence[Tensor]) -> Tensor:
+    """`smat_fn.tree.block_squares` by a kernel: float32 (blocks,) of leaves of one device."""
+    device, starts = leaves[0].device, [0] * len(leaves)
+    sums = torch.empty(first_tiles([leaf.numel() for leaf in leaves], starts)[-1], dtype=torch.float32, device=device)
+    reweight(leaves, leaves, plain_gradient(len(leaves), device), [False] * len(leaves), starts, sums=sums, store=False)
+    return sums
+
+
+def climb(
+    params: Sequence[Tensor],
+    slopes: Sequence[Tensor],
+    out: Sequence[Tensor],
+    *,
+    adaptive: bool,
+    length: Tensor | None = None,
+) -> Tensor:
+    """The two passes of `smat_fn.ops.climb`.
+
+    Args: length: float32 (1,), of the step written to out; None measures instead, nothing is written.
+    Returns: float32 (blocks of all leaves), sums of squares of ``|theta| s`` where length is None.
+    """
+    from . import kernels
+
+    starts, device = [0] * len(params), params[0].device
+    first = first_tiles([theta.numel() for theta in params], starts)
+    sums = torch.empty(first[-1] if length is None else 0, dtype=torch.float32, device=device)
+    for group in _groups((params, slopes, out), starts):
+        columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, slopes, out)]
+        table, owner, programs = _table(group, columns, params, first, starts)
+        _launch(
+            kernels.climb_kernel,
+            programs,
+            (table, owner, sums if length is None else length, sums if length is None else length),
+            DTYPE=_triton(group.dtypes[0]),
+            SLOPE=_triton(group.dtypes[1]),
+            ADAPTIVE=adaptive,
+            NORM=length is None,
+            ALIGNED=group.aligned,
+        )
+    return sums
+
+
 def _groups(trees: tuple[Sequence[Tensor], ...], starts: Sequence[int]) -> Iterator[_Group]:
     groups: dict[tuple[tuple[torch.dtype, ...], bool], list[int]] = {}
     for i, leaf in enumerate(trees[0]):
@@ -109,13 +151,13 @@ def _groups(trees: tuple[Sequence[Tensor], ...], starts: Sequence[int]) -> Itera
 
 
 def _table(
-    group: _Group, columns: list[list[int]], leaves: Sequence[Tensor], masked: Sequence[bool], starts: Sequence[int]
+    group: _Group, columns: list[list[int]], leaves: Sequence[Tensor], flags: Sequence[int], starts: Sequence[int]
 ) -> tuple[Tensor, Tensor, int]:
     sizes, offsets = [leaves[i].numel() for i in group.members], [starts[i] for i in group.members]
     counts = [tiles(size, start) for size, start in zip(sizes, offsets, strict=True)]
     first = first_tiles(sizes, offsets)
-    flags = [int(masked[i]) for i in group.members]
-    rows = list(zip(*columns, sizes, offsets, first[:-1], flags, group.members, strict=True))
+    own = [int(flags[i]) for i in group.members]
+    rows = list(zip(*columns, sizes, offsets, first[:-1], own, group.members, strict=True))
     device = leaves[group.members[0]].device
     return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device), _owner(tuple(counts), device), first[-1]
 

@@ -4,20 +4,24 @@ They have no autograd formulas of their own: `autograd` wraps them. `reweight_an
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
+from typing import TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import transformed
+from ..compiled import loops_for, transformed
 from ..errors import raise_problems
 from . import cpu, launch
 from .cpu import Numbers, first_tiles
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels compute in float32
 _forced = False
+Path = TypeVar("Path", bound=Hashable)
 
 
 @contextmanager
@@ -123,6 +127,41 @@ def _(grads, out, streams, scale, cutoff, masked, starts):  # type: ignore[no-un
     return None
 
 
+@torch.library.custom_op("smat_fn::block_squares", mutates_args=())
+def block_squares(leaves: list[Tensor]) -> Tensor:
+    """`smat_fn.tree.block_squares`: a launch, or a pass of compiled loops, for each device and dtype that has one."""
+    whole = [leaf if leaf.is_contiguous() else leaf.reshape(-1) for leaf in leaves]
+    ways: dict[tuple[torch.device, Callable[[list[Tensor]], Tensor]], list[int]] = {}
+    for i, leaf in enumerate(whole):
+        ways.setdefault((leaf.device, _squares_by(leaf)), []).append(i)
+    return in_order([(way([whole[i] for i in rows]), rows) for (_, way), rows in ways.items()], leaves)
+
+
+def in_order(found: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Tensor]) -> Tensor:
+    """Sums by blocks, each with the leaves it is of, in the order of all leaves: float64, on the first one's device."""
+    place = leaves[0].device
+    sums = [part.double().to(place) for part, _ in found]
+    if len(sums) == 1:
+        return sums[0]
+    first = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))
+    blocks = numpy.concatenate([numpy.arange(first[i], first[i + 1]) for _, rows in found for i in rows])
+    order = numpy.empty_like(blocks)
+    order[blocks] = numpy.arange(len(blocks))
+    return torch.cat(sums)[torch.from_numpy(order).to(place)]
+
+
+@block_squares.register_fake
+def _(leaves):  # type: ignore[no-untyped-def]
+    blocks = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))[-1]
+    return leaves[0].new_empty(blocks, dtype=torch.float64)
+
+
+def _squares_by(leaf: Tensor) -> Callable[[list[Tensor]], Tensor]:
+    if by_kernel([leaf]):
+        return launch.squares
+    return cpu.squares if leaf.dtype in cpu.DTYPES and loops_for(leaf) is not None else tree.block_squares
+
+
 def check_out(out: Sequence[Tensor], like: Sequence[Tensor]) -> None:
     """Raises: ValueError that lists the leaves of out, by position, that are strided or of another size or dtype."""
     problems = []
@@ -147,8 +186,9 @@ def _simulate(
 ) -> None:
     check_out(out, params)
     params, base = [p.contiguous() for p in params], [b.contiguous() for b in base]
-    way = launch if by_kernel(params, base, out) else cpu
-    way.simulate(params, base, out, numbers, masked, starts)
+    for way, rows in _ways(params, base, out):
+        own, origins, targets, flags, first = ([part[i] for i in rows] for part in (params, base, out, masked, starts))
+        way.simulate(own, origins, targets, _rows(numbers, rows, len(params)), flags, first)
 
 
 def _reweight(
@@ -163,11 +203,24 @@ def _reweight(
     check_out(out, grads)
     grads = [g.contiguous() for g in grads]
     numbers = Numbers(streams, scale, cutoff, sigma=scale, quantiles=scale)  # a gradient has no noise: neither is read
-    way = launch if by_kernel(grads, out) else cpu
-    way.reweight(grads, out, numbers, masked, starts)
+    for way, rows in _ways(grads, out):
+        own, targets, flags, first = ([part[i] for i in rows] for part in (grads, out, masked, starts))
+        way.reweight(own, targets, _rows(numbers, rows, len(grads)), flags, first)
 
 
-_PIECE = 1 << 20  # coordinates that are upcast at a time
+def _ways(*trees: list[Tensor]) -> Iterator[tuple[ModuleType, list[int]]]:
+    """The leaves that the kernels take, and the others: one float64 leaf keeps none of its neighbours from them."""
+    chosen = [by_kernel(leaves) for leaves in zip(*trees, strict=True)]
+    for way, wanted in ((launch, True), (cpu, False)):
+        if rows := [i for i, kernel in enumerate(chosen) if kernel == wanted]:
+            yield way, rows
+
+
+def _rows(numbers: Numbers, rows: list[int], count: int) -> Numbers:
+    if len(rows) == count:
+        return numbers
+    index = torch.tensor(rows, device="cpu").to(numbers.streams.device, non_blocking=True)
+    return numbers._replace(streams=numbers.streams.index_select(1, index))
 
 
 def reweight_and_clip(
@@ -208,8 +261,8 @@ def _reweight_and_clip(
     if numbers is None and max_norm is None:
         out = dict(grads)
     else:
-        owned = _owned(raw) if donate else set()
-        out = {path: g if path in owned else torch.empty_like(g) for path, g in raw.items()}
+        free = owned(raw) if donate else set()
+        out = {path: g if path in free else torch.empty_like(g) for path, g in raw.items()}
     sources, targets = list(raw.values()), list(out.values())
     if by_kernel(sources, targets):
         return out, _by_kernels(sources, targets, numbers, list(masked), max_norm)
@@ -219,19 +272,20 @@ def _reweight_and_clip(
         sources = targets
     norm = tree.global_norm(sources)
     if max_norm is not None:
-        factor = clip_factor(norm, max_norm)
-        for source, target in zip(sources, targets, strict=True):
-            _scale(source, factor.to(source.device, tree.compute_dtype(source)), target)
+        _scale(sources, targets, clip_factor(norm, max_norm))
     return out, norm.float()
 
 
-def _scale(source: Tensor, factor: Tensor, target: Tensor) -> None:
-    """``source * factor``, rounded once: on a device torch would round a 0-d factor to the dtype of source first."""
-    if source.dtype == factor.dtype:
-        torch.mul(source, factor, out=target)
-        return
-    for own, there in zip(source.view(-1).split(_PIECE), target.view(-1).split(_PIECE), strict=True):
-        there.copy_(own.to(factor.dtype).mul_(factor))
+def _scale(sources: list[Tensor], targets: list[Tensor], factor: Tensor) -> None:
+    """``source * factor``, rounded once: on each device the reweighting of a gradient that is not masked."""
+    devices: dict[torch.device, list[int]] = {}
+    for i, source in enumerate(sources):
+        devices.setdefault(source.device, []).append(i)
+    for device, rows in devices.items():
+        own, into = ([leaves[i] for i in rows] for leaves in (sources, targets))
+        streams = torch.zeros((2, len(rows), 2), dtype=torch.int64, device=device)
+        nothing: tuple[list[bool], list[int]] = ([False] * len(rows), [0] * len(rows))
+        reweight_into(own, into, streams, factor.to(device), streams.new_zeros(()), *nothing)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -245,7 +299,7 @@ def _by_kernels(
     device, starts = sources[0].device, [0] * len(sources)
     store = max_norm is None and numbers is not None
     if numbers is None:
-        numbers, masked = _plain_gradient(len(sources), device), [False] * len(sources)
+        numbers, masked = cpu.plain_gradient(len(sources), device), [False] * len(sources)
     sums = torch.empty(first_tiles([g.numel() for g in sources], starts)[-1], dtype=torch.float32, device=device)
     launch.reweight(sources, targets, numbers, masked, starts, sums=sums, store=store)
     norm = tree.sum_by_halves(sums.double()).sqrt()
@@ -254,17 +308,8 @@ def _by_kernels(
     return norm.float()
 
 
-def _owned(grads: Mapping[str, Tensor]) -> set[str]:
+def owned(grads: Mapping[Path, Tensor]) -> set[Path]:
+    """The tensors that may be written to: they share their memory with no other one of these."""
     # autograd may hand out one tensor for two leaves, or an expanded one: in place would change those twice
     users = Counter(g.untyped_storage().data_ptr() for g in grads.values())
     return {path for path, g in grads.items() if users[g.untyped_storage().data_ptr()] == 1}
-
-
-def _plain_gradient(leaves: int, device: torch.device) -> Numbers:
-    return Numbers(
-        torch.zeros((2, leaves, 2), dtype=torch.int64, device=device),
-        torch.ones((), device=device),
-        torch.zeros((), dtype=torch.int64, device=device),
-        torch.zeros((), dtype=torch.float64, device=device),
-        torch.empty(0, device=device),
-    )

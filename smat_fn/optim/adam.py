@@ -1,6 +1,7 @@
 """Adam and AdamW: functional wrappers of ``torch.optim.adam.adam`` and ``torch.optim.adamw.adamw``."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,9 +123,7 @@ def _build(
         leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
         tree.check_same(leaves, "params", grads=flat_grads)
         flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
-        # torch increments one counter a tensor, in place
-        device = {p: leaf.device if fused else None for p, leaf in leaves.items()}
-        counts = [torch.full((), float(state.step), device=device[p]) for p in leaves]
+        counts = _counts(state.step, [leaf.device if fused else None for leaf in leaves.values()])
         function(
             list(leaves.values()),
             [_laid_out(flat_grads[p], leaf) for p, leaf in leaves.items()],
@@ -148,6 +147,15 @@ def _build(
         return params, AdamState(state.step + 1, mu, nu)
 
     return Optimizer(init, update)
+
+
+def _counts(step: int, devices: Sequence[torch.device | None]) -> list[Tensor]:
+    """A counter a tensor, since torch increments every one in place: entries of one vector a device."""
+    rows = {
+        device: iter(torch.full((number,), float(step), device=device).unbind())
+        for device, number in Counter(devices).items()
+    }
+    return [next(rows[device]) for device in devices]
 
 
 def _pure(

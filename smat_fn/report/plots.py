@@ -1,6 +1,6 @@
-"""Figures: the main table as bars, paired differences, curves over the noise."""
+"""Figures: the main table as points and as a heat map, paired differences, curves over the noise."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from .tables import Cell, MainTable
 
 # Okabe and Ito's palette: distinct with any colour vision
 COLOURS = {"ft": "#C7C7C7", "smat": "#0072B2", "asam": "#E69F00", "mergopt": "#009E73", "orthoreg": "#CC79A7"}
+FONT = 9  # points
+NUMBERED = 6  # methods
 SPARE = ("#56B4E9", "#D55E00", "#F0E442", "#FFFFFF", "#000000")
 
 
@@ -35,9 +37,10 @@ def drawable(table: MainTable) -> bool:
 
 
 def main_plot(table: MainTable, *, title: str = "") -> bytes:
-    """Bars of experts, mergers and the mean of the paper's five, grouped by column: a PNG of 1800 x 900 pixels.
+    """Means of experts, mergers and the mean of the paper's five, grouped by column: a PNG of 1800 x 900 pixels.
 
-    Every bar carries its number, the mean over seeds; whiskers are one standard deviation. The axis is 0 to 100.
+    Every point of at most six methods carries its number, the mean over seeds; whiskers are one standard deviation. The
+    axes show the part of 0 to 100 that is needed, and say so.
 
     Raises:
         ValueError: the table is empty, or more than five methods have no colour of their own in `COLOURS`.
@@ -47,45 +50,87 @@ def main_plot(table: MainTable, *, title: str = "") -> bytes:
         raise ValueError(
             f"cannot draw methods {list(table.cells)}: give at least one, at most {len(SPARE)} beside {list(COLOURS)}"
         )
+    columns = table.columns
+    # panels of one scale, for experts are far above what is merged
+    parts = [part for part in (columns[:1], columns[1:]) if part] if columns[0] == "Expert" else [columns]
+    reaches = [reach(cell for line in table.cells.values() for c, cell in line.items() if c in part) for part in parts]
+    span = max(high - low for low, high in reaches)
+    figure, grid = new_figure(9, 4.5, ncols=len(parts), squeeze=False, width_ratios=list(map(len, parts)))
+    for axes, part, (low, high) in zip(grid[0], parts, reaches, strict=True):
+        middle, count = (low + high) / 2, len(table.cells)
+        _points(axes, table, part, palette)
+        axes.set_ylim(middle - span / 2, middle + span * (0.57 if count < 4 else 0.68))  # room for the numbers
+        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 100 and abs(tick - middle) <= span / 2])
+        tidy(axes, "y")
+    grid[0][0].set_ylabel(f"mean {table.split} score over tasks")
+    deviate = any(cell.sd for line in table.cells.values() for cell in line.values())
+    means = "points: means over seeds; whiskers: one standard deviation; " if deviate else ""
+    middles = [(low + high) / 2 for low, high in reaches]
+    cut = " and ".join(f"{max(0, x - span / 2):.0f} to {min(100, x + span / 2):.0f}" for x in middles)
+    figure.supxlabel(f"{means}scores are 0 to 100, shown are {cut}")
+    figure.legend(*axes.get_legend_handles_labels(), ncols=min(count, 5), loc="outside upper right", frameon=False)
+    grid[0][0].set_title(title, loc="left")
+    return png(figure)
+
+
+def _points(axes: Any, table: MainTable, columns: Sequence[str], palette: Mapping[str, str | None]) -> None:
+    """Some columns of the table, methods beside each other."""
     from matplotlib.patheffects import withStroke
 
-    figure, axes = new_figure(9, 4.5)
-    count, columns = len(table.cells), table.columns
-    width = 0.86 / count
+    count = len(table.cells)
     for index, (method, line) in enumerate(table.cells.items()):
-        x = np.array([columns.index(column) for column in line]) + (index - (count - 1) / 2) * width
-        means = [cell.mean for cell in line.values()]
-        errors = [cell.sd or 0.0 for cell in line.values()]
-        look = {"color": palette[method], "edgecolor": "black", "linewidth": 0.5}
-        axes.bar(x, means, 0.92 * width, label=method, **look)
-        if any(errors):
-            axes.errorbar(x, means, errors, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
-        for place, mean, error in zip(x, means, errors, strict=True):
+        cells = {columns.index(column): cell for column, cell in line.items() if column in columns}
+        x = np.array(list(cells)) + (index - (count - 1) / 2) * 0.86 / count
+        means, errors = [cell.mean for cell in cells.values()], [cell.sd or 0.0 for cell in cells.values()]
+        axes.errorbar(
+            x, means, errors if any(errors) else None, fmt="o", label=method, color=palette[method], ecolor="black",
+            elinewidth=0.9, capsize=2.5, markersize=7, markeredgecolor="black", markeredgewidth=0.5,
+        )  # fmt: skip
+        # numbers of more methods would lie upon each other
+        for place, mean, error in zip(x, means, errors, strict=True) if count <= NUMBERED else ():
             axes.annotate(
-                f"{mean:.1f}",
-                (place, mean + error),
-                (0, 3),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=9 if count < 4 else 8,
-                rotation=0 if count < 4 else 90,
+                f"{mean:.1f}", (place, mean + error), (0, 3 if error else 6), textcoords="offset points", ha="center",
+                va="bottom", rotation=0 if count < 4 else 90,
                 path_effects=[withStroke(linewidth=2, foreground="white")],
-            )
-    # mergers stand apart from the experts before them and the mean after them
-    for border in [0.5] * ("Expert" in columns) + [len(columns) - 1.5] * ("Avg" in columns):
-        axes.axvline(border, ymax=100 / 106, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)))
+            )  # fmt: skip
+    if columns[-1] == "Avg" and len(columns) > 1:  # apart from what it is a mean of
+        axes.axvline(len(columns) - 1.5, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)))
     names = {"Expert": "Experts", "Avg": "Avg of 5"}
-    axes.set_xticks(range(len(columns)), [names.get(column, column) for column in columns], fontsize=10)
+    axes.set_xticks(range(len(columns)), [names.get(column, column) for column in columns])
     axes.tick_params(axis="x", length=0)
-    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(0, 106), yticks=range(0, 101, 20))
-    axes.set_ylabel(f"mean {table.split} score over tasks (0 to 100)", fontsize=10)
-    if any(cell.sd for line in table.cells.values() for cell in line.values()):
-        axes.set_xlabel("bars: means over seeds; whiskers: one standard deviation", fontsize=8)
-    tidy(axes, "y")
-    axes.spines["left"].set_bounds(0, 100)
-    axes.legend(ncols=count, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderaxespad=0.2)
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+
+
+def reach(cells: Iterable[Cell], *more: float) -> tuple[float, float]:
+    """The ends of whiskers, and more numbers, with some room; at least a point."""
+    ends = [cell.mean + sign * (cell.sd or 0.0) for cell in cells for sign in (-1, 1)] + list(more)
+    room = max(0.08 * (max(ends) - min(ends)), 0.5)
+    return min(ends) - room, max(ends) + room
+
+
+def merger_plot(table: MainTable, mergers: Sequence[str]) -> bytes:
+    """A heat map of mean scores, a line a merger, a column a method: a PNG. Colours span the scores that are there."""
+    from matplotlib.patheffects import withStroke
+
+    methods = list(table.cells)
+    means = np.array([[line[m].mean if m in line else np.nan for line in table.cells.values()] for m in mergers])
+    figure, axes = new_figure(2.4 + 0.8 * len(methods), 1.6 + 0.28 * len(mergers))
+    drawn = axes.imshow(means, cmap="cividis", aspect="auto")
+    for (y, x), mean in np.ndenumerate(means):
+        if not np.isnan(mean):
+            axes.text(x, y, f"{mean:.1f}", ha="center", va="center", color="black",
+                      path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
+    axes.set_xticks(
+        range(len(methods)),
+        methods,
+        rotation=30 if len(methods) > 2 else 0,
+        ha="right" if len(methods) > 2 else "center",
+    )
+    axes.set_yticks(range(len(mergers)), mergers)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    low, high = np.nanmin(means), np.nanmax(means)
+    figure.colorbar(drawn, ax=axes, label=f"mean {table.split} score over tasks,\ncolours from {low:.1f} to {high:.1f}")
     return png(figure)
 
 
@@ -117,10 +162,10 @@ def paired_plot(differences: Mapping[str, Mapping[str, Estimate]]) -> bytes:
         axes.plot(got.values, below, "o", markersize=3.5, color=colour, markeredgewidth=0, alpha=0.6)
     for name, y in blocks.items():
         axes.annotate(name, (0, y), (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      fontsize=9, fontweight="bold", va="center", ha="right")  # fmt: skip
-    axes.set_yticks(places, [name for name, _ in lines], fontsize=8)
+                      fontweight="bold", va="center", ha="right")  # fmt: skip
+    axes.set_yticks(places, [name for name, _ in lines])
     axes.set_ylim(top - 0.6, -0.8)
-    axes.set_xlabel("difference in points; dots: seeds, bars: 95 % intervals (blue: zero is outside)", fontsize=8)
+    axes.set_xlabel("difference in points\ndots: seeds; bars: 95 % intervals (blue: zero is outside)")
     axes.tick_params(axis="y", length=0)
     tidy(axes, "x", shade="0.9")
     axes.spines["left"].set_visible(False)
@@ -132,34 +177,29 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
 
     Returns: a PNG; the horizontal axis is logarithmic; whiskers stand beside each other, a few points from their RMS.
     """
-    from matplotlib.transforms import ScaledTranslation
-
     figure, axes = new_figure(6.4, 3.6)
     sigmas = sorted({sigma for points in curves.values() for sigma in points})
     cells = [cell for points in curves.values() for cell in points.values()]
-    ends = [cell.mean + sign * (cell.sd or 0.0) for cell in cells for sign in (-1, 1)]
-    ends += [reference[1].mean] if reference else []
-    room = 0.08 * (max(ends) - min(ends)) or 1.0
+    ends = reach(cells, *([reference[1].mean] if reference else []))
     # matplotlib finds no limits of what stands aside
-    axes.set(xscale="log", xlim=(sigmas[0] / 1.3, sigmas[-1] * 1.3), ylim=(min(ends) - room, max(ends) + room))
+    axes.set(xscale="log", xlim=(sigmas[0] / 1.3, sigmas[-1] * 1.3), ylim=ends)
     styles = {"uniform": ("#0072B2", "o"), "gaussian": ("#D55E00", "s"), "laplace": ("#009E73", "^")}
     for index, (family, points) in enumerate(curves.items()):
-        aside = ScaledTranslation((index - (len(curves) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
         colour, marker = styles.get(family, ("#CC79A7", "D"))
         means, errors = [cell.mean for cell in points.values()], [cell.sd or 0.0 for cell in points.values()]
         axes.errorbar(
             list(points), means, errors if any(errors) else None, color=colour, marker=marker, markersize=5,
-            capsize=2.5, label=family, transform=axes.transData + aside,
+            capsize=2.5, label=family, transform=axes.transData + aside(figure, index, len(curves)),
         )  # fmt: skip
     if reference:
         name, cell = reference
         axes.axhline(cell.mean, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=name)
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
     axes.minorticks_off()
-    axes.set_xlabel("RMS of the noise, in units of the weights", fontsize=9)
-    axes.set_ylabel("score, mean of five mergers\n± standard deviation over seeds", fontsize=9)
+    axes.set_xlabel("RMS of the noise, in units of the weights")
+    axes.set_ylabel("score, mean of five mergers\n± standard deviation over seeds")
     tidy(axes, "both", shade="0.9")
-    axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return png(figure)
 
 
@@ -171,6 +211,13 @@ def new_figure(width: float, height: float, **subplots: Any) -> tuple[Any, Any]:
     return figure, figure.subplots(**subplots)
 
 
+def aside(figure: Any, index: int, count: int) -> Any:
+    """A shift that sets whiskers of ``count`` lines beside each other, 4 points apart."""
+    from matplotlib.transforms import ScaledTranslation
+
+    return ScaledTranslation((index - (count - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
+
+
 def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> None:
     """Grey grid lines behind what is drawn, no frame at the top and on the right."""
     axes.grid(axis=grid, color=shade, linewidth=0.7)
@@ -179,7 +226,13 @@ def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> 
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file's content; no version of a library in it."""
+    """The figure as a file's content, its words in one size; no version of a library in it."""
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        axes.tick_params(labelsize=FONT)  # of ticks that are yet to come
+    for text in figure.findobj(Text):
+        text.set_fontsize(FONT)
     file = BytesIO()
     figure.savefig(file, metadata={"Software": None})
     return file.getvalue()

@@ -16,31 +16,68 @@ NOTE = (
 
 
 def summary(found: Found, notes: str = "") -> Section:
-    """A sentence per label on what was found."""
+    """What was found: a line per label and what it is compared with."""
     alone = found.labels("noise")
-    lines = [_finding_of(found, label) for label in found.table.cells if label not in alone] + _alone(found, alone)
-    bullets = "\n".join(f"- {line}" for line in lines)
+    labels = [label for label in found.table.cells if label not in alone]
+    rows: list[list[object]] = []
+    records: list[dict[str, object]] = []
+    for label, other in ((x, other) for x in labels for other in found.comparisons(x)):
+        column = _scored(found, label)
+        got, experts = found.difference(label, column, other), found.difference(label, "Expert", other)
+        ratio = times(found.costs.get(label), found.costs.get(other))
+        signs = None if got is None else " / ".join(map(str, got.signs))
+        texts = [*with_interval(got), signs, verdict(got), *with_interval(experts), ratio and ratio.text(3)]
+        rows.append([label, other, column, *texts])
+        low, high = (got and got.interval) or (None, None)
+        records.append(
+            {
+                "method": label, "reference": other, "column": column, "mean": got and got.mean, "low": low,
+                "high": high, "n": len(got.values) if got else 0, "finding": verdict(got),
+                "experts": experts and experts.mean, "times_reference": ratio and ratio.mean,
+            }
+        )  # fmt: skip
+    parts = [" ".join([*_uncompared(found, labels), *_alone(found, alone)]), _legend(found, rows), notes.strip()]
+    columns = [
+        "Label", "Against", "On", "Difference", "95 % interval", "Seeds + / = / -", "Finding", "Experts",
+        "95 % interval of experts", "Time x",
+    ]  # fmt: skip
+    return Section("Summary", "\n\n".join(part for part in parts if part), Table(columns, rows, records))
+
+
+def _scored(found: Found, label: str) -> str:
+    return "Avg" if "Avg" in found.table.cells[label] else "Expert"
+
+
+def with_interval(got: Estimate | None) -> tuple[str | None, str | None]:
+    """A difference and its interval as texts."""
+    if got is None:
+        return None, None
+    return f"{got.mean:+.2f}", got.interval and f"{got.interval[0]:+.2f} to {got.interval[1]:+.2f}"
+
+
+def _uncompared(found: Found, labels: list[str]) -> list[str]:
+    lines = []
+    for label in labels:
+        if not found.comparisons(label):
+            role = "is the reference" if label == found.base(muon=found.muon(label)) else "has no reference here"
+            line, column = found.table.cells[label], _scored(found, label)
+            place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
+            mean = f": {line[column].text()} on {place}" if column in line else ""
+            lines.append(f"**{label}** {role}{mean}.")
+    return lines
+
+
+def _legend(found: Found, rows: list[list[object]]) -> str:
     seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
-    what = (
-        f"{found.table.split.capitalize()} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
-    )
-    return Section("Summary", f"{bullets}\n\n{what} {NOTE}" + (f"\n\n{notes.strip()}" if notes.strip() else ""))
-
-
-def _finding_of(found: Found, label: str) -> str:
-    line, others = found.table.cells[label], found.comparisons(label)
-    column = "Avg" if "Avg" in line else "Expert"
-    place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
-    if not others:
-        role = "is the reference" if label == found.base(muon=found.muon(label)) else "has no reference here"
-        mean = f": {line[column].text()} on {place}" if column in line else ""
-        return f"**{label}** {role}{mean}."
-    parts = [finding(label, other, found.difference(label, column, other), of=place) for other in others]
-    if column == "Avg":
-        parts.insert(1, experts(found.difference(label, "Expert", others[0])))
-    if cost := times(found.costs.get(label), found.costs.get(others[0])):
-        parts.append(f"Its training took {cost.text(3)} times as long as that of {others[0]}.")
-    return " ".join(part for part in parts if part)
+    split = found.table.split.capitalize()
+    text = f"{split} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
+    if rows:
+        text += (
+            " Difference: of the mean of five mergers (Avg), or of the experts where not all five are there. Finding: "
+            '"above" or "below" where the interval leaves out zero, else no difference is established. Experts: their '
+            f"difference before merging. Time: of training, over that of what it is compared with. {NOTE}"
+        )
+    return text
 
 
 def _alone(found: Found, labels: list[str]) -> list[str]:
@@ -59,7 +96,7 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
     """The paper's main table, and its bars."""
     from .plots import drawable, main_plot
 
-    table = found.part(found.labels("main", muon=muon))
+    table = found.part(found.labels("main", muon=muon)).paper
     if not table.cells:
         return None
     base = found.base(muon=muon)
@@ -139,10 +176,11 @@ def paired_differences(found: Found) -> Section | None:
 
 def _texts(got: Estimate) -> list[object]:
     above, equal, below = got.signs
+    mean, interval = with_interval(got)
     return [
-        f"{got.mean:+.2f}",
+        mean,
         None if got.sd is None else f"{got.sd:.2f}",
-        None if got.interval is None else f"{got.interval[0]:+.2f} to {got.interval[1]:+.2f}",
+        interval,
         None if got.interval is None else "no" if got.settled else "yes",
         len(got.values),
         f"{above} + / {below} -" + (f" / {equal} =" if equal else ""),
@@ -156,22 +194,19 @@ def ablation(found: Found) -> Section | None:
     if not labels:
         return None
     fulls = list(dict.fromkeys(full for label in labels if (full := found.full(label))))
-    rows, records, lines = [], [], []
+    rows, records = [], []
     for label in [*fulls, *labels]:
         line, setting = found.table.cells[label], found.settings[label]
         off = [part for part in PARTS if part not in (setting.parts or ())]
         variant = f"without {' and '.join(off)}" if off else "full SMAT"
         other = found.compared_with(label) if off else None
         change = found.difference(label, "Avg", other)
-        if off and "Avg" in line:
-            lines.append(f"- {finding(variant, other or found.reference, change)}")
-        interval = f"{change.interval[0]:+.2f} to {change.interval[1]:+.2f}" if change and change.interval else None
         texts = [line[column].text() if column in line else None for column in COLUMNS]
-        rows.append([variant, label, *texts, f"{change.mean:+.2f}" if change else None, interval])
+        rows.append([variant, label, *texts, *with_interval(change), verdict(change) if other else None])
         records.append({"variant": variant, "method": label, **spread(line), "avg_change": change and change.mean})
-    columns = ["Variant", "Label", *COLUMNS, "Change", "95 % interval"]
+    columns = ["Variant", "Label", *COLUMNS, "Change", "95 % interval", "Finding"]
     against = ", ".join(dict.fromkeys(other for label in labels if (other := found.compared_with(label))))
-    text = f"Change: five-merger mean against {against or 'nothing that is here'}.\n\n" + "\n".join(lines)
+    text = f"Change: five-merger mean against {against or 'nothing that is here'}."
     return Section("Ablation", text, Table(columns, rows, records))
 
 
@@ -212,19 +247,17 @@ def _noise(found: Found, label: str) -> str:
     return str(found.settings[label].hyperparameters.get("noise", "uniform"))
 
 
-def finding(label: str, reference: str, found: Estimate | None, *, of: str = "the mean of five mergers") -> str:
-    """One sentence on the paired difference ``label - reference``."""
+def verdict(found: Estimate | None) -> str:
+    """What the interval of a paired difference says."""
     if found is None:
-        return f"**{label}** cannot be compared with {reference} on {of}: no seed has both."
+        return "no seed has both"
     if set(found.values) == {0.0}:
-        return f"**{label}** equals {reference} on {of}, seed by seed (of {len(found.values)})."
-    points = f"{found.mean:+.2f} points on {of}"
+        return "equal"
     if found.interval is None:
-        return f"**{label}** against {reference}: {points} in one seed. One seed leaves open what chance does."
+        return "open: one seed"
     if not found.settled:
-        return f"**{label}**: no difference from {reference} is established: {points}, {evidence(found)}."
-    place = "above" if found.mean > 0 else "below"
-    return f"**{label}** is {place} {reference}: {points}, {evidence(found)}."
+        return "not established"
+    return "above" if found.mean > 0 else "below"
 
 
 def evidence(found: Estimate) -> str:
@@ -235,14 +268,3 @@ def evidence(found: Estimate) -> str:
     counts = [f"{n} {name}" for n, name in ((above, "above"), (equal, "equal"), (below, "below")) if n]
     contains = "leaves out zero" if found.settled else "contains zero"
     return f"95 % interval {low:+.2f} to {high:+.2f} {contains} ({len(found.values)} seeds: {', '.join(counts)})"
-
-
-def experts(found: Estimate | None) -> str:
-    """The difference of the experts before merging, as an addition to a finding."""
-    if found is None:
-        return ""
-    if found.interval is None:
-        return f"Its experts before merging: {found.mean:+.2f}."
-    low, high = found.interval
-    zero = "leaves out zero" if found.settled else "contains zero"
-    return f"Its experts before merging: {found.mean:+.2f}, interval {low:+.2f} to {high:+.2f} {zero}."

@@ -59,6 +59,14 @@ class MainTable(NamedTuple):
         shown = tuple(column for column in (*COLUMNS[:-1], *MORE, COLUMNS[-1]) if column in self.scored)
         return shown if self.scored.intersection(MORE) else COLUMNS
 
+    @property
+    def paper(self) -> "MainTable":
+        """Without other mergers; unchanged where there are no others."""
+        if not self.scored.intersection(MERGERS):
+            return self
+        cells = {x: {c: cell for c, cell in line.items() if c in COLUMNS} for x, line in self.cells.items()}
+        return MainTable(self.split, cells)
+
 
 def cell_of(by_seed: Mapping[int, float]) -> Cell:
     """A cell from scores by seed, whatever their order."""

@@ -9,6 +9,7 @@ from typing import Any
 from ..evaluate.results import Result, Run
 from . import details, sections
 from .found import Found, find
+from .mergers import mergers
 from .section import Section, Table, markdown, words
 
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
@@ -36,6 +37,7 @@ def build_report(
         sections.summary(found, notes),
         sections.main_results(found, "Main results", muon=False),
         sections.main_results(found, "Muon", muon=True),
+        mergers(found, facts),
         sections.paired_differences(found),
         sections.ablation(found),
         sections.noise(found),
@@ -127,9 +129,12 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
             token.attrSet("class", "long")
         for child in token.children or ():
             if child.type == "image":
-                child.attrSet("src", _uri(images[str(child.attrGet("src"))]))
+                picture = images[str(child.attrGet("src"))]
+                child.attrSet("src", _uri(picture))
+                if width := _width(picture):
+                    child.attrSet("width", str(width))
     body = reader.renderer.render(tokens, reader.options, {})
-    body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -140,6 +145,11 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
 
 def _anchor(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")
+
+
+def _width(png: bytes) -> int | None:
+    """The width at which a figure's 9 points at 200 dots an inch are the page's 15 pixels; None for no PNG."""
+    return round(0.6 * int.from_bytes(png[16:20], "big")) if png[12:16] == b"IHDR" else None
 
 
 def _uri(png: bytes) -> str:

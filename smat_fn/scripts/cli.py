@@ -6,11 +6,14 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from ..errors import suggestion
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 Values: TypeAlias = dict[str, bool | int | float | str | None]  # of --suite-options
@@ -70,6 +73,21 @@ def suite_options(options: type, words: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def spoken(text: str) -> str:
+    """An error of the library in words of the command line: options as --suite-options NAME VALUE."""
+    text = text.replace(" (overwrite=True)", "")
+    return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
+
+
+def mistyped(words: Sequence[str], names: Sequence[str]) -> str:
+    """The problem of a first word that is nearly a subcommand, and neither an option nor a path; else an empty text."""
+    word = words[0] if words else "-"
+    if word.startswith("-") or word in names or Path(word).exists():
+        return ""
+    near = suggestion(word, names)
+    return f"{word!r} is unknown{near}" if near else ""
+
+
 Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
 
 
@@ -81,13 +99,17 @@ def run(
     description: str | None,
     commands: Mapping[str, Command] = MappingProxyType({}),
     prepare: Callable[[list[str]], list[str]] = list,
+    names: Sequence[str] = (),
 ) -> None:
     """Call ``main`` on the command line's options; ValueError and OSError end the script with one line.
 
     Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
-        rewrites the words of the command line before they are parsed.
+        rewrites the words of the command line before they are parsed. names: other subcommands, to suggest one
+        for a mistyped word.
     """
     words, prog = prepare(sys.argv[1:]), script
+    if problem := mistyped(words, [*commands, *names]):
+        sys.exit(f"{script}: {problem} ({script} --help lists all)")
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
@@ -103,4 +125,4 @@ def run(
             raise ValueError(f"--threads is {threads}, must be at least 1")
         main(parsed)
     except (ValueError, OSError) as error:
-        sys.exit(f"{prog}: {error}")
+        sys.exit(f"{prog}: {spoken(str(error))}")

@@ -282,9 +282,11 @@ def parts_of(
         devices.setdefault(leaf.device, []).append(path)
     for device, paths in devices.items():
         # the host does not wait for copies to a device; copies from one are waited for
-        key, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in draw[:-1])
+        # streams are derived where the key is, once for all who ask for those of this step
+        fields = (random.leaf_streams(draw.key, paths), *draw[1:-1])
+        streams, scale, drop_prob, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in fields)
         noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
-        numbers = Numbers(random.leaf_streams(key, paths), scale, random.threshold(drop_prob), sigma, noise)
+        numbers = Numbers(streams, scale, random.threshold(drop_prob), sigma, noise)
         masked = [picks is None or picks(path, leaves[path]) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 

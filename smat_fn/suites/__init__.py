@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..errors import suggestion
 from ..types import Suite
 
 SUITES = {"digits": "Digits", "trace": "Trace", "clip8": "Clip8", "short_text": "ShortText"}  # module -> its class
@@ -53,5 +54,5 @@ def _class(name: str, options: dict[str, Any]) -> Any:
     suite = getattr(import_module(f".{name}", __package__), SUITES[name])
     known = [field.name for field in fields(suite.Options)]
     if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"{name} has no options {unknown}: they are {known}")
+        raise ValueError(f"{name} has no options {unknown}{suggestion(unknown[0], known) or ':'} they are {known}")
     return suite

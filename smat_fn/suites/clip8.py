@@ -40,7 +40,7 @@ SPLITS = ("train", "dev", "test")
 class Clip8Options(SuiteOptions):
     """Options of suite ``clip8``."""
 
-    LOCAL = ("device", "eval_batch")
+    LOCAL = ("device", "eval_batch", "only")
     LOWEST: ClassVar = {"batch_size": 1, "rows": 1}
 
     model: str
@@ -57,6 +57,8 @@ class Clip8Options(SuiteOptions):
     """Dtype of parameters and computation."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    only: tuple[str, ...] | None = None
+    """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
     """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
@@ -105,18 +107,19 @@ class Clip8(EncoderSuite):
         }
         self.options = own = Clip8Options(**{**options, **settled})
         self.device, self.batch_size = pick_device(own.device), own.batch_size
+        chosen = own.only or tasks
         self._rows, found = collect(
-            product(tasks, SPLITS), lambda key: _pictures(own, *key), local=lambda key: Path(own.data).exists()
+            product(chosen, SPLITS), lambda key: _pictures(own, *key), local=lambda key: Path(own.data).exists()
         )
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
-        names = _class_names(self._rows, tasks)
+        names = _class_names(self._rows, chosen)
         model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
             own.model, dtype=own.dtype, device=self.device, gradient_checkpointing=own.gradient_checkpointing
         )
         if isinstance(model, clip.Clip):
             self._heads = text_heads(own.templates, names, model, self.device)
         else:
-            train = {task: self._rows[task, "train"] for task in tasks}
+            train = {task: self._rows[task, "train"] for task in names}
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
         self._firsts = {k: pixels.prepare(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
@@ -204,7 +207,8 @@ def resolve_templates(given: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
 def _pictures(options: Clip8Options, task: str, split: str) -> ImageRows:
     rows = load_rows(options.data, task, split, columns=options.columns)
     if not isinstance(rows, ImageRows):
-        raise ValueError(f"{options.data} ({task}, {split}) holds texts: give images and labels")
+        way = "this suite takes images and labels: give some, or a preset of texts (minilm, llama-3.2-1b)"
+        raise ValueError(f"{options.data} ({task}, {split}) holds texts, {way}")
     return rows if options.rows is None else take(rows, range(min(options.rows, len(rows.labels))))  # type: ignore[return-value]
 
 

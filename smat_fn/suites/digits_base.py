@@ -15,6 +15,7 @@ from ..data.cache import cached, versions
 from ..mat import finetune
 from ..models import FullLoss, features, parameters, tiny_vit
 from ..models.vit import WIDTH
+from ..progress import bar
 from ..types import Batch, Schedule
 
 CLASSES = 10
@@ -65,8 +66,6 @@ def pretrain(
     Args: batch: images a step; lr: peak of `_schedule`; decay: of all weights, decoupled.
     Returns: the leaves of `tiny_vit`, float32.
     """
-    from tqdm import trange
-
     root = random.key(seed)
     body = tiny_vit(random.fold_in(root, "init"))
     module = nn.ModuleDict({"body": body, "head": nn.utils.skip_init(nn.Linear, WIDTH, CLASSES)})
@@ -79,12 +78,14 @@ def pretrain(
     method = finetune.build(FullLoss(module, _label_loss), optimizer, params, donate=True)
     state = method.init(params)
     run = random.fold_in(root, "pretrain")
-    for step in trange(steps, desc="digits base", disable=None if progress is None else not progress):
-        chosen = batch_indices(run, len(train.labels), batch, step)
-        view_key, affine_key = random.split(random.fold_in(run, step))
-        view = list(VIEWS.values())[int(random.uniform(view_key) * len(VIEWS))]
-        images = view(affine(affine_key, train.images[chosen]))
-        state, _ = method.update(run, state, (images, train.labels[chosen]))
+    with bar(steps, desc="pretraining the digits base", shown=progress) as shown:
+        for step in range(steps):
+            chosen = batch_indices(run, len(train.labels), batch, step)
+            view_key, affine_key = random.split(random.fold_in(run, step))
+            view = list(VIEWS.values())[int(random.uniform(view_key) * len(VIEWS))]
+            images = view(affine(affine_key, train.images[chosen]))
+            state, _ = method.update(run, state, (images, train.labels[chosen]))
+            shown.update()
     return {name.removeprefix("body."): p for name, p in state.params.items() if name.startswith("body.")}
 
 

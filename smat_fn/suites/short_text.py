@@ -29,7 +29,7 @@ from ..models.encoder import Encoder
 from ..models.packing import Texts, texts
 from ..types import Micro, Params
 from .heads import fit_head, head_rows
-from .sources import absolute, collect, json_file, model_problems, pick_device, tasks_of
+from .sources import absolute, collect, columns_of, json_file, model_problems, pick_device, tasks_of
 from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
@@ -42,7 +42,7 @@ Ids = list[Tensor]
 class ShortTextOptions(SuiteOptions):
     """Options of suite ``short_text``."""
 
-    LOCAL = ("device", "eval_batch", "progress")
+    LOCAL = ("device", "eval_batch", "progress", "only")
     LOWEST: ClassVar = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
 
     model: str
@@ -65,6 +65,10 @@ class ShortTextOptions(SuiteOptions):
     """Tokens of a text, at most."""
     dtype: str = "float32"
     """Dtype of trained parameters and their computation."""
+    columns: Any = None
+    """Column names of the source: text=review,label=stars."""
+    only: tuple[str, ...] | None = None
+    """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
     """Only the first rows of each split, for quick runs; heads are those of all rows (default: all)."""
     device: str | None = None
@@ -108,15 +112,20 @@ class ShortText(EncoderSuite):
     def __init__(self, *, seed: int, **options: Any) -> None:
         settled = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
         tasks = self.task_names(**options)
-        self.options = own = ShortTextOptions(**{**options, **settled, "tasks": tasks})
+        columns = columns_of(options.get("columns"))
+        self.options = own = ShortTextOptions(**{**options, **settled, "tasks": tasks, "columns": columns})
         self.device, self.batch_size = pick_device(own.device), own.batch_size
+        chosen = own.only or tasks
         self._data, found = collect(
-            tasks, lambda task: load_task(own.source(task)), local=lambda task: Path(own.source(task)).is_absolute()
+            chosen,
+            lambda task: load_task(own.source(task), columns=columns),
+            local=lambda task: Path(own.source(task)).is_absolute(),
         )
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
         self._encoder = encoder = encoders.load(
             own.model, train_layers=own.train_layers, normalize=own.normalize, dtype=own.dtype, device=self.device
         )
+        self.notes = (encoder.note,) if encoder.note else ()
         longest = encoder.config.get("max_position_embeddings") or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
@@ -126,7 +135,7 @@ class ShortText(EncoderSuite):
             "device": self.device.type,
             "versions": versions("torch", "transformers", "scikit-learn"),
         }
-        self._heads = {task: self._head(task, random.fold_in(random.key(seed), task)) for task in tasks}
+        self._heads = {task: self._head(task, random.fold_in(random.key(seed), task)) for task in chosen}
         self.losses = {
             task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
             for task, head in self._heads.items()

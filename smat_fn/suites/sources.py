@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..data.rows import SUFFIXES
+from ..data.rows import SPELLINGS, SUFFIXES
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
@@ -27,7 +27,8 @@ def tasks_of(
         return tuple(tasks)
     if not data or not (folder := Path(data).expanduser()).is_dir():
         return tuple(known)
-    names = {f"{split}{suffix}" for split in splits for suffix in ("", *SUFFIXES)}
+    spelled = [own for split in splits for own in SPELLINGS.get(split, (split,))]
+    names = {f"{own}{suffix}" for own in spelled for suffix in ("", *SUFFIXES)}
     found = {child.name for child in folder.iterdir() if any((child / name).exists() for name in names)}
     if not found:
         raise ValueError(f"{folder} holds no task: make folders <task> with {', '.join(splits)} in it")

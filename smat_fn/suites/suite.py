@@ -67,6 +67,7 @@ class BaseSuite:
     recipe: Mapping[str, Any]
     seed: int
     repeats: Mapping[str, int] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
     loss_fn: Any
     batch: Any
     score: Any

@@ -6,6 +6,7 @@ a score is the task's metric of decoded answers. Tasks that are not TRACE's are 
 option ``metric``.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from importlib import metadata
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from .. import errors, tree
 from ..data import pairs, text
 from ..data.batching import batch_indices
 from ..data.rows import TextRows, load_rows
-from ..errors import count_problem
+from ..errors import check_member, count_problem, problems_of
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
@@ -31,8 +31,7 @@ from ..evaluate.metrics import (
     TextMetric,
     first_letter_accuracy,
     label_accuracy,
-    numeric_accuracy,
-    rouge_l,
+    metric_of,
 )
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
@@ -43,9 +42,6 @@ from .sources import absolute, collect, columns_of, model_problems, pick_device,
 from .suite import BaseSuite, SuiteOptions, remembered
 
 TASKS = tuple(TRACE_METRICS)
-METRICS: Mapping[str, TextMetric] = MappingProxyType(
-    {"rouge-l": rouge_l, "label": label_accuracy, "number": numeric_accuracy}
-)
 LABELS, LETTERS = (label_accuracy, first_letter_accuracy), tuple("ABCD")
 SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source's
 
@@ -54,7 +50,7 @@ SPLITS = {"train": "train", "dev": "dev", "test": "eval"}  # ours -> the source'
 class TraceOptions(SuiteOptions):
     """Options of suite ``trace``."""
 
-    LOCAL = ("device", "device_map", "decode_batch", "engine")
+    LOCAL = ("device", "device_map", "decode_batch", "engine", "only")
     LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1}
 
     model: str
@@ -64,7 +60,7 @@ class TraceOptions(SuiteOptions):
     tasks: tuple[str, ...] | None = None
     """Tasks (default: those of the folder, for a dataset on the hub the seven of TRACE)."""
     metric: str = "rouge-l"
-    """Metric of tasks that are not TRACE's: rouge-l, label or number."""
+    """Metric of tasks that are not TRACE's: rouge-l, label, number, exact, f1, contains, or module:function."""
     max_length: int = 512
     """Tokens of a training row, at most."""
     truncate: text.Truncate = "right"
@@ -79,6 +75,8 @@ class TraceOptions(SuiteOptions):
     """Recompute activations in the backward pass: less memory, more time."""
     max_new_tokens: int | None = None
     """Tokens of an answer, at most the task's own (default: the task's own, for other tasks 100)."""
+    only: tuple[str, ...] | None = None
+    """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
     """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
@@ -93,12 +91,8 @@ class TraceOptions(SuiteOptions):
     """Function that answers prompts, as module:function."""
 
     def problems(self) -> list[str]:
-        choices = {"metric": tuple(METRICS), "truncate": get_args(text.Truncate)}
-        return [
-            f"{name} {value!r} is unknown, choose one of {', '.join(map(repr, known))}"
-            for name, known in choices.items()
-            if (value := getattr(self, name)) not in known
-        ]
+        found = problems_of(metric_of, self.metric)
+        return [*found, *problems_of(check_member, "truncate", self.truncate, get_args(text.Truncate))]
 
 
 class Trace(BaseSuite):
@@ -130,7 +124,7 @@ class Trace(BaseSuite):
         except ValueError as error:
             problems.append(str(error))
         self._rows, found = collect(
-            product(tasks, SPLITS), lambda key: _texts(own, *key), local=lambda key: Path(own.data).exists()
+            product(own.only or tasks, SPLITS), lambda key: _texts(own, *key), local=lambda key: Path(own.data).exists()
         )
         problems += [*model_problems(own.model), *found]
         for (task, split), rows in self._rows.items():
@@ -251,10 +245,13 @@ class Trace(BaseSuite):
             "engine": engine_name(self._engine),
             "transformers": metadata.version("transformers"),
         }
+        metric = self._metric(task)
+        if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
+            facts["metric"] = inspect.getsource(metric)
         return content_key(facts)
 
     def _metric(self, task: str) -> TextMetric:
-        return TRACE_METRICS.get(task, METRICS[self.options.metric])
+        return TRACE_METRICS.get(task) or metric_of(self.options.metric)
 
     def _collate(self, examples: list[text.Example]) -> Batch:
         return self._form.collate(examples, text.pad_id(self._lm.tokenizer))
@@ -285,7 +282,8 @@ def settings_of(task: str, options: TraceOptions) -> Decoding:
 def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
     rows = load_rows(options.data, task, SPLITS[split], columns=options.columns)
     if not isinstance(rows, TextRows):
-        raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images: give rows of prompt and answer")
+        way = "this suite takes prompts and answers: give some, or take --preset clip-vit-b32"
+        raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
     return TextRows(rows.prompts[: options.rows], rows.answers[: options.rows])
 
 

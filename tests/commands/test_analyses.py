@@ -170,7 +170,7 @@ def test_diagnose_in_a_process_of_its_own_says_what_the_run_had_and_suggests(run
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert process.returncode == 0, process.stderr
-    assert process.stderr == ""
+    assert process.stderr == "eval.py diagnose: loading libraries\n"
     found = read(tmp_path / "out", "diagnose")
     settings, whole = found["settings"], found["rows"][-1]
     assert (settings["sigma"], settings["sigma_origin"]) == (DIGITS.methods["smat"].sigma, "the run's")

@@ -193,12 +193,10 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(stream, "write_chunk", full)
         told = call(*words)[1]
-    assert told.startswith(
-        f"merge.py: the disk of {tmp_path} is full: what is finished stays in .ta.merging; make room"
-    )
+    assert told.startswith(f"merge.py: the disk of {tmp_path} is full: what is finished stays in .ta.merging;")
     assert not (tmp_path / "ta").exists()
     assert call(*words)[1] is None
-    told = "holds another merge: its hyperparameters is {'coef': 0.5}, here it would be {'coef': 0.6}; "
+    told = "holds another merge: its hyperparameters.coef is 0.5, here it would be 0.6; "
     code = call(*words[:-1], "0.6")[1]
     assert code.startswith(
         f"merge.py: {tmp_path / 'ta'} {told}{tmp_path / 'ta'} exists: choose another folder or pass --overwrite"

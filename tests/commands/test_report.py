@@ -22,8 +22,9 @@ def test_the_stored_study_becomes_a_report_that_says_what_it_found(call, tmp_pat
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     stored = json.loads(STUDY.with_suffix(".json").read_text(encoding="utf-8"))
     low, high = stored["paired"]["interval"]
-    assert f"{stored['paired']['mean']:+.2f} points on the mean of five mergers" in text
-    assert f"95 % interval {low:+.2f} to {high:+.2f} {'contains' if low < 0 < high else 'leaves out'} zero" in text
+    finding = "not established" if low < 0 < high else "above" if low > 0 else "below"
+    assert f"| SMAT | FT | Avg | {stored['paired']['mean']:+.2f} | {low:+.2f} to {high:+.2f} |" in text
+    assert f"| {finding} |" in text
     assert stored["commit"] in text
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<title>FT and SMAT</title>" in page
@@ -38,3 +39,21 @@ def test_what_cannot_be_reported_ends_in_one_line(call, tmp_path):
     text, _ = call("report", "--out", tmp_path / "out")
     assert text == "eval.py report: give at least one folder of scores"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_exists_is_only_replaced_on_demand(call, tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    text, _ = call("report", STUDY, "--out", tmp_path)
+    assert text == f"eval.py report: {tmp_path / 'report.html'} exists: choose another --out or pass --overwrite"
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert call("report", STUDY, "--out", tmp_path, "--overwrite")[0] is None
+    assert (tmp_path / "report.html").read_text() != "mine"
+
+
+def test_a_mistyped_command_is_suggested_by_every_script(exits):
+    assert exits("eval.py", "landscap").startswith("eval.py: 'landscap' is unknown, did you mean 'landscape'?")
+    assert exits("train.py", "samt", "--out", "x").startswith("train.py: 'samt' is unknown, did you mean 'smat'?")
+    assert exits("merge.py", "verfy", "x").startswith("merge.py: 'verfy' is unknown, did you mean 'verify'?")
+    assert exits("merge.py", "verify", "/nope") == (
+        "merge.py verify: there is no folder /nope: give that of a merged model, or its README.md"
+    )

@@ -66,7 +66,8 @@ def test_train_writes_experts_manifests_and_logs_and_says_where(trained):
     assert_clean(process)
     first, *rest = process.stdout.splitlines()
     assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, seed 21"
-    assert rest == [f"expert: {out / task}" for task in ("rot90", "mirror")]
+    assert [line.split(" is ")[0] for line in rest[:2]] == ["rot90: sigma 0.02", "mirror: sigma 0.02"]
+    assert rest[2:] == [f"expert: {out / task}" for task in ("rot90", "mirror")]
     assert {p.name for p in out.iterdir() if p.name != "merged"} == {
         "base", "rot90", "rot90.log.jsonl", "mirror", "mirror.log.jsonl",
     }  # fmt: skip
@@ -118,7 +119,8 @@ def test_a_second_run_is_refused_with_one_line(trained):
     assert process.returncode == 1
     assert process.stdout == ""
     assert process.stderr == (
-        f"train.py: {out / 'rot90'} exists: choose another folder or pass --overwrite (overwrite=True)\n"
+        "train.py smat: loading libraries\n"
+        f"train.py: {out / 'rot90'} exists: choose another folder or pass --overwrite\n"
     )
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
 
@@ -154,7 +156,7 @@ def test_bad_numbers_and_tasks_are_told_together_before_the_suite_is_loaded(refu
 def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_path):
     out = ("--out", tmp_path / "out")
     assert refused("train.py", "ft", *out, "--preset", "digit") == (
-        f"train.py: preset 'digit' is unknown, choose one of {', '.join(PRESETS)}"
+        f"train.py: preset 'digit' is unknown, did you mean 'digits'? choose one of {', '.join(PRESETS)}"
     )
     assert refused("merge.py", "ta", *out, "--preset", "digit").startswith("merge.py: preset 'digit' is unknown")
     text = refused("train.py", "ft", *out, "--suite-options", "epochs", "3")
@@ -196,7 +198,7 @@ def test_files_that_cannot_be_written_end_in_one_line(refused, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("sma", "--out", "x"), "ft, smat"),
+        (("zzz", "--out", "x"), "ft, smat"),
         (("ft",), "--out PATH"),
         (("ft", "--out", "x", "--lr", "fast"), "fast"),
         (("ft", "--out", "x", "--sigma", "1"), "train.py smat --help"),

@@ -56,6 +56,12 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tm
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.5
     assert exits("merge.py", *merge, "--preset", "digits", "--overwrite") is None
     assert checkpoint.load_manifest(tmp_path / "merged/della")["hyperparameters"]["drop_prob"] == 0.1
+    # a search is on the suite that is asked for, in base's dtype, and its folder says so
+    short = ("--search", "--out", tmp_path / "searched", "--suite-options", "device", "cpu", "max_new_tokens", "2")
+    assert exits("merge.py", "wa", "--base", inputs / "model", "--experts", whole, *short) is None
+    suite = checkpoint.load_manifest(tmp_path / "searched/wa")["suite"]
+    assert (suite["dtype"], suite["max_new_tokens"]) == ("float32", 2)
+    assert exits("eval.py", tmp_path / "searched", "--out", tmp_path / "scores", *cpu) is None
     probe = manifest["probe"]
     assert 0 < probe["clean"] < 10
     assert (probe["keys"], probe["alpha_min"], probe["sigma"]) == (2, 0.2, 2e-3)
@@ -121,10 +127,13 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
         module.save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / name)
     words = ("ties", "--base", tmp_path / "base", "--experts", *(tmp_path / task for task in TASKS), "--search")
-    suite = ("name", "trace", "model", tmp_path / "base", "data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
-    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *suite)
-    assert exits("merge.py", *words, *place).endswith("as --suite-options model, dtype")
-    assert exits("merge.py", *words, *place, "dtype", "bfloat16") is None
+    named = ("data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
+    suite = ("name", "trace", "model", tmp_path / "base", *named)
+    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *named)
+    other = exits("merge.py", *words, *place, "dtype", "float32")
+    assert other.endswith("as --suite-options model, dtype")
+    # the preset names the suite, base the model and the dtype
+    assert exits("merge.py", *words, *place) is None
     manifest = checkpoint.load_manifest(tmp_path / "merged/ties")
     assert (manifest["suite"]["name"], manifest["suite"]["dtype"]) == ("trace", "bfloat16")
     assert len(manifest["dev_curve"]) == 10

@@ -3,6 +3,7 @@
 import hashlib
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -201,8 +202,8 @@ def test_uniform_stays_below_maxval_in_every_dtype(dtype, bounds, monkeypatch):
     assert (drawn < top).all()
     assert (drawn >= torch.full((), low, dtype=dtype)).all()
     # the largest word there is
-    ones = lambda seed, counter: (torch.full_like(counter, 2**32 - 1),) * 4  # noqa: E731
-    monkeypatch.setattr(random, "philox", ones)
+    ones = lambda seed, counter: numpy.full((4, *counter.shape), 2**32 - 1, numpy.uint64)  # noqa: E731
+    monkeypatch.setattr(random, "_words", ones)
     largest = random.uniform(random.key(4), (2,), dtype=dtype, minval=low, maxval=high)
     exact = low + (high - low) * (1 - 2.0**-24)
     assert (largest < top).all()

@@ -9,6 +9,7 @@ import pytest
 
 from smat_fn.data.rows import ImageRows, TextRows, load_rows, take
 from smat_fn.errors import name_rows
+from smat_fn.suites.sources import tasks_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
@@ -318,3 +319,38 @@ def test_vision(task):
         assert set(rows.labels.tolist()) == set(range(len(rows.class_names)))
         seen.add(rows.class_names)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "there"), [("eval", "test"), ("test", "eval"), ("dev", "validation"), ("dev", "valid")]
+)
+def test_a_split_is_found_by_its_other_names(tmp_path, asked, there):
+    write(tmp_path, "t", f"{there}.json", json.dumps(ROWS))
+    assert load_rows(tmp_path, "t", asked) == TEXTS
+    assert tasks_of(tmp_path, None, known=(), splits=(asked,)) == ("t",)
+    write(tmp_path, "t", f"{asked}.json", json.dumps(ROWS[:1]))
+    assert len(load_rows(tmp_path, "t", asked).prompts) == 1  # its own name comes first
+
+
+def test_a_split_of_the_hub_is_asked_by_its_other_names(monkeypatch):
+    from datasets import Dataset
+
+    asked = []
+
+    def load(source, *, part, instead, name, split):
+        asked.append(split)
+        if split != "validation":
+            raise ValueError(f'Unknown split "{split}". Should be one of')
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr("smat_fn.data.rows.read_hub", load)
+    assert load_rows("some/data", "t", "dev") == TEXTS
+    assert asked == ["dev", "validation"]
+    with pytest.raises(ValueError, match='Unknown split "eval"'):
+        load_rows("some/data", "t", "eval")
+
+
+def test_rows_of_another_preset_are_recognised(tmp_path):
+    write(tmp_path, "t", "train.json", json.dumps([{"text": "a", "label": 1}]))
+    with pytest.raises(ValueError, match="these look like text/label rows, for which there is --preset minilm"):
+        load_rows(tmp_path, "t", "train")

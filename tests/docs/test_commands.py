@@ -38,7 +38,7 @@ def script(name):
     """(options of the main job, options by command, what prepares words), as the script gives them to `cli.run`."""
     given = {}
 
-    def take(script, main, options, *, description, commands, prepare=list):
+    def take(script, main, options, *, description, commands, prepare=list, names=()):
         given.update(main=options, commands=commands, prepare=prepare)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,13 +11,17 @@ import torch
 from smat_fn.evaluate.metrics import (
     TRACE_METRICS,
     accuracy,
+    contains,
+    exact_match,
     extract_label,
     extract_number,
     first_letter_accuracy,
     label_accuracy,
+    metric_of,
     numeric_accuracy,
     rouge_l,
     sari,
+    token_f1,
 )
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -203,3 +207,26 @@ def test_bad_lists_are_refused():
         label_accuracy("A", "A")
     with pytest.raises(ValueError, match="got 0 for 1"):
         sari(["A"], ["A"], [])
+
+
+def test_exact_f1_and_contains_compare_words_as_squad_does():
+    says = ["The Eiffel Tower!", "a  cat sat", "", "not at all"]
+    want = ["eiffel tower", "the cat", "", "tall"]
+    assert exact_match(says, want) == 50  # the first and the empty one
+    # 1; cat sat and cat: 2 * 1 / 3; two empty texts: 1; 0
+    assert token_f1(says, want) == pytest.approx(100 * (1 + 2 / 3 + 1 + 0) / 4)
+    assert token_f1(["x x y"], ["x x x z"]) == pytest.approx(100 * 2 * 2 / 7)
+    assert token_f1([""], ["x"]) == token_f1(["x"], [""]) == 0
+    assert contains(says, want) == 50  # whole words one after another, and nothing is in nothing
+    assert contains(["tower eiffel", "the eiffel, tower of"], ["eiffel tower", "eiffel tower"]) == 50
+
+
+def test_metrics_are_found_by_name_or_as_functions():
+    assert metric_of("exact") is exact_match
+    assert metric_of("smat_fn.evaluate.metrics:sari") is sari
+    with pytest.raises(ValueError, match="metric 'exat' is unknown, did you mean 'exact'"):
+        metric_of("exat")
+    with pytest.raises(ValueError, match=r"metric 'no\.such:f' cannot be imported"):
+        metric_of("no.such:f")
+    with pytest.raises(ValueError, match="metric 'json:__name__' is a str, must be a function"):
+        metric_of("json:__name__")

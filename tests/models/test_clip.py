@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import families
 from smat_fn import grad, tree, where
 from smat_fn.models import clip
 
@@ -143,12 +144,12 @@ def test_models_that_do_not_fit_are_told(folder, tmp_path):
 
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     ViTModel(ViTConfig(image_size=8, patch_size=4, **small)).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match=r"a ViTModel, it has no vision_model, no visual_projection, no text_model"):
+    with pytest.raises(ValueError, match=r"a ViTModel, it has no vision_model, no text_model"):
         clip.load(tmp_path / "vit")
     CLIPVisionModel.from_pretrained(folder).save_pretrained(tmp_path / "vision")
     with pytest.raises(ValueError, match=r"a CLIPVisionModel, it has no .*no text_model"):
         clip.load(tmp_path / "vision")
-    with pytest.raises(ValueError, match="cannot be loaded as a CLIP model"):
+    with pytest.raises(ValueError, match="cannot be loaded as a CLIP or SigLIP model"):
         clip.load(tmp_path / "none")
     with pytest.raises(ValueError, match="dtype 'int8'"):
         clip.load(folder, dtype="int8")
@@ -163,3 +164,30 @@ def test_models_that_do_not_fit_are_told(folder, tmp_path):
     (tmp_path / "blind" / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match=r"cannot be loaded .*image processor"):
         clip.load(tmp_path / "blind")
+
+
+def test_siglip_heads_and_logits_are_transformers_own_but_for_its_bias(tmp_path):
+    from transformers import SiglipModel
+
+    families.write_base("siglip", tmp_path)
+    model, whole = clip.load(tmp_path), SiglipModel.from_pretrained(tmp_path)
+    texts = ["5 6 7", "8", "9 10 11 12"]
+    tokens = model.tokens(texts)
+    assert tokens["input_ids"].shape == (3, 16)  # it reads the last position, so all texts have the same length
+    pixels = torch.rand(2, 3, families.IMAGE, families.IMAGE)
+    head = model.head(tokens, 3)
+    logits = model.loss_fn(head, identity)(model.params, (pixels, torch.tensor([0, 2])))[1]
+    expected = whole(input_ids=tokens["input_ids"], pixel_values=pixels).logits_per_image - whole.logit_bias
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"1 prompts have more tokens than the 16 .*'5 5"):
+        model.tokens([17 * "5 "])
+
+
+def test_images_of_any_size_are_refused_with_the_way_out(tmp_path):
+    from transformers import Siglip2Config, Siglip2Model
+
+    families.write_base("siglip", tmp_path)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    Siglip2Model(Siglip2Config(text_config={**small, "vocab_size": 64}, vision_config=small)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"a Siglip2Model, it has no visual_projection.*class SiglipModel"):
+        clip.load(tmp_path)

@@ -10,8 +10,8 @@ from smat_fn.models import inspect
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(2, 3)
-        self.norm = nn.LayerNorm(3)
+        self.fc = nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(2)
 
 
 class Model(nn.Module):
@@ -31,9 +31,9 @@ def test_leaves_say_what_is_trained_masked_and_tied():
     assert list(rows) == [name for name, _ in module.named_parameters()]
     shape = (5, 2)
     assert rows["embed.weight"] == inspect.Leaf("embed.weight", shape, 10, "float32", True, False, ("head.weight",))
-    assert rows["layers.0.fc.weight"][1:] == ((3, 2), 6, "float32", True, True, ())
+    assert rows["layers.0.fc.weight"][1:] == ((2, 2), 4, "float32", True, True, ())
     # only what is trained can be masked
-    assert rows["layers.1.fc.weight"][1:] == ((3, 2), 6, "float32", False, False, ())
+    assert rows["layers.1.fc.weight"][1:] == ((2, 2), 4, "float32", False, False, ())
     assert rows["gain"] == inspect.Leaf("gain", (), 1, "float32", False, False, ())
     assert [leaf.masked for leaf in inspect.describe_leaves(module, None)] == [leaf.trained for leaf in rows.values()]
 
@@ -45,13 +45,13 @@ def test_the_table_joins_equal_leaves_of_all_blocks_and_adds_up():
         ["leaf", "shape", "dtype", "trained", "masked", "parameters"],
         ["gain", "()", "float32", "-", "-", "1"],
         ["embed.weight", "=", "head.weight", "5", "x", "2", "float32", "yes", "-", "10"],
-        ["layers.*.fc.weight", "(2)", "3", "x", "2", "float32", "yes", "yes", "12"],
-        ["layers.*.fc.bias", "(2)", "3", "float32", "yes", "-", "6"],
-        ["layers.*.norm.weight", "(2)", "3", "float32", "yes", "-", "6"],
-        ["layers.*.norm.bias", "(2)", "3", "float32", "yes", "-", "6"],
-        ["all:", "41", "parameters", "in", "10", "leaves"],
-        ["trained:", "40", "parameters", "in", "9", "leaves,", "97.6%"],
-        ["masked:", "12", "parameters", "in", "2", "leaves,", "29.3%"],
+        ["layers.*.fc.weight", "(2)", "2", "x", "2", "float32", "yes", "yes", "8"],
+        ["layers.*.fc.bias", "(2)", "2", "float32", "yes", "-", "4"],
+        ["layers.*.norm.weight", "(2)", "2", "float32", "yes", "-", "4"],
+        ["layers.*.norm.bias", "(2)", "2", "float32", "yes", "-", "4"],
+        ["all:", "31", "parameters", "in", "10", "leaves"],
+        ["trained:", "30", "parameters", "in", "9", "leaves,", "96.8%"],
+        ["masked:", "8", "parameters", "in", "2", "leaves,", "25.8%"],
     ]
 
 
@@ -60,8 +60,8 @@ def test_a_block_that_differs_has_its_own_line():
     module.layers[1].fc.weight.requires_grad_(False)
     lines = inspect.table(inspect.describe_leaves(module, where.block_linear(module))).splitlines()
     assert [line.split() for line in lines if "fc.weight" in line] == [
-        ["layers.0.fc.weight", "3", "x", "2", "float32", "yes", "yes", "6"],
-        ["layers.1.fc.weight", "3", "x", "2", "float32", "-", "-", "6"],
+        ["layers.0.fc.weight", "2", "x", "2", "float32", "yes", "yes", "4"],
+        ["layers.1.fc.weight", "2", "x", "2", "float32", "-", "-", "4"],
     ]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from smat_fn import compiled, ops, testing, tree
+from smat_fn.ops import launch
 
 SHAPES = {"long": (5, 4099), "block": (4096,), "short": (7,), "number": (), "nothing": (0, 3)}
 
@@ -21,7 +22,10 @@ def formula(params, slopes, rho, adaptive):
     ]
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+ADAPTIVE = pytest.mark.parametrize("adaptive", [True, False])
+
+
+@ADAPTIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
 def test_every_way_is_the_formula(dtype, adaptive):
     params, slopes = (testing.random_tree(seed, SHAPES, dtype=dtype) for seed in (0, 1))
@@ -43,6 +47,31 @@ def test_every_way_is_the_formula(dtype, adaptive):
             assert torch.equal(b, c), path
         for before, after in zip(inputs, (*params.values(), *slopes.values()), strict=True):
             assert torch.equal(before, after)
+
+
+@ADAPTIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_are_the_formula_in_two_launches_beside_a_leaf_that_they_do_not_take(dtype, adaptive, kernels, device):
+    params, slopes = (
+        {p: leaf.to(device) for p, leaf in testing.random_tree(s, SHAPES, dtype=dtype).items()} for s in (0, 1)
+    )
+    params["block"], slopes["block"] = params["block"].double(), slopes["block"].double()
+    want, before = formula(params, slopes, 0.3, adaptive), launch.LAUNCHES["climb_kernel"]
+    with kernels():
+        found = ops.climb(list(params.values()), list(slopes.values()), rho=0.3, adaptive=adaptive)
+    assert launch.LAUNCHES["climb_kernel"] - before == 2
+    testing.assert_trees_equal(found, want)
+
+
+def test_a_donated_slope_becomes_the_result_unless_it_shares_its_memory():
+    params, slopes = (list(testing.random_tree(s, SHAPES).values()) for s in (0, 1))
+    params.append(params[0]), slopes.append(slopes[0])
+    want = ops.climb(params, slopes, rho=0.3, adaptive=True)
+    before = slopes[0].clone()
+    found = ops.climb(params, slopes, rho=0.3, adaptive=True, donate=True)
+    testing.assert_trees_equal(found, want)
+    assert torch.equal(slopes[0], before)
+    assert [a is b for a, b in zip(found, slopes, strict=True)] == [False, True, True, True, True, False]
 
 
 def test_without_a_slope_it_stays():

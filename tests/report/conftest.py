@@ -43,7 +43,7 @@ def make():
 @pytest.fixture
 def _undrawn(monkeypatch):
     """Figures are the names of the functions that draw them: drawing takes long."""
-    for name in ("main_plot", "paired_plot", "noise_plot"):
+    for name in ("main_plot", "merger_plot", "paired_plot", "noise_plot"):
         monkeypatch.setattr(plots, name, lambda *args, name=name, **options: name.encode())
 
 

@@ -3,11 +3,13 @@
 import struct
 
 import matplotlib.figure
+import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from smat_fn.evaluate import Result
 from smat_fn.evaluate.statistics import estimate
-from smat_fn.report.plots import COLOURS, colours, drawable, main_plot, noise_plot, paired_plot
+from smat_fn.report.plots import COLOURS, FONT, colours, drawable, main_plot, merger_plot, noise_plot, paired_plot
 from smat_fn.report.tables import COLUMNS, Cell, MainTable, main_table
 
 
@@ -28,17 +30,51 @@ def test_png_of_the_stated_size(rows):
     assert struct.unpack(">II", data[16:24]) == (1800, 900)
 
 
-def test_every_bar_carries_its_number_and_the_axis_starts_at_zero(rows, figures):
+def test_every_point_carries_its_number_and_the_axes_have_one_scale_and_say_where_they_are_cut(rows, figures):
     table = main_table(rows)
     main_plot(table)
-    (axes,) = figures[0].axes
-    means = [cell.mean for line in table.cells.values() for cell in line.values()]
-    assert [bar.get_height() for bar in axes.patches] == means
-    assert [text.get_text() for text in axes.texts] == [f"{mean:.1f}" for mean in means]
-    assert axes.get_ylim()[0] == 0
-    assert "0 to 100" in axes.get_ylabel()
-    assert len(axes.get_xticklabels()) == len(COLUMNS)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["FT", "SMAT"]
+    experts, merged = figures[0].axes
+    drawn = [float(y) for axes in (experts, merged) for c in axes.containers for y in c.lines[0].get_ydata()]
+    lines = table.cells.values()
+    means = [line["Expert"].mean for line in lines] + [line[c].mean for line in lines for c in COLUMNS[1:]]
+    assert drawn == means
+    assert [text.get_text() for axes in (experts, merged) for text in axes.texts] == [f"{mean:.1f}" for mean in means]
+    low, high = (np.ptp(axes.get_ylim()) for axes in (experts, merged))
+    assert low == pytest.approx(high)
+    assert experts.get_ylim() != merged.get_ylim()
+    # experts are 16 and 20, merged models 26 to 70, sd sqrt(2)
+    assert figures[0].get_supxlabel().endswith("scores are 0 to 100, shown are 0 to 45 and 21 to 75")
+    assert [len(axes.get_xticklabels()) for axes in (experts, merged)] == [1, len(COLUMNS) - 1]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["FT", "SMAT"]
+
+
+def test_numbers_of_many_methods_are_left_to_the_table(rows, figures):
+    line = main_table(rows).cells["FT"]
+    for count in (6, 7):
+        main_plot(
+            MainTable(
+                "test", {f"method {n}": line for n in range(5)} | dict.fromkeys(["FT", "SMAT"][: count - 5], line)
+            )
+        )
+    assert [len(figure.axes[1].texts) for figure in figures] == [6 * (len(COLUMNS) - 1), 0]
+
+
+def test_all_words_of_a_figure_have_one_size(rows, figures):
+    main_plot(main_table(rows), title="T")
+    assert {text.get_fontsize() for text in figures[0].findobj(Text) if text.get_text()} == {FONT}
+
+
+def test_the_heat_map_has_a_line_a_merger_and_its_number_in_each_field(rows, figures):
+    more = [Result("FT", "slerp", task, "test", 40.0, seed) for task in "ab" for seed in (0, 1)]
+    table = main_table(rows + more)
+    assert merger_plot(table, ["TIES", "SLERP"]).startswith(b"\x89PNG")
+    axes, bar = figures[0].axes
+    ties = [line["TIES"].mean for line in table.cells.values()]
+    assert [text.get_text() for text in axes.texts] == [f"{mean:.1f}" for mean in (*ties, 40.0)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["TIES", "SLERP"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["FT", "SMAT"]
+    assert np.isnan(axes.images[0].get_array().filled(np.nan)[1, 1])  # SMAT was not merged by SLERP
+    assert bar.get_ylabel().endswith(f"colours from 40.0 to {max(ties):.1f}")
 
 
 def test_tables_that_cannot_be_drawn_are_refused(rows):
@@ -48,13 +84,13 @@ def test_tables_that_cannot_be_drawn_are_refused(rows):
             main_plot(MainTable("test", cells))
 
 
-def test_other_mergers_have_bars_of_their_own(rows, figures):
+def test_other_mergers_have_points_of_their_own(rows, figures):
     more = [Result("FT", "slerp", task, "test", 40.0, seed) for task in "ab" for seed in (0, 1)]
-    for given, labels in ((rows + more, ["Experts", *COLUMNS[1:-1], "SLERP", "Avg of 5"]), (more, ["SLERP"])):
+    for given, labels in ((rows + more, [*COLUMNS[1:-1], "SLERP", "Avg of 5"]), (more, ["SLERP"])):
         main_plot(main_table(given))
-        (axes,) = figures[-1].axes
+        axes = figures[-1].axes[-1]
         assert [label.get_text() for label in axes.get_xticklabels()] == labels
-        assert 40.0 in [bar.get_height() for bar in axes.patches]
+        assert 40.0 in axes.containers[0].lines[0].get_ydata()
 
 
 def test_paired_differences_have_a_dot_a_seed_and_an_interval_a_line(figures):

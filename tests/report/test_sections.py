@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from smat_fn.evaluate import Result
+from smat_fn.evaluate.results import Run
 from smat_fn.report import build_report, plots
 from smat_fn.report.tables import Cell
 
 ORDER = ["Summary", "Main results", "Paired differences", "Scores by task", "Coefficients", "Settings", "Provenance"]
+
+ORDER_WITH_MERGERS = [*ORDER[:2], "Trainers and mergers", *ORDER[2:], "Scores"]
 
 
 def records(section, **wanted):
@@ -17,10 +21,6 @@ def records(section, **wanted):
 
 def column(section, name):
     return [row[section.table.columns.index(name)] for row in section.table.rows]
-
-
-def lines(section):
-    return [line for line in section.text.splitlines() if line.startswith("- ")]
 
 
 def test_the_main_table_has_changes_times_and_memory(make, sections):
@@ -63,34 +63,39 @@ def test_scores_alone_make_a_report_with_dashes(make, sections):
 @pytest.mark.parametrize(
     ("scores", "told"),
     [
-        ([51.0, 52.0, 53.0], "**SMAT**: no difference from FT is established: +2.00 points on the mean of five mergers,"
-         " 95 % interval -0.48 to +4.48 contains zero (3 seeds: 3 above)."),
-        ([51.0, 51.5, 51.2], "**SMAT** is above FT: +1.23 points on the mean of five mergers, 95 % interval +0.61 to"
-         " +1.86 leaves out zero (3 seeds: 3 above)."),
-        ([49.0, 48.5, 48.8], "**SMAT** is below FT: -1.23 points on the mean of five mergers, 95 % interval -1.86 to"
-         " -0.61 leaves out zero (3 seeds: 3 below)."),
-        ([51.0, 50.0, 48.0], "**SMAT**: no difference from FT is established: -0.33 points on the mean of five mergers,"
-         " 95 % interval -4.13 to +3.46 contains zero (3 seeds: 1 above, 1 equal, 1 below)."),
-        ([50.0, 50.0, 50.0], "**SMAT** equals FT on the mean of five mergers, seed by seed (of 3)."),
-        ([53.0], "**SMAT** against FT: +3.00 points on the mean of five mergers in one seed. One seed leaves open"),
+        ([51.0, 52.0, 53.0], ["+2.00", "-0.48 to +4.48", "3 / 0 / 0", "not established"]),
+        ([51.0, 51.5, 51.2], ["+1.23", "+0.61 to +1.86", "3 / 0 / 0", "above"]),
+        ([49.0, 48.5, 48.8], ["-1.23", "-1.86 to -0.61", "0 / 0 / 3", "below"]),
+        ([51.0, 50.0, 48.0], ["-0.33", "-4.13 to +3.46", "1 / 1 / 1", "not established"]),
+        ([50.0, 50.0, 50.0], ["+0.00", "+0.00 to +0.00", "0 / 3 / 0", "equal"]),
+        ([53.0], ["+3.00", None, "1 / 0 / 0", "open: one seed"]),
     ],
-)  # fmt: skip
+)
 def test_the_summary_says_what_the_interval_says(make, sections, scores, told):
-    found = sections(make("FT", [50.0, 50.0, 50.0]), make("SMAT", scores, "smat"))
-    first, second = lines(found["Summary"])
-    assert first == "- **FT** is the reference: 50.00 ± 0.00 on the mean of five mergers."
-    assert told in second
-    assert "Its experts before merging: " in second
+    found = sections(make("FT", [50.0, 50.0, 50.0]), make("SMAT", scores, "smat"))["Summary"]
+    assert found.text.startswith("**FT** is the reference: 50.00 ± 0.00 on the mean of five mergers.\n\n")
+    # experts are 10 above what is merged
+    assert found.table.rows == [["SMAT", "FT", "Avg", *told, told[0], told[1], None]]
+    (record,) = found.table.records
+    assert (record["finding"], record["n"]) == (told[3], len(scores))
+    assert record["mean"] == pytest.approx(np.mean(scores) - 50)
+
+
+def test_the_summary_has_times_of_training(make, sections):
+    studies = make("FT", [50.0, 51.0], seconds=10.0), make("SMAT", [52.0, 53.0], "smat", seconds=15.0)
+    assert column(sections(*studies)["Summary"], "Time x") == ["1.500 ± 0.000"]
 
 
 def test_methods_without_a_common_seed_or_a_reference_are_not_compared(make, sections):
     rows, _ = make("SMAT", [50.0, 51.0], "smat")
     later = [r for r in rows if r.seed == 1], []
     found = sections(make("FT", [50.0]), later)
-    assert "**SMAT** cannot be compared with FT on the mean of five mergers: no seed has both." in found["Summary"].text
+    assert column(found["Summary"], "Finding") == ["no seed has both"]
+    assert column(found["Summary"], "Difference") == [None]
     assert "Paired differences" not in found
     found = sections(later)
-    assert lines(found["Summary"]) == ["- **SMAT** has no reference here: 51.00 on the mean of five mergers."]
+    assert found["Summary"].text.startswith("**SMAT** has no reference here: 51.00 on the mean of five mergers.\n")
+    assert found["Summary"].table.rows == []
     assert found["Main results"].table.columns[-3] == "Avg - FT"
 
 
@@ -98,9 +103,37 @@ def test_without_five_mergers_the_experts_are_compared(make, sections):
     studies = make("FT", [50.0, 50.0]), make("SMAT", [51.0, 52.0], "smat")
     few = [([r for r in rows if r.model != "della"], runs) for rows, runs in studies]
     found = sections(*few)
-    assert "+1.50 points on the experts, for not all five mergers are there" in lines(found["Summary"])[1]
+    assert found["Summary"].table.rows[0][2:4] == ["Expert", "+1.50"]
+    assert "on the experts, for not all five mergers are there" in found["Summary"].text
     assert column(found["Main results"], "DELLA") == ["–", "–"]  # noqa: RUF001
     assert column(found["Paired differences"], "Scores") == ["Expert", "WA", "TA", "TIES", "DARE"]
+
+
+def test_more_mergers_than_the_papers_have_a_table_with_every_way_to_train(make, sections):
+    studies = make("FT", [50.0, 50.0, 50.0]), make("SMAT", [51.0, 51.5, 51.2], "smat")
+    assert "Trainers and mergers" not in sections(*studies)
+    assert "Trainers and mergers" in ORDER_WITH_MERGERS
+    for rows, runs in studies:
+        label, seeds = rows[0].method, sorted({row.seed for row in rows})
+        for seed in seeds[: 3 if label == "FT" else 2]:
+            coef = 1.2 + 0.2 * seed
+            rows += [Result(label, "iso_c", task, "test", 60.0 + seed, seed, coef) for task in "ab"]
+            runs.append(Run(label, "iso_c", seed, dev_curve=[(1.0, 55.0), (coef, 60.0)], suite=runs[0].suite))
+    found = sections(*studies, facts={"chosen": {"SMAT": {}}})
+    assert list(found) == ORDER_WITH_MERGERS
+    section = found["Trainers and mergers"]
+    assert section.png == b"merger_plot"
+    assert section.table.columns == ["Merger", "Coefficient", "Seeds", "FT", "SMAT", "SMAT - FT"]
+    assert column(section, "Merger") == ["WA", "TA", "TIES", "DARE", "DELLA", "ISO_C"]
+    ta, iso = section.table.rows[1], section.table.rows[-1]
+    assert ta == ["TA", "0.3", "3", "50.00 ± 0.00", "**51.23 ± 0.25**", "+1.23 (+0.61 to +1.86)"]
+    assert iso == ["ISO_C", "1.2 to 1.6 dev", "2 to 3", "**61.00 ± 1.00**", "60.50 ± 0.71", "+0.00 (+0.00 to +0.00)"]
+    (record,) = records(section, merger="ISO_C", method="SMAT")
+    assert (record["n"], record["reference"], record["difference"], record["low"]) == (2, "FT", 0.0, 0.0)
+    assert "chosen on dev for SMAT" in section.text
+    assert "not recorded" in sections(*studies)["Trainers and mergers"].text
+    # the main table stays the paper's
+    assert "ISO_C" not in found["Main results"].table.columns
 
 
 def test_paired_differences_are_by_seed_with_signs(make, sections):
@@ -153,8 +186,7 @@ def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, f
         ["full SMAT", "SMAT"], ["without Scale", "no scale"], ["without Perturb", "no noise"],
     ]  # fmt: skip
     assert column(ablation, "Change") == [None, "-1.75", "-5.00"]
-    assert "**without Scale**: no difference from SMAT is established: -1.75 points" in ablation.text
-    assert "**without Perturb** is below SMAT: -5.00 points" in ablation.text
+    assert column(ablation, "Finding") == [None, "not established", "below"]
     assert column(found["Main results"], "Method") == ["FT", "SMAT", "SMAT p2"]
     pairs = set(column(found["Paired differences"], "Difference"))
     assert {"no scale - SMAT", "no scale - FT"} <= pairs
@@ -162,7 +194,7 @@ def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, f
     lonely = sections(studies[0], studies[3])
     assert column(lonely["Ablation"], "Change") == ["+8.25"]
     assert "against FT." in lonely["Ablation"].text
-    assert "**without Scale** is above FT: +8.25 points" in lonely["Ablation"].text
+    assert column(lonely["Ablation"], "Finding") == ["above"]
 
 
 def test_muon_has_a_table_and_a_reference_of_its_own(make, sections, full):
@@ -202,10 +234,11 @@ def test_perturb_alone_is_a_curve_by_family_and_rms(make, sections, full):
     assert [row[:2] for row in noise.table.rows] == [["gaussian", "0.02"], ["uniform", "0.01"], ["uniform", "0.02"]]
     assert column(noise, "Avg - FT") == ["+4.00", "+0.00", "+3.00"]
     assert noise.png == b"noise_plot"
-    assert lines(found["Summary"])[1:] == [
-        "- **Perturb alone**, 3 settings of its noise: the interval of the difference from FT lies above zero for 2, "
+    assert found["Summary"].table.rows == []
+    assert (
+        "**Perturb alone**, 3 settings of its noise: the interval of the difference from FT lies above zero for 2, "
         "below zero for 0, and contains it for 1."
-    ]
+    ) in found["Summary"].text
     assert column(found["Main results"], "Method") == ["FT"]
     assert not {"Noise", "Ablation", "Muon"} & set(sections(studies[0]))
 

@@ -47,7 +47,7 @@ def test_one_page_markdown_csv_and_png(make, tmp_path):
     out = page.parent
     names = {file.name for file in out.iterdir()}
     assert names == {
-        "report.html", "report.md", "main-results.csv", "main-results.png", "paired-differences.csv",
+        "report.html", "report.md", "summary.csv", "main-results.csv", "main-results.png", "paired-differences.csv",
         "paired-differences.png", "own-part.csv", "own-part.png", "scores-by-task.csv", "coefficients.csv",
         "settings.csv", "scores.csv",
     }  # fmt: skip
@@ -73,6 +73,8 @@ def test_the_page_is_whole_without_scripts_or_other_files(make, tmp_path):
     stored = [base64.b64decode(image.removeprefix("data:image/png;base64,")) for image in images]
     assert stored[0] == (tmp_path / "main-results.png").read_bytes()
     assert stored[2] == PNG
+    # 1800 dots at 200 an inch: words of 9 points are as large as the page's 15 pixels; the last is no real PNG
+    assert [attributes.get("width") for tag, attributes in reader.tags if tag == "img"] == ["1080", "768", None]
     anchors = {attributes["id"] for tag, attributes in reader.tags if tag == "h2"}
     links = [attributes["href"] for tag, attributes in reader.tags if tag == "a"]
     assert {link[1:] for link in links} == anchors

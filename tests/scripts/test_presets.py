@@ -164,7 +164,7 @@ def test_options_left_out_take_the_presets_values():
 
 def test_an_unknown_preset_names_the_known_ones():
     assert preset_of("digits") is PRESETS["digits"]
-    with pytest.raises(ValueError, match="preset 'digit' is unknown, choose one of digits, llama"):
+    with pytest.raises(ValueError, match=r"'digit' is unknown, did you mean 'digits'\? choose one of digits, llama"):
         preset_of("digit")
 
 
@@ -190,6 +190,7 @@ def test_the_llama_presets_are_the_papers(name, rho, b, lambda_reg, optimizer, m
             "warmup": 0,
             "decay_matrices": False,
             "average": None,
+            "dropout": False,
         },
         "epochs": dict(zip(task_names("trace"), (5, 3, 7, 3, 5, 5, 7), strict=True)),
     }
@@ -234,6 +235,7 @@ def test_the_clip_presets_are_the_papers(name, model, rho, b, lambda_reg):
             "warmup": 0,
             "decay_matrices": False,
             "average": None,
+            "dropout": False,
             "epochs": {},
         },
     }

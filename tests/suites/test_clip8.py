@@ -327,7 +327,7 @@ def test_data_problems_are_told_together_before_the_model_is_loaded(load, folder
         "dev.npz: the label of row 2 is outside 0 to 2",
         "lacks ['class_names']",
         "images are uint8 (9, 10, 3), must be uint8 (N, H, W, 3)",
-        "(shapes, test) holds texts: give images and labels",
+        "(shapes, test) holds texts, this suite takes images and labels: give some",
         f"no folder {tmp_path / 'none'}",
         "eval_batch is 0",
     ):

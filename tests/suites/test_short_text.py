@@ -222,7 +222,7 @@ def test_frozen_layers_run_once_for_a_row(load, suite, monkeypatch):
     key = random.key(1)
     first, score = suite.batch("tone", key, 3), suite.score(suite.base, "tone", "dev")
     suite.batch("topic", key, 3)
-    monkeypatch.setattr(encoder, "_check_alone", lambda *a, **k: None)
+    monkeypatch.setattr(encoder, "_not_alone", lambda *a, **k: "")
     with monkeypatch.context() as patch:
         patch.setattr(encoder, "_states", lambda *a, **k: pytest.fail("computed again"))
         patch.setattr(encoder, "_features", lambda *a, **k: pytest.fail("computed again"))
@@ -380,13 +380,27 @@ def test_bad_options_are_told_together(load, folders):
 def test_models_that_cannot_be_trained_that_way_say_so(load, folders, tmp_path):
     with pytest.raises(ValueError, match="train_layers is 4, BertModel has 3 layers"):
         load(train_layers=4)
-    write_model(tmp_path / "relative", "mpnet")
-    with pytest.raises(ValueError, match=r"do not run on states alone .*train_layers=None"):
-        load(model=str(tmp_path / "relative"))
-    suite = load(model=str(tmp_path / "relative"), train_layers=None)
-    assert 0 <= suite.score(suite.base, "tone", "dev") <= 100
     with pytest.raises(ValueError, match="cannot be loaded as an encoder with a tokenizer"):
         load(model=str(folders / "rows"))
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "deberta-v2", "modernbert", "eurobert"])
+def test_top_layers_that_need_more_than_states_run_with_the_whole_model(kind, load, tmp_path):
+    options = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]} if kind == "deberta-v2" else {}
+    write_model(tmp_path / "model", kind, **options)
+    suite, whole = (load(model=str(tmp_path / "model"), train_layers=layers) for layers in (2, None))
+    assert len(suite.notes) == 1 > len(whole.notes)
+    assert "do not run on states alone" in suite.notes[0]
+    assert 0 < len(suite.base) < len(whole.base)
+    assert {name.partition("layer")[2].split(".")[1] for name in suite.base} == {"1", "2"}
+    params = moved(suite.base)
+    batch = suite.batch("tone", random.key(7), 2)
+    loss, logits = suite.loss_fn("tone")(params, batch)
+    expected = whole.loss_fn("tone")({**whole.base, **params}, whole.batch("tone", random.key(7), 2))
+    assert torch.equal(logits, expected[1])
+    grads = grad.value_and_grad(suite.loss_fn("tone"), engine="autograd")(params, batch)[1]
+    assert all(bool(grads[name].any()) for name in suite.base if name.endswith("weight"))
+    assert not torch.equal(loss, suite.loss_fn("tone")(suite.base, batch)[0])
 
 
 def test_the_preset_is_short_text_with_five_experts():
@@ -412,3 +426,37 @@ def test_the_five_tasks_have_their_rows_and_classes():
         assert len(set.union(*sets)) == 2700
         places = heads.head_rows(found.splits["train"].labels, classes, random.key(0), None)
         assert len(places) == classes * (3 if classes > 20 else 16)
+
+
+def test_columns_of_other_names_are_named(tmp_path):
+    renamed = [{"review": row["text"], "stars": row["label"]} for row in rows("tone", "train")]
+    write(tmp_path / "tone", {"train.json": renamed, "validation.json": renamed[:4], "eval.json": renamed[4:9]})
+    names = {"text": "review", "label": "stars"}
+    found = labelled.load_task(str(tmp_path / "tone"), columns=names)
+    assert [len(found.splits[split].texts) for split in ("train", "dev", "test")] == [30, 4, 5]
+    with pytest.raises(ValueError, match=r"no column text or sentence.*--suite-options columns text=NAME,label=NAME"):
+        labelled.load_task(str(tmp_path / "tone"))
+    with pytest.raises(ValueError, match=r"columns renames \['prompt'\]"):
+        labelled.load_task(str(tmp_path / "tone"), columns={"prompt": "review"})
+
+
+def test_rows_and_images_of_other_presets_are_recognised(tmp_path):
+    write(tmp_path / "a", {"train.json": [{"prompt": "x", "answer": "y"}]})
+    with pytest.raises(ValueError, match="these look like prompt/answer rows, for which there is --preset llama"):
+        labelled.load_task(str(tmp_path / "a"))
+    (tmp_path / "b" / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(ValueError, match="these look like images, for which there is --preset clip-vit-b32"):
+        labelled.load_task(str(tmp_path / "b"))
+
+
+def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_path):
+    data = {"tone": str(folders / "rows" / "tone"), "topic": str(tmp_path / "broken")}
+    with pytest.raises(ValueError, match="broken"):
+        load(data=data)
+    part = load(data=data, only=("tone",))
+    assert part.tasks == part.options.tasks == ("tone", "topic")
+    assert "only" not in part.recipe
+    assert part.content("tone", "dev") == load().content("tone", "dev")
+    renamed = load(data=data, only=("tone",), columns="text=text,label=label")
+    assert renamed.recipe["columns"] == {"text": "text", "label": "label"}
+    assert "columns" not in part.recipe

@@ -209,7 +209,7 @@ def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(
             return metric(texts, answers, prompts)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trace, "METRICS", {name: spy})
+            patch.setattr(trace, "metric_of", {name: spy}.__getitem__)
             suite.score(suite.base, "mine", "dev")
         assert seen == [(3, ("A", "B", "A"))]
         assert suite.repeats == {}
@@ -329,3 +329,29 @@ def test_a_suite_over_a_device_map_is_the_same_suite(load, suite, folders):
     assert mapped.score(mapped.base, "MeetingBank", "dev") == suite.score(suite.base, "MeetingBank", "dev")
     with pytest.raises(ValueError, match="device is 'cpu' and there is a device_map too: give one of them"):
         load(device_map="auto")
+
+
+def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
+    write_rows(tmp_path, "FOMC")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.json").write_text("[]")
+    with pytest.raises(ValueError, match="other"):
+        load(data=str(tmp_path))
+    part = load(data=str(tmp_path), only=("FOMC",))
+    assert part.tasks == ("FOMC", "other")
+    assert part.recipe["tasks"] == ["FOMC", "other"]
+    assert "only" not in part.recipe
+
+
+def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_its_source(load, tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows", "mine", answers=("A", "B"))
+    (tmp_path / "own_metric.py").write_text("def half(predictions, references, prompts):\n    return 50.0\n")
+    (tmp_path / "other_metric.py").write_text("def half(predictions, references, prompts):\n    return 100 / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    suite = load(data=str(tmp_path / "rows"), metric="own_metric:half")
+    assert suite.score(suite.base, "mine", "dev") == 50.0
+    assert suite.recipe["metric"] == "own_metric:half"
+    other = load(data=str(tmp_path / "rows"), metric="other_metric:half")
+    assert other.content("mine", "dev") != suite.content("mine", "dev")
+    with pytest.raises(ValueError, match="metric 'own_metric:none' cannot be imported"):
+        load(data=str(tmp_path / "rows"), metric="own_metric:none")

@@ -62,7 +62,7 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
 @contextmanager
 def progress(unit: str, total: int) -> Iterator[Callable[[int], Any]]:
     """A progress bar: yields the function that advances it."""
-    from tqdm import tqdm
+    from ...progress import bar
 
-    with tqdm(total=total, unit=unit, disable=None, leave=False) as bar:
-        yield bar.update
+    with bar(total, desc=f"{unit}s", unit=unit, leave=False) as shown:
+        yield shown.update

@@ -21,12 +21,16 @@ class Report:
     """Split whose scores are reported."""
     reference: str = "FT"
     """Label that the others are compared with."""
+    overwrite: bool = False
+    """Replace a report that exists."""
 
 
 def report(options: Report) -> None:
     """Find the results and write the report. Raises: ValueError as `read_sources`; for no sources."""
     if not options.sources:
         raise ValueError("give at least one folder of scores")
+    if (page := options.out / "report.html").exists() and not options.overwrite:
+        raise ValueError(f"{page} exists: choose another --out or pass --overwrite")
     from ...report import write_full_report
     from .sources import read_sources
 

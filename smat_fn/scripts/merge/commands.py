@@ -1,12 +1,16 @@
 """The command line of merge.py beside merging: verify, export, extract-lora, and --coef GLOB=NUMBER. No torch here."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from ..cli import Command
+
+if TYPE_CHECKING:
+    from ...folders import Extracted
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,33 @@ def extract_lora(args: ExtractLora) -> None:
 
     torch.set_num_threads(args.threads)
     made = extract_lora(args.base, args.expert, args.out, rank=args.rank, overwrite=args.overwrite)
-    for path, error in made.errors.items():
-        print(f"{path}: relative error {error:.2e}" + (", stored whole" if path in made.whole else ""))
-    if made.left_out:
-        print(f"left out, an adapter cannot hold them: {', '.join(made.left_out)}")
+    for line in summary(made):
+        print(line)
     print(f"extracted: {args.out}, rank {args.rank}, {made.bytes / 1e6:.1f} MB, relative error {made.error:.2e} in all")
+
+
+def summary(made: "Extracted") -> Iterator[str]:
+    """What an adapter holds, a line for each kind of leaf."""
+    beside = {*made.whole, *made.left_out}
+    low = sorted((error, path) for path, error in made.errors.items() if path not in beside)
+    if low:
+        (worst, path), middle = low[-1], low[len(low) // 2][0]
+        yield f"{_count(low, 'matrix', 'matrices')}: relative error {middle:.2e} in the middle, {worst:.2e} at {path}"
+    if made.whole:
+        yield f"{_count(made.whole, 'changed leaf', 'changed leaves')} stored whole: {_some(made.whole)}"
+    if made.left_out:
+        what = _count(made.left_out, "changed leaf", "changed leaves")
+        yield f"{what} left out, an adapter cannot hold them: {_some(made.left_out)}"
+    if made.tied:
+        yield f"{_some(made.tied)}: other modules share it, peft changes them too with merge_and_unload alone"
+
+
+def _count(things: Sequence[object], one: str, several: str) -> str:
+    return f"{len(things)} {one if len(things) == 1 else several}"
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 COMMANDS: dict[str, Command] = {

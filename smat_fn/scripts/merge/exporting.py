@@ -1,14 +1,17 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
+from torch import Tensor
+
 from ... import checkpoint
 from ...config import WeightAverage
-from ...folders import Options, Report, local_folder, merge_folders, open_folder, prefix_of
+from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
 from ...folders.adapters import is_adapter
+from ...folders.reading import Folder
 from .card import CARD, exported_card
 from .finished import hashes, sources_text
 from .inputs import manifest_of, model_names
@@ -51,10 +54,23 @@ def export(model: Path, base: Path, out: Path, **options: Unpack[Options]) -> Re
     return merge_folders(WeightAverage(), base, {model.name: model}, out, describe=describe, **options)
 
 
+def export_problems(base: Path, params: Mapping[str, Tensor]) -> list[str]:
+    """Why `export` could not put these leaves into base, by names and shapes; no tensor data is read.
+
+    Args: base: folder, or hub name, which is looked for in the hub's cache alone.
+    """
+    part = Folder("what is trained", {name: leaf.detach().to("meta") for name, leaf in params.items()}, {}, {})
+    try:
+        place_of(open_folder("the model", local_folder("the model", base, fetch=False)), part)
+    except ValueError as error:
+        return [f"merge.py export cannot put what is trained into {base}: {error}"]
+    return []
+
+
 def _check_base(model: Path, base: Path, fingerprint: str) -> None:
     """Raises: ValueError where the leaves of base that the model has are not those it was made from."""
-    whole, part = open_folder("base", base), open_folder(str(model), model)
-    prefix = prefix_of(whole, part)
+    part = open_folder(str(model), model)
+    whole, prefix, _ = place_of(open_folder("base", base), part)
     if any(whole.leaves[f"{prefix}{name}"].dtype != leaf.dtype for name, leaf in part.leaves.items()):
         return  # the fingerprint is of other bits
     origin = {

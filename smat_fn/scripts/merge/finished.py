@@ -28,10 +28,11 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
     facts = json.loads(json.dumps(wanted))  # tuples are lists in a manifest
     if (made := manifest.get("versions", {}).get("smat_fn")) != __version__:
         return [f"smat_fn {made} made it, this is {__version__}"]
+    old, new = (flat({name: values.get(name) for name in facts}) for values in (manifest, facts))
     return [
-        f"its {name} is {manifest.get(name)!r}, here it would be {value!r}"
-        for name, value in facts.items()
-        if manifest.get(name) != value
+        f"its {name} is {old.get(name, 'left out')}, here it would be {new.get(name, 'left out')}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
     ]
 
 
@@ -44,6 +45,8 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     Returns: the number of files, and a line for every file that has changed or is missing.
     Raises: ValueError for a folder without a manifest, and for one that is malformed.
     """
+    if not path.exists():
+        raise ValueError(f"there is no folder {path}: give that of a merged model, or its README.md")
     folder = path if path.is_dir() else path.parent
     manifest = checkpoint.load_manifest(folder)
     if problems := list(_malformed(manifest)):
@@ -62,6 +65,14 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
         for file, print_ in named.items()
         if found.get(file) != print_
     ]
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    inner = (flat(child, f"{name}.{key}".strip(".")) for key, child in value.items())
+    return {path: leaf for leaves in inner for path, leaf in leaves.items()}
 
 
 def hashes(files: Sequence[Path], inputs: Mapping[str, Sequence[Path]], found: Mapping[Path, str]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Merge in memory: checked inputs, an optional search on dev, a folder with a model card for each merged model."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ... import checkpoint, errors, merge, random
 from ...config import MergerConfig, Ties, settings
 from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
-from ...suites import Suite, load_suite
+from ...suites import SUITES, Suite, describe_options, load_suite
 from .card import CARD, card
 from .choosing import Merged, about, is_open, merge_one, total
 from .finished import differences, is_merged, verify
@@ -20,6 +21,7 @@ from .inputs import Inputs, facts_of, find_inputs, load_inputs
 
 __all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "summary"]
 
+SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
 
 
@@ -35,8 +37,10 @@ def merge_run(
     seed: int,
     overwrite: bool = False,
     options: Mapping[str, Any] | None = None,
+    implied: Mapping[str, Any] | None = None,
     coefs: Sequence[float] = (),
     widen: bool = False,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[Path, Merged]:
     """Merge by each merger into ``out/<merger>``.
 
@@ -53,16 +57,18 @@ def merge_run(
         seed: of random masks.
         overwrite: merge again where a folder exists.
         options: of the suite, instead of those in the experts' manifests.
+        implied: name and options of the suite of experts that name none; its model is then base.
         coefs: that a search tries (default: the merger's own, `Merger.grid`).
         widen: try more as long as the best one is at an edge of those, ten at most.
+        report: called with each line of `summary` as soon as its model is done.
     Returns: merged models by folder.
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     try:
         inputs = load_inputs(base, experts)
-        names = list(inputs.experts)
-        suite = common_suite(inputs, options or {}) if search or calibration else None
+        names, implied = list(inputs.experts), _of_base(implied or {}, base)
+        suite = common_suite(inputs, options or {}, implied=implied) if search or calibration else None
         sources = _sources(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
@@ -76,7 +82,8 @@ def merge_run(
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
-    note = merge.unequal(merge.norms(inputs.base, inputs.experts)) if len(kept) < len(configs) else ""
+    sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
+    note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
@@ -85,8 +92,11 @@ def merge_run(
                 kept[folder] = merge_one(
                     config, inputs, seed=seed, scorer=scorer, coefs=coefs, widen=widen, calibration=at
                 )
-                kept[folder] = kept[folder]._replace(notes=(note,) if note and config.based else ())
+                notes = note if config.based else "", tied(kept[folder])
+                kept[folder] = kept[folder]._replace(notes=tuple(filter(None, notes)))
                 _write(folder, config, kept[folder], inputs, overwrite=overwrite, facts=facts[config.name])
+            for line in summary({folder: kept[folder]}):
+                report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
 
 
@@ -98,6 +108,16 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
         score = f", dev {fmean(model.dev.values()):.2f}" if model.dev else ""
         yield f"{'kept' if model.kept else 'merged'}: {folder}{coef}{score}"
         yield from (f"note: {note}" for note in model.notes)
+
+
+def tied(model: Merged) -> str:
+    """A note where every coefficient of a search has one dev score; an empty text where they differ."""
+    if len(model.curve) < 2 or len({score for _, score in model.curve}) > 1:
+        return ""
+    return (
+        f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}: {model.coef:g} is only "
+        "the smallest; give more dev rows, another metric, or --coef"
+    )
 
 
 def _option_problems(
@@ -136,23 +156,36 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
     return kept
 
 
-def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | None = None) -> Suite:
+def common_suite(
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    *,
+    known: Suite | None = None,
+    implied: Mapping[str, Any] = MappingProxyType({}),
+) -> Suite:
     """The suite that all experts were trained on, with some options changed; ``known`` is it, already loaded.
+
+    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given.
 
     Raises: ValueError that lists experts of no suite and of another than the first; for a suite of another base.
     """
     # experts that are not of train.py follow the others, or the options
     recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items() if manifest}
-    first = next(iter(recipes.values()), {"seed": 0} if "name" in options else None)
+    other = options.get("name", implied.get("name")) != implied.get("name")
+    asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
+    first = next(iter(recipes.values()), asked)
     problems = [f"expert {task!r} names no suite, so nothing to search on" for task, r in recipes.items() if not r]
     problems += [
         f"expert {task!r} is of another suite than the first" for task, r in recipes.items() if r and r != first
     ]
     if first is None and not recipes:
-        problems.append("no expert names a suite: pass --suite-options name NAME, of one whose tasks the experts are")
+        problems.append(
+            "no expert names a suite: pass --suite-options name NAME, or --preset, of one whose tasks the experts are"
+        )
     errors.raise_problems(problems)
     assert first is not None
-    suite = known or load_suite(**{**first, **options})
+    asked = {**first, **_dtype(inputs, {**first, **options}), **options}
+    suite = known or load_suite(**asked)
     errors.raise_problems(
         [
             f"expert {task!r} is of no task of suite {suite.name!r}: say which one, as NAME=FOLDER, of "
@@ -169,14 +202,27 @@ def common_suite(inputs: Inputs, options: Mapping[str, Any], *, known: Suite | N
     return suite
 
 
+def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """An implied suite, if it has a model, with that of base."""
+    has = "name" in implied and "model" in describe_options(implied["name"])
+    return {**implied, **({"model": str(base)} if has else {})}
+
+
+def _dtype(inputs: Inputs, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The option dtype of a suite that has one: that of base, where its leaves have but one."""
+    found = {str(leaf.dtype).removeprefix("torch.") for leaf in inputs.base.values() if leaf.is_floating_point()}
+    known = recipe.get("name") in SUITES and "dtype" in describe_options(recipe["name"])
+    return {"dtype": found.pop()} if known and len(found) == 1 else {}
+
+
 def _sources(
     base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None = None
 ) -> dict[str, Any]:
-    """Facts of a merged model beside its settings; ``suite`` is that of experts which name none."""
+    """Facts of a merged model beside its settings; ``suite`` is the one it was searched on."""
     facts = facts_of(base, experts, inputs.manifests, seed)
     prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}
     return facts | {
-        "suite": facts["suite"] or (None if suite is None else dict(suite.recipe)),
+        "suite": facts["suite"] if suite is None else dict(suite.recipe),
         "base_fingerprint": checkpoint.fingerprint(inputs.base),
         "experts": prints,
     }

@@ -1,6 +1,7 @@
 """Descriptions of a run before it starts: one line, or all of --dry-run."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...analyses.diagnose import unmoved
@@ -8,8 +9,9 @@ from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
+from ..merge.exporting import export_problems
 from .loop import budget, loss_of
-from .training import numbers
+from .training import never_simulated, numbers
 
 
 def headline(
@@ -17,14 +19,14 @@ def headline(
 ) -> str:
     """One line: method, suite, learning rate and where it is from, length, what differs from plain training, seed."""
     parts = [f"learning rate {training.lr:g} ({origin})"]
-    parts.append("epochs by task" if training.steps is None else f"{training.steps} steps")
+    parts.append(_epochs(training.epochs) if training.steps is None else f"{training.steps} steps")
     parts += [f"precision {training.precision}"] if training.precision else []
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
     parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
     parts += ["dropout"] if training.dropout else []
     parts += [f"{processes} processes"] if processes > 1 else []
-    return f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"
+    return "\n".join([*_notes(suite), f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"])
 
 
 def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
@@ -35,6 +37,7 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
     own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
+        *_notes(suite),
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
         f"training: {_listed(shared)}, run seed {seed}",
@@ -49,7 +52,21 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Se
             lines += [f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there", ""]
     budgets = {task: budget(suite, task, training) for task in tasks}
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
+    lines += never_simulated(method, {task: own.steps or 0 for task, own in budgets.items()})
     return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
+
+
+def _notes(suite: Suite) -> list[str]:
+    """A line for what whoever trains should know, that the result cannot be exported among it."""
+    model = suite.recipe.get("model")
+    return [f"note: {note}" for note in (*suite.notes, *(export_problems(Path(model), suite.base) if model else ()))]
+
+
+def _epochs(epochs: Mapping[str, int]) -> str:
+    each = set(epochs.values())
+    if len(each) > 1:
+        return "epochs " + ", ".join(f"{count} ({task})" for task, count in epochs.items())
+    return "".join(f"{count} epoch{'s' if count > 1 else ''}" for count in each)
 
 
 def _task_line(suite: Suite, task: str, training: Training) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ... import progress
 from ...checkpoint import write_text
 from ...types import Batch
 from .memory import peak_memory
@@ -50,14 +51,11 @@ class Log:
         self._last: dict[str, Any] | None = None
 
     def __enter__(self) -> "Log":
-        from tqdm import tqdm
-
         keep_lines(self.path, before=self.start)
         self._file = open(self.path, "a", buffering=1)
         facts = {"out": self.path.parent, "run": self.run, "run_id": self._run_id, "start": self.start}
         self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self.config) for n in self.trackers]
-        bar = {"desc": f"train {self.task}", "disable": None, "leave": False, "initial": self.start}
-        self._bar = tqdm(total=self.total, **bar)
+        self._bar = progress.bar(self.total, desc=f"train {self.task}", leave=False, initial=self.start)
         self.watch = Stopwatch(self.device, self._totals)
         self._seconds = self.watch.seconds()
         return self

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors, lora, machine, random, simulation, tree
+from ... import checkpoint, errors, lora, machine, merge, random, simulation, tree
 from ...config import MethodConfig, Smat, Training, settings
 from ...errors import problems_of
 from ...lora import Lora
@@ -22,6 +22,8 @@ from .memory import reset_peak
 from .options import RunOptions, check_run
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of
+
+FAR = 30  # times that sigma may differ from the update's RMS before a line warns
 
 
 class Expert(NamedTuple):
@@ -64,6 +66,8 @@ def train_run(
         raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
     experts = _experts(suite, method, training, run)
     _same_everywhere(world, experts)
+    for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
+        report(line)
     if world.leads:
         if run.resume:
             _check_resumed(run.out, experts)
@@ -136,7 +140,12 @@ def _train_one(
             full = {**suite.base, **lora.expand(params, suite.base, expert.adapters)}
         found = log.cost()  # before the probe, whose memory and time are not those of training
         probed = _probe(suite, task, full, run.probe, run.probe_at) if run.probe and run.probe_at else {}
+        if probed:
+            clean, simulated = probed["clean"], probed["simulated"]
+            report(f"{task}: dev loss {clean:.4f}, at {run.probe} simulated states {simulated:.4f}")
         log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
+    if of_weights := sigma_line(method, training, full, suite.base):
+        report(f"{task}: {of_weights}")
     found |= {"probe": probed} if probed else {}
     found |= {"processes": world.size} if world.size > 1 else {}
     found |= {} if run.preset is None else {"preset": run.preset}
@@ -229,6 +238,40 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
     return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
+
+
+def never_simulated(method: MethodConfig, steps: Mapping[str, int]) -> list[str]:
+    """A warning about tasks with fewer steps than SMAT's period, none of which would be simulated."""
+    period = settings(method).get("period")
+    short = [f"{task} ({n} steps)" for task, n in steps.items() if method.name == "smat" and period and n < period]
+    way = "this trains as ft does: give more --steps, or a smaller --period"
+    return [f"warning: no step of {', '.join(short)} is simulated with period {period}; {way}"] if short else []
+
+
+def sigma_line(method: MethodConfig, training: Training, params: Params, base: Params) -> str:
+    """Sigma of SMAT beside the RMS of the update that it trained, with a warning where they are far apart.
+
+    An empty text for other methods, and where sigma is not in units of weights.
+    """
+    own = settings(method)
+    factors = training.lora is not None and training.lora.simulate == "factors"
+    if method.name != "smat" or not (sigma := own.get("sigma")) or own.get("sigma_of") or factors:
+        return ""
+    update = update_rms(params, base)
+    if not update:
+        return "warning: training changed no parameter"
+    times = sigma / update
+    line = f"sigma {sigma:g} is {times:.2g} times the RMS of the update, {update:.2g}"
+    if 1 / FAR < times < FAR:
+        return line
+    return f"warning: {line}: presets' values suit their own models; `python eval.py diagnose RUN` suggests one"
+
+
+def update_rms(params: Params, base: Params) -> float:
+    """RMS of ``params - base`` over all coordinates of floating-point leaves."""
+    start = {path: leaf for path, leaf in tree.flatten(base).items() if leaf.is_floating_point()}
+    squares = merge.norms(start, {"expert": {path: tree.flatten(params)[path] for path in start}})["expert"] ** 2
+    return (squares / sum(leaf.numel() for leaf in start.values())) ** 0.5
 
 
 def numbers(training: Training) -> dict[str, Any]:

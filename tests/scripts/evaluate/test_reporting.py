@@ -61,7 +61,7 @@ def test_folders_of_evaluations_studies_and_analyses_become_one_report(tmp_path)
     assert section.png.startswith(b"\x89PNG")
     write_full_report(tmp_path / "out", found.rows, found.runs, facts=found.facts, extra=found.analyses)
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert "+2.00 points on the mean of five mergers in one seed" in text
+    assert "| SMAT | FT | Avg | +2.00 | – | 1 / 0 / 0 | open: one seed |" in text  # noqa: RUF001
     assert "![Gains](gains.png)" in text
 
 

@@ -25,9 +25,9 @@ from smat_fn.config import (
 )
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import merging, streaming
-from smat_fn.scripts.merge.choosing import calibrate, merge_one
+from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.merge.inputs import trained_by
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, summary
+from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -328,14 +328,14 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "ta").iterdir()} == files
     refused = {
         "its merge_seed is 0, here it would be 1": {"seed": 1},
-        "its asked is ": {"search": False},
+        "its asked.": {"search": False},
     }
     for told, changed in refused.items():
         config = TA if "search" in changed else TaskArithmetic()
         with pytest.raises(ValueError, match="ta exists: choose another folder") as error:
             merge_run([config], *inputs, **options | changed)
         assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
-    with pytest.raises(ValueError, match="holds another merge: its experts is"):
+    with pytest.raises(ValueError, match="holds another merge: its experts"):
         merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
     assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
     weights = bytearray((tmp_path / "ta" / "model.safetensors").read_bytes())
@@ -410,3 +410,18 @@ def test_experts_of_unequal_norms_and_a_choice_at_the_edge_are_said(runs, tmp_pa
     assert said[1] in list(summary(again))
     edge = summary({tmp_path: done[tmp_path / "out" / "ta"]._replace(edge="largest")})
     assert "coef 0.1 (largest of those tried: --widen or --grid tries more)" in next(iter(edge))
+
+
+def test_experts_that_equal_the_base_are_said_as_each_model_is_done(runs, tmp_path):
+    base, _ = find_inputs(runs["ft"])
+    told, named = [], [Path(f"{name}={base}") for name in ("a", "b")]
+    given = {"out": tmp_path / "out", "search": False, "seed": 0, "report": told.append}
+    done = merge_run([TaskArithmetic(coef=0.1), WeightAverage()], base, named, **given)
+    assert told == list(summary(done))
+    assert told[1].startswith("note: all experts equal the base")
+
+
+def test_a_search_in_which_all_coefficients_tie_says_so():
+    flat = Merged({}, 0.1, {"x": 5.0}, ((0.1, 5.0), (0.2, 5.0)))
+    assert tied(flat).startswith("all 2 coefficients have the same dev score, 5.00: 0.1 is only the smallest")
+    assert tied(flat._replace(curve=((0.1, 5.0), (0.2, 5.5)))) == tied(flat._replace(curve=((0.1, 5.0),))) == ""

@@ -1,0 +1,73 @@
+"""Progress of long work on stderr: a bar of tqdm on a terminal, a line every few per cent elsewhere. No torch here."""
+
+import os
+import sys
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Self
+
+SHARE, SECONDS = 0.05, 5.0  # between lines, at least
+
+
+def starting(script: str, words: Sequence[str]) -> None:
+    """Say on stderr what a script starts to do, before the seconds that its imports take; nothing for --help."""
+    if {"-h", "--help"} & set(words) or os.environ.get("RANK", "0") != "0":
+        return
+    command = f"{script} {words[0]}" if words and not words[0].startswith("-") else script
+    print(f"{command}: loading libraries", file=sys.stderr, flush=True)
+
+
+class Lines:
+    """The part of tqdm that this package uses, for a log file: a line after every 5 % that took 5 seconds or more.
+
+    Work of less than 5 seconds writes nothing.
+    """
+
+    def __init__(self, *, total: float | None, desc: str, initial: float = 0) -> None:
+        self.total, self.n, self._desc, self._text = total, initial, desc, ""
+        self._begin = self._since = monotonic()
+        self._first = self._shown = initial
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, n: float = 1) -> None:
+        """Advance by ``n``, and write a line if one is due."""
+        self.n += n
+        now = monotonic()
+        if not self.total or now - self._since < SECONDS or self.n - self._shown < SHARE * self.total:
+            return
+        self._since, self._shown, done = now, self.n, self.n - self._first
+        left = (now - self._begin) * (self.total - self.n) / done
+        text = f", {self._text}" if self._text else ""
+        line = f"{self._desc}: {self.n / self.total:.0%} of {self.total:g}{text}, about {left:.0f} s left"
+        print(line, file=sys.stderr, flush=True)
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """Text of the next line."""
+        self._text = text
+
+    def refresh(self) -> None:
+        """Nothing: lines are written by `update`."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def bar(total: float | None = None, *, desc: str, shown: bool | None = None, **options: Any) -> Any:
+    """A progress bar to use in ``with``, with tqdm's ``update``, ``total`` and ``n``.
+
+    Args:
+        total: steps, which may be set later.
+        desc: what advances.
+        shown: True: a bar; False: nothing; None: a bar on a terminal, `Lines` elsewhere.
+        options: of tqdm.
+    """
+    from tqdm import tqdm
+
+    if shown is None and sys.stderr is not None and not sys.stderr.isatty():
+        return Lines(total=total, desc=desc, initial=options.get("initial", 0))
+    return tqdm(total=total, desc=desc, disable=shown is False or sys.stderr is None, **options)

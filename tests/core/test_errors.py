@@ -1,0 +1,30 @@
+"""Problems as one error: each once, at most ten, with a suggestion for a mistyped name."""
+
+import pytest
+
+from smat_fn.errors import check_member, raise_problems, suggestion
+
+
+def test_problems_are_said_once_and_joined():
+    raise_problems([])
+    with pytest.raises(ValueError, match=r"^a; b$"):
+        raise_problems(["a", "b", "a"])
+    with pytest.raises(ValueError, match=r"^row 0; row 1; .*row 9$"):
+        raise_problems([f"row {i}" for i in range(10)])
+
+
+def test_of_many_problems_every_kind_is_said():
+    many = [f"leaf 'a.{i}' of /x/{i} is float16" for i in range(60)]
+    with pytest.raises(ValueError, match=r"/0 is float16; .*/2 is float16; lr is 0; and 57 more like these$"):
+        raise_problems([*many, "lr is 0"])
+    with pytest.raises(ValueError, match=r"kind a; .*kind l$"):  # twelve kinds
+        raise_problems([f"kind {letter}" for letter in "abcdefghijkl"])
+
+
+def test_a_mistyped_name_is_suggested():
+    assert suggestion("samt", ["ft", "smat"]) == ", did you mean 'smat'?"
+    assert suggestion("zebra", ["ft", "smat"]) == ""
+    with pytest.raises(ValueError, match=r"task 'rot9' is unknown, did you mean 'rot90'\? choose one of 'rot90', 'mir"):
+        check_member("task", "rot9", ["rot90", "mirror"])
+    with pytest.raises(ValueError, match="task 'x' is unknown, choose one of 'rot90'"):
+        check_member("task", "x", ["rot90"])

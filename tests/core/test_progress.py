@@ -1,0 +1,75 @@
+"""Lines in place of a bar where stderr is no terminal, and the first line of a script."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smat_fn import progress
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_after_five_per_cent_that_took_five_seconds(clock, capsys):
+    with progress.bar(100, desc="work") as bar:
+        for _ in range(100):
+            clock[0] += 1.25
+            bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 20  # every fifth of a hundred
+    assert lines[0] == "work: 5% of 100, about 119 s left"
+    assert lines[-1] == "work: 100% of 100, about 0 s left"
+
+
+def test_work_of_less_than_five_seconds_writes_nothing(clock, capsys):
+    with progress.bar(desc="work") as bar:
+        bar.total = 3
+        for _ in range(3):
+            clock[0] += 1.5
+            bar.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_bar_reckons_with_its_own_steps_and_shows_its_text(clock, capsys):
+    with progress.bar(100, desc="train a", initial=50) as bar:
+        bar.set_postfix_str("loss 0.5")
+        clock[0] += 10
+        bar.update(10)
+    assert capsys.readouterr().err == "train a: 60% of 100, loss 0.5, about 40 s left\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown", "bar"), [(Terminal, None, True), (io.StringIO, True, True), (Terminal, False, False)])  # fmt: skip  # noqa: E501
+def test_a_terminal_and_a_demand_show_a_bar(monkeypatch, stream, shown, bar):
+    monkeypatch.setattr(sys, "stderr", stream())
+    with progress.bar(2, desc="work", shown=shown) as made:
+        made.update(2)
+        made.refresh()
+        assert ("2/2" in sys.stderr.getvalue()) is bar
+
+
+def test_a_script_says_what_it_starts_before_it_imports_torch(capsys, monkeypatch):
+    code = "import sys; from smat_fn.progress import starting; starting('train.py', ['smat']); print('torch' in sys.modules)"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False\n", "train.py smat: loading libraries\n")
+    monkeypatch.setenv("RANK", "1")
+    progress.starting("train.py", ["smat"])
+    monkeypatch.setenv("RANK", "0")
+    progress.starting("train.py", ["smat", "--help"])
+    assert capsys.readouterr().err == ""
+    for script in ("train.py", "merge.py", "eval.py"):  # nothing but the line comes before
+        first = (ROOT / script).read_text(encoding="utf-8").split('"""', 2)[2].split("starting(")[0]
+        assert "torch" not in first

@@ -1,0 +1,59 @@
+"""Lines of a run that say what a user should know: sigma beside the update, steps that are never simulated, epochs."""
+
+import math
+
+import torch
+
+from smat_fn.config import Adapters, Finetune, Smat, Training
+from smat_fn.scripts.train.describe import headline
+from smat_fn.scripts.train.training import never_simulated, sigma_line, update_rms
+
+TRAINING = Training(steps=8, lr=1e-3)
+BASE = {"a": torch.zeros(3), "b": torch.zeros(1), "n": torch.tensor([7])}
+
+
+def moved(step):
+    return {"a": torch.full((3,), step), "b": torch.full((1,), -step), "n": torch.tensor([9])}
+
+
+def test_the_rms_of_an_update_is_over_coordinates_of_floating_point_leaves():
+    params = {**BASE, "a": torch.tensor([3.0, 0.0, 4.0])}
+    assert update_rms(params, BASE) == math.sqrt(25 / 4)
+
+
+def test_sigma_stands_beside_the_update_and_far_from_it_warns():
+    smat = Smat(sigma=2e-3, period=4)
+    assert sigma_line(smat, TRAINING, moved(1e-3), BASE) == "sigma 0.002 is 2 times the RMS of the update, 0.001"
+    far = sigma_line(smat, TRAINING, moved(1e-5), BASE)
+    assert far.startswith("warning: sigma 0.002 is 2e+02 times the RMS of the update, 1e-05: ")
+    assert "eval.py diagnose" in far
+    assert sigma_line(smat, TRAINING, moved(1.0), BASE).startswith("warning: ")
+    assert sigma_line(smat, TRAINING, BASE, BASE) == "warning: training changed no parameter"
+    factors = Training(steps=8, lr=1e-3, lora=Adapters(2, 4.0, simulate="factors"))
+    assert sigma_line(smat, factors, moved(1e-3), BASE) == sigma_line(Finetune(), TRAINING, moved(1e-3), BASE) == ""
+
+
+def test_fewer_steps_than_a_period_warn():
+    (line,) = never_simulated(Smat(sigma=0.1, period=4), {"x": 3, "y": 4})
+    assert line.startswith("warning: no step of x (3 steps) is simulated with period 4; ")
+    assert never_simulated(Smat(sigma=0.1, period=4), {"y": 4}) == []
+    assert never_simulated(Smat(sigma=0.1, lam=0.5), {"x": 1}) == []
+    assert never_simulated(Finetune(), {"x": 1}) == []
+
+
+def test_a_run_says_sigma_the_probe_and_steps_that_are_never_simulated(train, tmp_path):
+    told, method = [], Smat(alpha_min=0.1, drop_prob=0.5, sigma=0.01, period=7, noise="uniform")
+    train(tmp_path, method=method, tasks=("rot90",), probe=2, probe_at=method, report=told.append)
+    assert told[0].startswith("warning: no step of rot90 (6 steps)")
+    assert told[1].startswith("rot90: dev loss ")
+    assert "at 2 simulated states " in told[1]
+    assert "sigma 0.01 is " in told[2]
+
+
+def test_the_headline_says_epochs(suite):
+    def line(epochs):
+        return headline(suite, Finetune(), Training(steps=None, lr=0.1, epochs=epochs), origin="given", seed=0)
+
+    assert "(given), 1 epoch, seed" in line({"x": 1, "y": 1})
+    assert "(given), 3 epochs, seed" in line({"x": 3})
+    assert "epochs 5 (x), 3 (y)" in line({"x": 5, "y": 3})
