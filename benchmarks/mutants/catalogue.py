@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     *_of(
         "mat/asam.py",
-        ("climb(state.params, grads, rho=rho, adaptive=adaptive)", "climb(state.params, grads, rho=rho)"),
+        ("grads, rho=rho, adaptive=adaptive, donate=donate)", "grads, rho=rho, donate=donate)"),
         (
             "climbed_loss, _, grads = step.accumulate(at, climbed, batch)",
             "climbed_loss, _, _ = step.accumulate(at, climbed, batch)",
@@ -227,7 +227,7 @@ MUTANTS = [
     ),
     *_of(
         "optim/adam.py",
-        ("float(state.step)", "float(state.step + 1)"),
+        ("float(step), device", "float(step + 1), device"),
         ("AdamState(state.step + 1, mu, nu)", "AdamState(state.step + 1, nu, mu)"),
         ("beta1=betas[0]", "beta1=betas[1]"),
         ("0 <= b < 1", "0 <= b <= 1"),
@@ -496,13 +496,10 @@ MUTANTS = [
     *_of(
         "ops/climb.py",
         ("wide.abs() * weighted if adaptive else weighted", "weighted"),
-        ("length = rho / (tree.global_norm(", "length = rho * (tree.global_norm("),
-        ("return (wide + step", "return (wide - step"),
-        (
-            "length = rho / (tree.sum_by_halves(sums.double()).sqrt()",
-            "length = rho / (tree.sum_by_halves(sums.double())",
-        ),
-        ("theta.to(wide.dtype).abs() * wide if adaptive", "theta.to(wide.dtype) * wide if adaptive"),
-        ("        first += blocks", "        first = blocks"),
+        ("rho / (tree.global_norm(", "rho * (tree.global_norm("),
+        ("(wide + step", "(wide - step"),
+        ("length = rho / (tree.sum_by_halves(sums).sqrt()", "length = rho / (tree.sum_by_halves(sums)"),
+        ("theta.to(s.dtype).abs() * s if adaptive", "theta.to(s.dtype) * s if adaptive"),
+        ("array(sums)[first[i] :", "array(sums)[first[0] :"),
     ),
 ]

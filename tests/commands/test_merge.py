@@ -126,7 +126,7 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
 def test_verify_prints_every_change_and_fails(hub, call, tmp_path):
     call("ta", *inputs(hub), "--out", tmp_path, "--coef", "0.5")
     folder = tmp_path / "ta"
-    count = len(list(folder.iterdir())) - 3 + sum(1 for _ in hub.glob("*/*.safetensors"))
+    count = len(list(folder.iterdir())) - 4 + sum(1 for _ in hub.glob("*/*.safetensors"))
     assert call("verify", folder) == (f"{count} files are those that {folder} names\n", None)
     for file in ("config.json", "model.safetensors"):
         (folder / file).write_bytes(b"")
