@@ -31,7 +31,8 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
     Returns:
         tree of params' structure, shapes and dtypes.
     """
-    origins, found = tree.flatten(base), dict[str, Tensor]()
+    origins = tree.flatten(base)
+    found: dict[str, Tensor] = {}
     for path, leaf in tree.flatten(params).items():
         own, origin = {path: leaf}, {path: origins[path]}
         sigma = draw.sigma * update_rms(own, origin).to(draw.sigma.device)

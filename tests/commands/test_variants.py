@@ -113,7 +113,8 @@ def test_two_processes_train_the_expert_of_one(suite, tmp_path):
     assert process.returncode == 0, process.stderr
     first, *rest = process.stdout.splitlines()
     assert first == "smat on digits: learning rate 0.0005 (preset digits), 6 steps, 2 processes, seed 21"
-    assert rest == [f"expert: {tmp_path / 'two' / task}" for task in ("rot90", "mirror")]
+    trained = [line for line in rest if line.startswith("expert: ")]  # beside warnings of so short a run
+    assert trained == [f"expert: {tmp_path / 'two' / task}" for task in ("rot90", "mirror")]
     own = DIGITS.training.__class__(**{**vars(DIGITS.training), "steps": 6, "lr": 5e-4})
     train_run(suite, DIGITS.methods["smat"], own, RunOptions(tmp_path / "one", ["rot90", "mirror"], 21))
     logs = {}
