@@ -179,7 +179,7 @@ def main(folder: Positional[Path], *, only: tuple[Name, ...] = get_args(Name), s
 
 
 def fetch(backbone: Backbone, folder: Path, packages: Path, size: int) -> str:
-    """What was checked of a backbone, whose folder appears when all of it holds.
+    """Fetch, convert and check a backbone; its folder appears once the check has passed. Returns what was checked.
 
     Raises: ValueError for a package of another hash, and for a converted model of other outputs.
     """

@@ -240,7 +240,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def follow(path: Path) -> Path:
-    """What a symbolic link points to, there or not; any other path as it is.
+    """The target of a symbolic link, whether it exists or not; any other path unchanged.
 
     Raises: ValueError for a circle of links.
     """
