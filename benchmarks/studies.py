@@ -32,6 +32,7 @@ class Backbone(NamedTuple):
     tuning: tuple[int, ...]
     evaluation: tuple[int, ...]
     options: Options
+    coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
 
 
 BACKBONES = {
@@ -56,6 +57,7 @@ BACKBONES = {
             ("batch_size", 16),
             ("tasks", ("DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SVHN")),
         ),
+        coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
     ),
     "smollm2": Backbone(
         "llama-3.2-1b",
@@ -95,6 +97,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         evaluation=own.evaluation,
         options=tuple(given.items()),
         mergers=(*preset.mergers.values(), TsvMerge(), IsoC(), Wudi()),
+        coefs=own.coefs,
         widen=True,
     )
     return widening(protocol, grids)

@@ -73,8 +73,9 @@ def _coefficient(entry, streams, factors, cutoff, row, MASKED: tl.constexpr, ROW
     if MASKED:  # noqa: SIM102 (decided at compile time)
         if tl.load(entry + 6) != 0:
             field = _fields(streams + tl.load(entry + 7) * 2, row, ROWS)
-            below = field.to(tl.int32) < tl.load(cutoff)
-            c = tl.where(below, tl.load(factors + 2) + tl.zeros_like(c), tl.load(factors + 1) + tl.zeros_like(c))
+            signed, kept = tl.load(cutoff), tl.load(factors + 1) + tl.zeros_like(c)
+            below = field.to(tl.int32) < (signed & 65535)  # 65536 - T of -T, whose mask drops from there on
+            c = tl.where(below == (signed < 0), kept, tl.zeros_like(c))
     return c
 
 
@@ -100,7 +101,7 @@ def simulate_kernel(
     owner,  # int32 [programs]: row of the table
     streams,  # int64 [2, places, 2]: mask keys
     noises,  # the same tensor at its noise keys
-    factors,  # float32 [4]: alpha, alpha m from the cutoff on, alpha m below it, noise step
+    factors,  # float32 [3]: alpha, alpha m of what is kept, noise step
     cutoff,  # int32 [1]
     quantiles,  # float32 [65536], not read for uniform noise
     DTYPE: tl.constexpr,
@@ -124,7 +125,7 @@ def simulate_kernel(
         unit = (0x4A800001 | (field << 1)).to(tl.float32, bitcast=True) - 4227072.0
     else:
         unit = tl.load(quantiles + field.to(tl.int32))
-    state += unit * tl.load(factors + 3)
+    state += unit * tl.load(factors + 2)
     tl.store(_leaf(entry, 2, DTYPE, ALIGNED) + index, _round(state, DTYPE, INTERPRET), mask=inside)
 
 
@@ -133,7 +134,7 @@ def reweight_kernel(
     table,  # int64 [leaves, 8]: grads, first block of sums, out, size, start, first program, masked, place
     owner,
     streams,
-    factors,  # float32 [3]: alpha, alpha m from the cutoff on, alpha m below it
+    factors,  # float32 [2]: alpha, alpha m of what is kept
     cutoff,
     sums,  # float32 [blocks of all leaves]: sums of squares, written if NORM
     clip,  # float32 [1]: factor of the gradient norm's clip, read if CLIP

@@ -176,10 +176,7 @@ def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _factors(numbers: Numbers, *more: Tensor) -> tuple[Tensor, Tensor]:
     kept = kept_scale(numbers.scale, numbers.cutoff, torch.float32)
-    other = kept * (numbers.cutoff < 0)
-    sides = kept - other, other
-    cutoff = numbers.cutoff.remainder(65536).to(torch.int32).view(1)  # 65536 - T of -T
-    return torch.stack((numbers.scale.to(torch.float32), *sides, *more)), cutoff
+    return torch.stack((numbers.scale.to(torch.float32), kept, *more)), numbers.cutoff.to(torch.int32).view(1)
 
 
 def _send(table: Tensor, device: torch.device) -> Tensor:

@@ -129,7 +129,7 @@ def test_so_does_the_kernels_way_with_all_that_surrounds_its_launches(name, reco
     for found in (few, many):
         del found["aten::empty_like"]  # memory of states, one a leaf, which nothing is launched for
     assert few == many
-    assert many.total() + HALVINGS < 110  # a third are on a few numbers of the draw, packed for three launches
+    assert many.total() + HALVINGS < 100  # a third are on a few numbers of the draw
     assert recorded.total() == 4 * LAUNCHES[name]  # of four updates
 
 
