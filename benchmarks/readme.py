@@ -1,7 +1,7 @@
 """Tables of the pages from the stored results, between their marks: ``python -m benchmarks readme``."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -180,19 +180,40 @@ def seeds(result: dict[str, Any]) -> str:
 
 
 def merge(result: dict[str, Any]) -> str:
-    """Seconds, memory and their ratios to mergekit's, by merger."""
-    shown = "s", "mergekit s", "time ratio", "MB", "mergekit MB", "memory ratio", "times the floor"
-    whole = ("MB", "mergekit MB", "memory ratio")  # numbers without decimals
-    lines = [
-        (row["merger"], *(f"{row[name]:.{0 if name in whole else 1}f}" for name in shown)) for row in model_rows(result)
-    ]
-    head = "Merger", "s", "mergekit s", "ratio", "MB", "mergekit MB", "ratio", "x reading and writing"
+    """Seconds, memory and their ratios to mergekit's by merger; cost of the other cases beside that of copying."""
+    shown = {
+        "s": 1, "mergekit s": 1, "time ratio": 1, "command s": 1, "mergekit command s": 1, "command ratio": 1,
+        "MB": 0, "mergekit MB": 0, "memory ratio": 0,
+    }  # fmt: skip
+    rows = [row for row in result["rows"] if row["case"] == "bfloat16"]
+    head = "Merger", "s", "mergekit s", "ratio", "command s", "mergekit's", "ratio", "MB", "mergekit MB", "ratio"
+    lines = [(row["merger"], *(f"{row[name]:.{digits}f}" for name, digits in shown.items())) for row in rows]
+    cases = {case: [row for row in result["rows"] if row["case"] == case] for case in result["MB"]}
+    costs = [(case, *cost) for case, found in cases.items() for cost in _costs(result, case, found)]
+    more = "Case", "Merger", "s", "ns of CPU a weight", "x copying", "command s", "mergekit's / ours", "MB"
+    rows_, columns = result["embedding"]
     return (
         f"{table(head, lines)}\n"
         f"{result['experts']} experts of {result['MB of a model']} MB (bfloat16), {result['threads']} threads, "
-        f"anonymous memory of the merge, mergekit {result['mergekit'].split()[0]} on CPU; the last column is the time "
-        f"over that of copying the same bytes. From `{result['command']}` on {result['hardware']}.\n"
+        f"mergekit {result['mergekit'].split()[0]} on CPU. The first times are of the merge itself; those of commands "
+        "are from their start to their end, with imports and our hashing and model card. MB is anonymous memory of the "
+        "merge.\n\n"
+        f"{table(more, costs)}\n"
+        f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
+        "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for each "
+        "weight of each expert; copying reads all inputs and writes one output as plain bytes. "
+        f"From `{result['command']}` on {result['hardware']}.\n"
     )
+
+
+def _costs(result: dict[str, Any], case: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Cost of the mergers of a case, without its name."""
+    width, count = (4 if case == "float32" else 2), result["embedding_experts" if case == "embedding" else "experts"]
+    weights = result["MB"][case] * 1e6 / width * count
+    for row in rows:
+        ratio = f"{row['command ratio']:.1f}" if "command ratio" in row else "-"
+        own = f"{row['s']:.1f}", f"{row['cpu s'] / weights * 1e9:.1f}", f"{row['times the floor']:.1f}"
+        yield row["merger"], *own, f"{row['command s']:.1f}", ratio, f"{row['MB']:.0f}"
 
 
 def model_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -242,13 +263,14 @@ def interval(result: dict[str, Any], label: str) -> str:
 
 
 def merge_sentence(result: dict[str, Any]) -> str:
-    """Time and memory beside mergekit's, in a sentence."""
+    """Time and memory beside mergekit's, in two sentences."""
     rows = model_rows(result)
-    time, memory = ([round(row[name]) for row in rows] for name in ("time ratio", "memory ratio"))
+    inner, whole, memory = ([row[name] for row in rows] for name in ("time ratio", "command ratio", "memory ratio"))
     return (
-        f"The merge itself, without start-up and hashing, takes 1/{min(time)} to 1/{max(time)} of the time of mergekit "
-        f"{result['mergekit'].split()[0]} on CPU and 1/{min(memory)} to 1/{max(memory)} of its memory "
-        f"({result['experts']} experts of {result['MB of a model']} MB, {result['hardware']}: "
+        f"A whole command, with start-up, hashing and model card, takes 1/{min(whole):.1f} (averaging) to "
+        f"1/{max(whole):.0f} (TIES) of the time of mergekit {result['mergekit'].split()[0]} on CPU; the merge itself "
+        f"takes 1/{min(inner):.1f} to 1/{max(inner):.0f} of its time and 1/{min(memory):.0f} to 1/{max(memory):.0f} of "
+        f"its memory ({result['experts']} experts of {result['MB of a model']} MB, {result['hardware']}: "
         "[table](docs/folders.md#memory-and-time)).\n"
     )
 
