@@ -200,8 +200,8 @@ def merge(result: dict[str, Any]) -> str:
         "merge.\n\n"
         f"{table(more, costs)}\n"
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
-        "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for each "
-        "weight of each expert; copying reads all inputs and writes one output as plain bytes. "
+        "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
+        "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
         f"From `{result['command']}` on {result['hardware']}.\n"
     )
 
