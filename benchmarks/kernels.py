@@ -36,7 +36,7 @@ class Leaves(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one of the trees."""
+        """The size of one tree in bytes."""
         return sum(leaf.numel() * leaf.element_size() for leaf in self.params)
 
 
@@ -70,7 +70,7 @@ def main(*, dry_run: bool = False) -> list[dict[str, Any]]:
 
 
 def by_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, leaves on the device go to the kernels, on the CPU interpreted."""
+    """Run the kernels inside the block, on the CPU in Triton's interpreter."""
     return library.forced() if device.type == "cpu" else nullcontext()
 
 
@@ -105,7 +105,7 @@ def numbers_of(leaves: Leaves, device: torch.device) -> Numbers:
 
 
 def check_bits(device: torch.device) -> None:
-    """No timing of kernels that compute something else. Raises: AssertionError."""
+    """Check that the kernels give the CPU's bits, before they are timed. Raises: AssertionError."""
     for dtype in library.SUPPORTED:
         here = make({"layers.w": (5001,), "b": (16,)}, dtype, torch.device("cpu"))
         params, base, out = ([leaf.to(device, copy=True) for leaf in leaves] for leaves in here[:3])

@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
     training: Training
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The method, its hyperparameters and its training options as JSON values."""
         return {"method": self.method.name, "hyperparameters": settings(self.method), "training": asdict(self.training)}
 
     def is_stored(self, facts: Facts) -> bool:
@@ -69,7 +69,7 @@ class Protocol(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of the methods and then the ablations."""
+        """The labels of the methods, then those of the ablations."""
         return (*self.grids, *self.ablations)
 
     def file(self, ending: str) -> Path:
@@ -218,7 +218,7 @@ def publish(protocol: Protocol, outcomes: Mapping[tuple[int, str], Outcome], fac
 
 
 def summary(labels: tuple[str, ...], rows: list[Result], mergers: Sequence[str] = ()) -> dict[str, Any]:
-    """By method: scores per seed of every column, the drop, and the paired difference from the reference's.
+    """Scores per seed, drop and paired difference from the reference, by method.
 
     Differences and drop are of Avg, the mean of the paper's five mergers, or of All, that of the ``mergers`` given.
     """

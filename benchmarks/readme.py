@@ -227,7 +227,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """As Markdown."""
+    """A table in Markdown; all columns but the first are aligned to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
 

@@ -170,7 +170,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """A variant's name."""
+    """The name of a compiled variant in the table: kernel, dtypes and options."""
     words = [row["dtype"] if row.get("base", row["dtype"]) == row["dtype"] else f"{row['dtype']} on {row['base']}"]
     words += ["table noise"] if row.get("noise") == "2" else []
     words += [flag for flag in ("masked", "norm", "clip", "store", "aligned") if row.get(flag) == "True"]
@@ -178,7 +178,7 @@ def name(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The compiled variants as a Markdown table."""
     columns = ("instructions per coordinate", "registers", "stack bytes", "shared bytes", "barriers")
     lines = []
     for row in rows:

@@ -56,7 +56,7 @@ class Parts:
             yield
 
     def step(self, seconds: float, simulated: bool) -> None:
-        """After a step."""
+        """Record the time of a step and of its parts."""
         self.counts[simulated] += 1
         self.totals[simulated] += seconds
         for part, spent in self._now.items():

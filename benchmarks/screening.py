@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     training: Training
 
     def trial(self, seed: int) -> Trial:
-        """Its trial at a seed."""
+        """The trial of this candidate at a seed."""
         return Trial(self.label, "digits", self.method, self.training, seed, mergers=MERGERS, coefs=COEFS)
 
     @property
@@ -189,7 +189,7 @@ def compared(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Two tables in Markdown."""
+    """The page of the screening: two Markdown tables."""
     seeds = result["seeds"]
     columns = ("passes", "expert", "WA", "TA", "TIES", "mean", "mean - FT", "TSV-M", "dev", "CPU time / FT")
     head = ("candidate", "lr", *columns)

@@ -48,13 +48,13 @@ class Gate:
         self._steps, self._start = 0, 0.0
 
     def wait(self) -> None:
-        """Until the next line; ends the process when there are no more."""
+        """Wait for the next line on stdin; end the process when there are no more."""
         if not sys.stdin.readline():
             os._exit(0)  # other processes of the group may be gone
         self._start = time.perf_counter()
 
     def step(self, *_: object) -> None:
-        """After a step."""
+        """Count a step; after every period print its seconds and wait."""
         self._steps += 1
         if self._steps % PERIOD == 0:
             print(f"done {time.perf_counter() - self._start}", flush=True)

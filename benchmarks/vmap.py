@@ -47,7 +47,7 @@ def main(*, rounds: int = 7, out: Path = RESULTS) -> None:
 
 
 def sweeps() -> dict[str, tuple[int, Callable[[int], list[float]]]]:
-    """By name: how many evaluations of a model on a task, and a function of the memory budget that makes them."""
+    """The timed sweeps by name: the number of evaluations, and a function of the memory budget that runs them."""
     suite = load_suite("digits", seed=0, pretrain_steps=10, progress=False)
     base, tasks, key = suite.base, suite.tasks, random.key(0)
     experts = {task: _moved(base, random.fold_in(key, task)) for task in tasks}

@@ -71,10 +71,10 @@ class Lines:
         self._text = text
 
     def refresh(self) -> None:
-        """Nothing: lines are written by `update`."""
+        """Do nothing: `update` writes the lines."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no terminal line is open."""
 
 
 def bar(total: float | None = None, *, desc: str, shown: bool | None = None, **options: Any) -> Any:

@@ -109,7 +109,7 @@ class Suite(Protocol):
 
     @property
     def score_tensor(self) -> Callable[[Params, str, str], Tensor] | None:
-        """As ``score``, a 0-d tensor, by operations that vmap supports."""
+        """``score`` as a 0-d tensor, computed by operations that vmap supports."""
 
     @property
     def split(self) -> Callable[[Batch, int], list[Micro]] | None:

@@ -158,7 +158,7 @@ def _blocks(container: nn.Module) -> list[nn.Module]:
 
 
 def _are_heads(path: str, modules: list[nn.Module]) -> bool:
-    """By name or type, or because none has attention and each ends in a width that no layer takes up."""
+    """Whether modules are heads: by name or type, or since none has attention and no layer takes their output width."""
     if _HEADS.search(path.rpartition(".")[2]) or all(_HEAD.search(type(module).__name__) for module in modules):
         return True
     taken, ends = set[int](), list[int]()

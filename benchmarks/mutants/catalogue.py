@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One change of one file."""
+    """A fault: a change of one text in one file."""
 
     place: str  # file under smat_fn, and perhaps a function or class in it
     old: str

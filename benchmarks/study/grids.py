@@ -21,7 +21,7 @@ class Axis(NamedTuple):
     values: tuple[Any, ...]
 
     def widened(self, chosen: Any) -> "Axis":
-        """With one value more beyond an edge that was chosen, by a factor of two; itself where none was."""
+        """The axis, extended by a factor of two beyond the edge that was chosen; unchanged if none was."""
         if isinstance(chosen, str) or chosen not in (self.values[0], self.values[-1]):
             return self
         beyond = chosen / 2 if chosen == self.values[0] else chosen * 2
@@ -38,12 +38,12 @@ class Grid(NamedTuple):
     second: Axis
 
     def candidates(self) -> list[Candidate]:
-        """In ascending order: the earlier of equal ones is the smaller."""
+        """The candidates in ascending order, so that of equal ones the smaller comes first."""
         return [self._candidate({self.first.field: a, self.second.field: b})
                 for a in self.first.values for b in self.second.values]  # fmt: skip
 
     def widened(self, chosen: Candidate) -> "Grid":
-        """With one value more on every axis at whose edge the choice lies; itself where it lies at none."""
+        """The grid, extended on every axis at whose edge the choice lies; unchanged if it lies at none."""
         return self._replace(first=self._beyond(self.first, chosen), second=self._beyond(self.second, chosen))
 
     def _candidate(self, values: Mapping[str, Any]) -> Candidate:

@@ -52,17 +52,17 @@ class Trial(NamedTuple):
         }
 
     def merging(self) -> list[MergerConfig]:
-        """The mergers."""
+        """The mergers of the trial, by default those of the preset."""
         return list(self.mergers or PRESETS[self.preset].mergers.values())
 
     def folder(self, work: Path) -> Path:
-        """Where its experts, merged models and outcome are kept, by a hash of `facts` and the label."""
+        """The folder of its experts, merged models and outcome, named by a hash of `facts` and the label."""
         text = json.dumps([self.label, self.facts()], sort_keys=True)
         slug = re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
         return work / f"{slug}-seed{self.seed}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
     def load(self) -> "Suite":
-        """Its suite."""
+        """Load the suite of the trial."""
         from smat_fn.suites import describe_options, load_suite
 
         recipe = self.facts()["suite"]
@@ -71,7 +71,7 @@ class Trial(NamedTuple):
         return load_suite(**recipe, seed=self.seed)
 
     def kind(self) -> Kind:
-        """Method and optimizer."""
+        """The method and the optimizer, which determine the time of a trial."""
         return self.method.name, self.training.optimizer
 
     def __str__(self) -> str:

@@ -128,7 +128,7 @@ def run_trials(
 def _time_left(
     left: Sequence[Trial], seconds: Mapping[Kind, Sequence[float]], guess: Mapping[Kind, float], jobs: int
 ) -> str:
-    """From the seconds of finished trials, else from the guess at the pace of the finished ones."""
+    """The estimated time left, from the seconds of finished trials and guesses for other kinds."""
     known = {kind: fmean(values) for kind, values in seconds.items()}
     pace = fmean([known[kind] / guess[kind] for kind in guess if kind in known] or [1.0])
     total = sum(known.get(trial.kind(), guess[trial.kind()] * pace) for trial in left)

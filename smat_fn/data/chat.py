@@ -130,7 +130,7 @@ def _text(messages: Conversation, tokenizer: Any) -> str:
 
 
 def _tokens(conversations: Sequence[Conversation], tokenizer: Any) -> list[Example]:
-    """Whole conversations, nothing cut."""
+    """Tokens and labels of whole conversations, before they are cut."""
     texts, spans = render(conversations, tokenizer)
     out = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples = []

@@ -63,7 +63,7 @@ def split(batch: Mapping[str, Tensor], parts: int) -> list[Micro]:
 
 
 def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length: int = 512) -> dict[str, Cut]:
-    """As `text.cut_report`: EOS is always kept, and so is a part of every answer; ``longest`` is of both sides."""
+    """Shares of cut answers by task as `text.cut_report`: EOS and a part of each stay; ``longest`` is of both sides."""
     report = {}
     for task, pairs in rows.items():
         found = _tokens(pairs, tokenizer)

@@ -101,7 +101,7 @@ def split_rows(
 
 
 def _describe(rows: Rows) -> tuple[tuple[str, ...], list[Hashable]]:
-    """Of every row its group id, and the answer that a group must agree on."""
+    """The group id of every row, and the answer that the rows of a group must agree on."""
     if isinstance(rows, TextRows):
         return tuple(map(text_group, rows.prompts)), [_normalise(answer) for answer in rows.answers]
     return tuple(image_group(rows.images[i]) for i in range(len(rows.images))), rows.labels.tolist()

@@ -184,7 +184,7 @@ def _some(items: Sequence[str], shown: int = 5) -> str:
 
 
 def kept_places(length: int, start: int, limit: int, truncate: Truncate, *, bos: bool) -> list[int]:
-    """The positions that stay."""
+    """The positions that a row keeps when it is cut to ``limit`` tokens."""
     excess = length - limit
     if excess <= 0:
         return list(range(length))

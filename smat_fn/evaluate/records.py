@@ -20,7 +20,7 @@ class Kept(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One decoded row."""
+    """The decoded answer to one row, with its reference."""
 
     row: int
     prediction: str

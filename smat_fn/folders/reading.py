@@ -84,7 +84,7 @@ class Pickled:
         self.names: list[str] = list(found)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A leaf, mapped."""
+        """A leaf as a memory-mapped tensor."""
         return self._leaves[name].detach()
 
     def code(self, name: str) -> str:
@@ -92,7 +92,7 @@ class Pickled:
         return short(self._leaves[name])
 
     def header(self, name: str) -> Tensor | None:
-        """As `Store.header`."""
+        """Shape and dtype of a leaf, as `Store.header`."""
         leaf = self._leaves[name]
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if leaf.dtype in DTYPES.values() else None
 
@@ -118,7 +118,7 @@ class Folder(NamedTuple):
         return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
 
     def reader(self, path: str) -> Read:
-        """`read` of one leaf."""
+        """A function that reads coordinates of one leaf."""
         return lambda start, stop: self.read(path, start, stop)
 
     def with_leaf(self, path: str, leaf: Tensor, read: Read) -> "Folder":
@@ -187,7 +187,7 @@ def open_folder(label: str, path: Path) -> Folder:
 
 
 def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
-    """As `_files`, of weights in folders of a checkpoint, by the prefix that their leaves have here, "2_Dense/".
+    """Weight files in subfolders of a checkpoint as of `_files`, by the prefix of their leaves, such as "2_Dense/".
 
     They are those of further modules of sentence-transformers, and of the components of a pipeline of diffusers.
     """

@@ -58,11 +58,11 @@ class Several(NamedTuple):
         return found.reshape(-1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All stored tensors, mapped."""
+        """All stored tensors by name, memory-mapped."""
         return {name: self.stores[file].get_tensor(name) for name, file in self.files.items()}
 
     def place(self, task: str | None) -> int:
-        """Position of a task. Raises: ValueError that lists the tasks."""
+        """The position of a task in the folder's order. Raises: ValueError that lists the tasks."""
         if task not in self.scales:
             said = "holds models of several tasks: pass --task" if task is None else f"has no task {task!r}"
             raise ValueError(f"{self.root} {said}, one of {', '.join(self.scales)}")

@@ -167,7 +167,10 @@ class Group(NamedTuple):
         return sum(self.job.base.leaves[path].numel() for path in self.paths)
 
     def orders(self, ranks: Sequence[int], workers: int = 1) -> list[Order]:
-        """Of ranks from 1 on. Raises: ValueError for values that are not finite."""
+        """The order statistics of the given ranks, counted from 1.
+
+        Raises: ValueError for values that are not finite.
+        """
         if self._looped():
             found = ranks_by_loops(self.job, self.name, self.paths, ranks, workers)
         else:
@@ -214,7 +217,7 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
 def find(
     job: Job, groups: Sequence[Sequence[str]], keep: float, *, exact: bool, densities: Numbers = NONE
 ) -> list[list[Trim]]:
-    """One trim for every group of leaves and, in their order, every expert. Raises: as `write_order`."""
+    """Find the trims: one for every group of leaves and every expert, in their order. Raises: as `write_order`."""
 
     def all_trims(workers: int, large: bool) -> Iterator[Callable[[], Trim]]:
         for paths in groups:

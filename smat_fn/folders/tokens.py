@@ -257,7 +257,7 @@ def _table(wanted: Mapping[str, int], own: Mapping[str, int], size: int) -> Tens
 
 
 def _donors(table: Mapping[str, Tensor], taking: Sequence[str], anchor: str | None, size: int) -> dict[str, Tensor]:
-    """For every model, its rows that stand in for those that another one lacks, -1 elsewhere."""
+    """The rows of every model that replace rows that another model lacks; -1 elsewhere."""
     by_anchor = torch.zeros(size, dtype=torch.bool) if anchor is None else table[anchor] >= 0
     return {
         name: torch.where(by_anchor, torch.tensor(-1), table[name]) if name != anchor else table[name].clone()

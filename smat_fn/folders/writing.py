@@ -183,7 +183,7 @@ def locked(file: Path, taken: str, *, wait: float = 0.0) -> Iterator[None]:
 
 
 def work_folder(out: Path) -> Path:
-    """Where a merge into ``out`` is prepared; what an interrupted one has left there is resumed."""
+    """The folder in which a merge into ``out`` is prepared, and from which an interrupted one resumes."""
     return out.parent / f".{out.name}.merging"
 
 
@@ -210,7 +210,7 @@ def load_progress(folder: Path, recipe: str, shards: Sequence[Shard], workers: i
 
 
 def whole(folder: Path, noted: Mapping[str, Any], shards: Sequence[Shard], workers: int) -> dict[str, Any]:
-    """Those of the notes of finished shards whose bytes are still those that were written."""
+    """The notes of those finished shards whose bytes have not changed since."""
     sizes = {shard.file: shard.size for shard in shards}
     there = [file for file in noted if (now := identity(folder / file)) and now.size == sizes[file]]
     found = digests([folder / file for file in there], workers)

@@ -105,7 +105,7 @@ class ModuleLoss:
 
     @property
     def module(self) -> nn.Module:
-        """The module."""
+        """The module that the loss runs."""
         return self._shell.module
 
     def check(self, params: Mapping[str, Tensor]) -> None:
@@ -166,11 +166,11 @@ class WrappedLoss(ModuleLoss):
         self.inner = inner
 
     def loss(self, module: nn.Module, *args: Any, key: Tensor | None = None) -> tuple[Tensor, Aux]:
-        """The loss inside."""
+        """The loss of the wrapped `ModuleLoss`."""
         return self.inner.loss(module, *args, key=key)
 
     def wants_key(self) -> bool:
-        """As the loss inside."""
+        """Whether the wrapped loss takes a key."""
         return self.inner.wants_key()
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:

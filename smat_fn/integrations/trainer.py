@@ -128,7 +128,7 @@ class Attached:
         _LOG.info("%s", self._text)
 
     def _end(self) -> None:
-        """No model of a past training is kept alive."""
+        """Drop all references to the model of a finished training."""
         self._weights, self._leaves, self._generating = None, {}, []
         self._step, self._now, self._complete = -1, None, False
         self._scales, self._steps = [], 0

@@ -35,7 +35,7 @@ class WithDropout(ModuleLoss):
         return True
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
-        """As the loss inside; blocks that the backward pass recomputes in ``fn`` drop the same inputs again."""
+        """``fn(module)`` with dropout on; blocks that the backward pass recomputes drop the same inputs again."""
         return self._inner.within(params, lambda module: self._hooked(module, fn))
 
     def check(self, params: Mapping[str, Tensor]) -> None:

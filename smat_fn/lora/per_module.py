@@ -160,12 +160,12 @@ class _Alive:
         self._made[weight.untyped_storage().data_ptr()] = weight, make, versions
 
     def drop(self, weight: Tensor) -> None:
-        """Its layer has run."""
+        """Forget a weight whose layer has run."""
         if self._made:
             self._made.pop(weight.untyped_storage().data_ptr(), None)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Of a weight how it is made, any other tensor itself."""
+        """Save for the backward pass: of a weight the function that makes it, any other tensor itself."""
         found = self._made.get(tensor.untyped_storage().data_ptr())
         if found is None or found[0].dtype != tensor.dtype:
             return tensor
@@ -174,7 +174,10 @@ class _Alive:
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
-        """The tensor again. Raises: RuntimeError for adapters that changed since, as autograd does."""
+        """The tensor that `pack` saved; a weight is made again.
+
+        Raises: RuntimeError for adapters that changed since, as autograd does.
+        """
         if not isinstance(saved, _Saved):
             return saved
         if saved.versions() != saved.made_at:
@@ -227,7 +230,7 @@ class _Layer:
         self._now: Tensor | None = None
 
     def enter(self, layer: nn.Module, _: Any) -> None:
-        """Before the layer runs."""
+        """Put the weight in place before the layer runs."""
         if self._apart:
             weight = self._leaf
             if self._dropping is not None:
@@ -237,7 +240,7 @@ class _Layer:
         layer._parameters[self._name] = weight  # type: ignore[assignment]
 
     def leave(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
-        """After it ran, or failed."""
+        """Remove the weight after the layer ran, or failed."""
         layer._parameters[self._name] = self.idle  # type: ignore[assignment]
         if self._now is not None:
             self._alive.drop(self._now)

@@ -158,7 +158,7 @@ class SimulatedWeights:
 
     @contextmanager
     def at(self, drawn: Draw) -> Iterator[None]:
-        """Inside, the parameters hold the state of the draw; afterwards theta again, after an exception too.
+        """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
         One ``Draw`` object is simulated once: all micro-batches of a step share it.
         """
@@ -193,7 +193,7 @@ class SimulatedWeights:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside `at`, of switched parameters: they hold theta for a while."""
+        """Put theta back into switched parameters for a block inside `at`."""
         for path, weight in self._kept.items():
             self._parameters[path].data = weight
         try:

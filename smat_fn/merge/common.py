@@ -74,10 +74,10 @@ class Mapped(Protocol):
         """Flat task vectors of a leaf, `BLOCK` coordinates at a time."""
 
     def statistic(self, name: str, path: str) -> Any:
-        """With `Merger.statistics`: an expert's statistic of a leaf, a tensor; None where it has none."""
+        """An expert's statistic of a leaf for `Merger.statistics`, a tensor; None where it has none."""
 
     def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
-        """For each expert, the magnitude of a leaf's task vector of each rank (1: the smallest), and its position.
+        """The magnitude of each rank (1: the smallest) in a leaf's task vector, and its position, by expert.
 
         Equal magnitudes are ranked by position.
         """
@@ -537,7 +537,7 @@ def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:
 
 
 def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> None:
-    """In chunks that fit the processor's cache: one pass, no copy of the leaf in compute dtype."""
+    """Write ``leaf + coef * vector`` in chunks that fit the processor's cache, without a copy of the leaf."""
     dtype = tree.compute_dtype(vector, leaf)
     target, flat, start = out.view(-1), vector.reshape(-1), leaf.reshape(-1)
     for first in range(0, leaf.numel(), CHUNK):

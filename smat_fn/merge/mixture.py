@@ -21,7 +21,7 @@ _AROUND = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 class Origin(NamedTuple):
-    """Where a parameter of a mixture is from."""
+    """The origin of a parameter of a mixture: base, an expert, or the router."""
 
     path: str  # in the dense model; of a router the layer's number
     expert: int | None = None  # None: base, or the router

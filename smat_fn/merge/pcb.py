@@ -18,7 +18,7 @@ Scan: TypeAlias = Callable[[], Iterator[Tensor]]  # (experts, n), the same ones 
 
 
 class Bounds(NamedTuple):
-    """Of every expert, over all of its coordinates: (experts, 1) float64."""
+    """Bounds of every expert over all of its coordinates, each of shape (experts, 1) in float64."""
 
     low: Tensor  # magnitudes are clamped to [low, high]
     high: Tensor
@@ -141,7 +141,7 @@ def _balance(deltas: Tensor, bounds: Bounds, dtype: torch.dtype) -> Tensor:
 
 
 def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Where values lie between two bounds; 0 where these are equal."""
+    """The relative position of values between two bounds; 0 where these are equal."""
     width = high - low
     return (values - low) / width.where(width > 0, 1) * (width > 0)
 

@@ -167,7 +167,7 @@ class Sparse(Weighted):
     """Scale kept entries to the original L1 norm of each parameter, instead of dividing by keep probabilities."""
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        """Of a whole leaf, where one is needed."""
+        """The bytes that a chunk cannot bound: those of a whole leaf if the merger needs one."""
         least = super().memory(leaves, experts)
         if not (self.rescale or (self.special() and self.whole)):
             return least

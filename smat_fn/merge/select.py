@@ -46,7 +46,7 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
 
 
 def edge_of(coef: float, coefs: Sequence[float]) -> str:
-    """Where a chosen coefficient is the smallest or the largest of several: which one. Else an empty text."""
+    """Whether a chosen coefficient is the "smallest" or the "largest" of several; an empty text if neither."""
     if len(coefs) < 2 or min(coefs) < coef < max(coefs):
         return ""
     return "largest" if coef == max(coefs) else "smallest"

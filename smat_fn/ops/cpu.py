@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     starts: Sequence[int]  # by leaf, its first coordinate in the whole one
 
     def rows(self, rows: list[int]) -> "Drawn":
-        """That of some of the leaves."""
+        """The draw of some of the leaves."""
         if len(rows) == len(self.masked):
             return self
         index = torch.tensor(rows, device="cpu").to(self.numbers.streams.device, non_blocking=True)

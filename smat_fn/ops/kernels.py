@@ -36,7 +36,7 @@ def _fields(key, row, ROWS: tl.constexpr):
 
 @triton.jit
 def _round(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """To nearest even; by hand where the interpreter's own cast to bfloat16 truncates."""
+    """Round to nearest even; by integer arithmetic where the interpreter's cast to bfloat16 truncates."""
     if INTERPRET and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -98,7 +98,7 @@ def squares(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def room(leaves: Sequence[Tensor]) -> Tensor:
-    """For the sums of all blocks of leaves."""
+    """An empty tensor for the sums of all blocks of the leaves."""
     blocks = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))[-1]
     return torch.empty(blocks, dtype=torch.float32, device=leaves[0].device)
 

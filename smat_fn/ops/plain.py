@@ -44,7 +44,7 @@ def coefficients(like: Sequence[Tensor], numbers: Numbers, masked: Sequence[bool
 
 
 def noises(like: Sequence[Tensor], numbers: Numbers) -> list[Tensor]:
-    """epsilon of every coordinate."""
+    """The noise epsilon of every coordinate."""
     fn: Callable[..., Tensor] = lambda leaf, part, coefficient, noise: noise  # noqa: E731
     return _by_pieces(fn, like, _dtypes(like), Drawn(numbers, [False] * len(like), [0] * len(like)), noise=True)
 

@@ -128,7 +128,7 @@ class Sharded:
         return pytree.tree_unflatten(leaves, spec)
 
     def _path(self, place: Sequence[Any], leaf: Any) -> str | None:
-        """Of a tensor that belongs to a parameter, by its place in the state and its shape."""
+        """The path of the parameter that a tensor of the state belongs to, by its key and shape; else None."""
         path = getattr(place[-1], "key", None) if place else None
         if not isinstance(leaf, Tensor) or path not in self._leaves:
             return None

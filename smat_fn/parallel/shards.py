@@ -76,7 +76,7 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
 
 
 def _reshard(module: nn.Module) -> None:
-    """Of weights that a forward pass without a backward one left gathered: the next pass would run on those."""
+    """Shard again the weights that a forward pass without a backward one left gathered: the next would use them."""
     from torch.distributed.fsdp import FSDPModule  # takes long, and not every torch has it
 
     for part in module.modules():

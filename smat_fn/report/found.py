@@ -163,7 +163,7 @@ class Found(NamedTuple):
         return label in self.settings and self.settings[label].muon
 
     def labels(self, kind: str, *, muon: bool | None = None) -> list[str]:
-        """Those of a kind, in order."""
+        """The labels of a kind, in the table's order."""
         return [x for x in self.table.cells if self.kind(x) == kind and muon in (None, self.muon(x))]
 
     def part(self, labels: Sequence[str]) -> MainTable:

@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """One per seed, in order of seeds."""
+        """The scores, one for each seed in order."""
         return tuple(self.by_seed.values())
 
     @property
@@ -51,7 +51,7 @@ class MainTable(NamedTuple):
 
     @property
     def scored(self) -> set[str]:
-        """Columns with a cell."""
+        """The columns in which some label has a cell."""
         return {column for line in self.cells.values() for column in line}
 
     @property

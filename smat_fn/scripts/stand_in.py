@@ -37,12 +37,12 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Execute nothing: the stand-in module is empty."""
 
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Inside, ``import torch`` takes no time, and gives nothing that computes.
+    """Replace torch by a stand-in inside the block: importing it takes no time, and nothing of it computes.
 
     Afterwards all modules imported inside are forgotten, so that torch itself can be imported by them.
     """

@@ -98,7 +98,7 @@ class _Cache:
         self._path_at: dict[int, str] = {}  # by address of the storage, which is the state's own as long as it is here
 
     def get(self, paths: Sequence[str]) -> list[Tensor]:
-        """States of leaves."""
+        """Simulated states of leaves, rebuilt with their blocks unless they are cached."""
         if any(path not in self._states for path in paths):
             # a tied leaf may come with leaves of another block
             wanted = list(dict.fromkeys(member for path in paths for member in self._block_of[path]))
@@ -114,7 +114,7 @@ class _Cache:
         return None if path is None or tensor.dtype != self._states[path].dtype else path
 
     def clear(self) -> None:
-        """Let all go."""
+        """Free all states."""
         self._states.clear()
         self._path_at.clear()
 

@@ -148,7 +148,7 @@ class CudaRuntime:
 
 
 class HostRuntime:
-    """No side stream: copies at once, in order."""
+    """The runtime of a device without a side stream: copies run at once, in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,18 +162,18 @@ class HostRuntime:
         return [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in like]
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy."""
+        """Copy the sources into the targets."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
     def join(self, ticket: None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a copy has ended when `copy` returns."""
 
     def release(self, leaves: Sequence[Tensor]) -> None:
-        """Nothing to hold."""
+        """Do nothing: what reads the leaves has already run."""
 
     def finish(self, leaves: Sequence[Tensor]) -> None:
-        """Nothing to hold."""
+        """Do nothing: what reads the leaves has already run."""
 
 
 @cache
@@ -283,14 +283,14 @@ class ResidentBase:
         self._base = {path: leaf.detach().to(like[path].device).contiguous() for path, leaf in base.items()}
 
     def get(self, paths: Sequence[str]) -> list[Tensor]:
-        """Leaves of theta_0."""
+        """The leaves of theta_0 at these paths."""
         return [self._base[path] for path in paths]
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the leaves are those of base."""
 
     def rewind(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: no order of use is recorded."""
 
 
 class StreamedBase:

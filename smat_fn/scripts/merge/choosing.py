@@ -86,7 +86,7 @@ class Models:
         self._statistics: tuple[str, dict[str, Leaves]] | None = None  # of one kind
 
     def statistics(self, config: MergerConfig) -> dict[str, Leaves] | None:
-        """Those that a merger needs, read once."""
+        """The statistics that a merger needs, read once; None if it needs none."""
         if (kind := config.statistics()) is None:
             return None
         if self._statistics is None or self._statistics[0] != kind:
@@ -146,7 +146,7 @@ def about(inputs: Inputs) -> dict[str, Any]:
 
 
 def fingerprints(trees: Mapping[str, Leaves]) -> dict[str, str]:
-    """Of every tree, by name."""
+    """The fingerprint of every tree by name."""
     return {name: checkpoint.fingerprint(own) for name, own in trees.items()}
 
 

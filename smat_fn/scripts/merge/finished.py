@@ -123,7 +123,7 @@ def _malformed(manifest: Any) -> Iterator[str]:
 
 
 def seconds_to_hash(size: int) -> float:
-    """For ``size`` bytes in one thread of this machine, from a trial."""
+    """The estimated seconds to hash ``size`` bytes in one thread, from a short trial."""
     trial, begin = bytes(1 << 22), time.perf_counter()
     hashlib.sha256(trial)
     return size / len(trial) * (time.perf_counter() - begin)

@@ -91,7 +91,7 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
-    """Of tokenizer and chat template."""
+    """Problems of a recipe's tokenizer and chat template."""
     given = found.get("tokenizer")
     if given is not None and found.get("tokenizer_source") is not None:
         yield "tokenizer and tokenizer_source are both given: leave one out"
@@ -108,7 +108,7 @@ def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Of the fields of a tokenizer."""
+    """Problems of the fields of a recipe's tokenizer."""
     for name in given.keys() - {"source", "tokens", "pad_to_multiple_of"}:
         yield f"tokenizer.{name} is not supported: it has source, tokens and pad_to_multiple_of"
     pad, tokens = given.get("pad_to_multiple_of"), given.get("tokens")

@@ -98,7 +98,7 @@ def _ties(found: Resolved) -> MergerConfig:
 
 
 def nuslerp(found: Resolved) -> MergerConfig:
-    """Two models. Raises: ValueError for weights that no one share stands for."""
+    """NuSLERP of two models. Raises: ValueError for weights that no one share stands for."""
     if len(found.names) != 2:
         raise ValueError(f"nuslerp takes two models beside base_model, here are {len(found.names)}")
     one, two = found.ordered("weight", 1.0)

@@ -309,7 +309,7 @@ class _Resolver:
 
 
 def _between(values: Sequence[float], t: float) -> float:
-    """A gradient at t."""
+    """The value of a recipe's gradient at t in [0, 1], interpolated linearly."""
     place = t * (len(values) - 1)
     first = int(place)
     share = place - first

@@ -119,7 +119,7 @@ def batches_of(suite: Suite, task: str, split: str, rows: int, key: Tensor) -> l
 
 
 def _train_batches(suite: Suite, task: str, key: Tensor) -> Iterator[Batch]:
-    """One epoch at most."""
+    """Batches of training rows, one epoch at most."""
     seen: set[int] = set()
     step, most = 0, None if suite.epoch_steps is None else suite.epoch_steps(task)
     while most is None or step < most:

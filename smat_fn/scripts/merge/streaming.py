@@ -312,7 +312,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
 
 
 def _scales(config: MergerConfig, files: Sequence[Path]) -> dict[str, Any]:
-    """Of a folder for all tasks the scale of each."""
+    """The scales of all tasks, for the manifest of a folder with a model for each."""
     return {"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}
 
 

@@ -40,7 +40,7 @@ class DevCurve:
         self.best: Params = None
 
     def resume(self, points: Sequence[Sequence[Any]], best: Params) -> None:
-        """Continue after these evaluations."""
+        """Restore earlier evaluations and the best state."""
         self.points, self.best = [(step, value) for step, value in points], best
 
     def due(self, done: int, total: int) -> bool:

@@ -76,7 +76,7 @@ class Log:
                 thing.close()
 
     def step(self, step: int, info: Any, batch: Batch) -> None:
-        """After a step. Raises: ValueError where the line before, or the last one, meets a loss that is not finite."""
+        """Log a step. Raises: ValueError where the line before, or the last one, meets a loss that is not finite."""
         simulated = bool(getattr(info, "simulated", False))
         self.watch.lap(KINDS[simulated])
         self._bar.update()

@@ -195,7 +195,7 @@ def _result(state: Any, *, suite: Suite, training: Training) -> Params:
 
 
 def _save(saver: Saver, state: Any, log: Log | None, curve: DevCurve | None) -> None:
-    """Of the process that has the log, the first one."""
+    """Save a training checkpoint, in the first process only: the one with a log."""
     if log is None:
         return
     if curve is None or not curve.points:

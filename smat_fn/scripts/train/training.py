@@ -33,7 +33,7 @@ FAR = 30  # times that sigma may differ from the update's RMS before a line warn
 
 
 class Expert(NamedTuple):
-    """An expert to train."""
+    """The settings of one expert to train."""
 
     task: str
     training: Training  # of this task, with its number of steps
@@ -85,7 +85,10 @@ class Kept:
         self._last, self._at = steps, {steps * i // (count + 1): i for i in range(1, count + 1)}
 
     def __call__(self, step: int, opt_state: Any, params: Callable[[], Params]) -> bool:
-        """After a step. Raises: ValueError for parameters that are not finite."""
+        """Keep a snapshot, or Adam's moments, if one is due after this step.
+
+        Raises: ValueError for parameters that are not finite.
+        """
         if self._run.keep_moments and step == self._last:
             found = optim.second_moments(opt_state)
             self.moments = {path: leaf.to("cpu", torch.bfloat16) for path, leaf in found.items()}
