@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -29,8 +30,9 @@ Options = TypeVar("Options")
 
 
 def _registry(instances: Sequence[Any] = ()) -> ConstructorRegistry:
-    """Options that may be left out, and other defaults of the classes of ``instances``."""
+    """tyro's rules for options that may be left out, for help texts, and for other defaults: those of ``instances``."""
     registry, by_class = ConstructorRegistry(), {type(instance): instance for instance in instances}
+    asked: set[Any] = set()  # types whose rule asks tyro's own rules
 
     @registry.primitive_rule
     def optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
@@ -51,14 +53,29 @@ def _registry(instances: Sequence[Any] = ()) -> ConstructorRegistry:
 
     @registry.struct_rule
     def filled(info: StructTypeInfo) -> StructConstructorSpec | None:
-        instance = by_class.get(info.type)
-        if instance is None or info.default is instance:  # asked again, now with this default
+        """Dataclasses with the defaults of their instance, and with help texts in one line.
+
+        tyro 1.0 joins the lines of a field's docstring only where they are not indented, as they are in a class.
+        """
+        if not is_dataclass(info.type) or info.type in asked:
             return None
-        found = ConstructorRegistry.get_struct_spec(replace(info, default=instance))
-        assert isinstance(found, StructConstructorSpec), "the class is a dataclass"
-        return found
+        asked.add(info.type)
+        try:
+            found = ConstructorRegistry.get_struct_spec(replace(info, default=by_class.get(info.type, info.default)))
+        finally:
+            asked.remove(info.type)
+        if not isinstance(found, StructConstructorSpec):
+            return None
+        fields = tuple(replace(field, helptext=partial(_joined, field.helptext)) for field in found.fields)
+        return replace(found, fields=fields)
 
     return registry
+
+
+def _joined(text: str | Callable[[], str | None] | None) -> str | None:
+    """A help text without line breaks."""
+    found = text() if callable(text) else text
+    return None if found is None else " ".join(found.split())
 
 
 def open_at(text: str) -> Callable[[str], str]:

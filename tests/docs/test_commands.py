@@ -10,9 +10,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tyro import _arguments
 
-from smat_fn.config import PRESETS
+from smat_fn.config import MERGERS, METHODS, MORE_MERGERS, MORE_METHODS, PRESETS
 from smat_fn.scripts import cli, entry
+from smat_fn.scripts.commands.merge import All
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [
@@ -67,6 +69,34 @@ def script(name):
         patch.setattr("sys.argv", [name])
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     return given["main"], {word: options for word, (_, options) in given["commands"].items()}, given["prepare"]
+
+
+def subcommands(name):
+    """Every subcommand of a script; "" for eval.py's own job."""
+    main = {"train": [*METHODS, *MORE_METHODS], "merge": [All, *MERGERS, *MORE_MERGERS], "eval": []}[name]
+    return ["" if name == "eval" else main[0].name, *(config.name for config in main[1:]), *script(name)[1]]
+
+
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_help_breaks_no_sentence(name, monkeypatch, capsys):
+    main, commands, _ = script(name)
+    texts, helptext = [], _arguments.generate_argument_helptext
+
+    def recorded(arg, *args, **options):
+        texts.append((arg.field.extern_name, helptext(arg, *args, **options).as_str_no_ansi()))
+        return helptext(arg, *args, **options)
+
+    monkeypatch.setattr(_arguments, "generate_argument_helptext", recorded)
+    for word in subcommands(name):
+        before = len(texts)
+        with pytest.raises(SystemExit):
+            cli.parse(
+                commands.get(word, main), description=None, prog=name,
+                args=[*([word] if word and word not in commands else []), "--help"],
+            )  # fmt: skip
+        assert len(texts) > before
+    assert [(option, text) for option, text in texts if "\n" in text] == []
+    assert any(len(text) > 120 for _, text in texts), "a text of more than a line of code is among them"
 
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[f"{name}.py {line}" for name, line in COMMANDS])
