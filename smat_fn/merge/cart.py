@@ -76,7 +76,7 @@ class Cart(OfMatrices):
     share: float = 0.08
     """Share of the singular values of every difference that is kept."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that are averaged only, as embeddings too large for a decomposition: "*embed*"."""
+    """Globs of matrices that are averaged only, such as embeddings too large for a decomposition: "*embed*"."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def mix(path: str) -> Mix:

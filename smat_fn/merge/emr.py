@@ -91,7 +91,7 @@ class Emr(Masked):
     semantics: ClassVar = {"mergekit": UNKNOWN}
     scaled: ClassVar = True
     task: str | None = None
-    """Name of the expert that the model is for; without it one folder of a vector, and of each task's mask."""
+    """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
     coef: float = 1.0
     """gamma; 1 is the source's."""
 

@@ -101,9 +101,9 @@ class Karcher(Merger):
     function = staticmethod(karcher)
     based = False
     max_iter: int = 10
-    """Steps towards the mean, at most."""
+    """Maximum number of steps towards the mean."""
     tol: float = 1e-5
-    """Length of a step, in radians, that ends them."""
+    """Stop when a step is shorter than this, in radians."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:

@@ -76,7 +76,7 @@ class Sce(Merger):
     density: float = 1.0
     """Share of a leaf's coordinates that stay, those of largest variance."""
     floor: float = 1e-6
-    """Mean squares whose sum is below count as equal weights; 0: never."""
+    """Experts are weighted equally where their mean squares sum to less than this; 0: never."""
 
     def problems(self, experts: Experts) -> list[str]:
         density, floor = self.density, self.floor

@@ -146,7 +146,7 @@ class Spectral(OfMatrices):
     others: Others = "mean"
     """Leaves that are not matrices: the mean of the task vectors, or no change."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that count as such leaves, as embeddings too large for a decomposition: "*embed*"."""
+    """Globs of matrices that are treated like these, such as embeddings too large to decompose: "*embed*"."""
 
     def mix(self) -> Mix:
         """The arithmetic on one matrix."""

@@ -60,7 +60,7 @@ class Svc(OfMatrices):
     alpha: float = 1.0
     """Least share of an expert's response at which a direction counts as shared too often."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that stay as they are, as embeddings too large for a decomposition: "*embed*"."""
+    """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [*count_problems(experts, "svc", least=2), *other_problems("mean", self.skip)]

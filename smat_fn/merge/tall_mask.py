@@ -58,7 +58,7 @@ class TallMask(Masked):
     ratio: float
     """The task needs a coordinate if its change exceeds this factor times the sum of the others' changes."""
     task: str | None = None
-    """Name of the expert that the model is for; without it one folder of a vector, and of each task's mask."""
+    """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
     coef: float = 1.0
     """gamma; 1 is the source's."""
 

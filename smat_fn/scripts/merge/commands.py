@@ -52,7 +52,7 @@ class Export:
     out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
     """Dtype of all weights; same: base's."""
     shard_size: str = "5GB"
-    """Largest file of weights, as 500MB or 5GB."""
+    """Maximum size of a weight file, e.g. 500MB or 5GB."""
     overwrite: bool = False
     """Replace a model that exists."""
     threads: int = 1
@@ -95,7 +95,7 @@ class ExtractLora:
     out: Path
     """Folder for the adapter."""
     rank: int
-    """Rank of the adapter, at most."""
+    """Maximum rank of the adapter."""
     overwrite: bool = False
     """Replace an adapter that exists."""
     threads: int = 1
@@ -166,7 +166,7 @@ class MergeAdapters:
     ] = "svd"
     """A combination of PEFT's add_weighted_adapter, or KnOTS or Core Space with --merger."""
     rank: Annotated[int | None, arg(help_behavior_hint="(default: as it comes, with svd the adapters' largest)")] = None
-    """Rank of the adapter, at most."""
+    """Maximum rank of the adapter."""
     density: Annotated[float | None, arg(help_behavior_hint="(default: none)")] = None
     """Share of entries that is kept; required by magnitude_prune, ties and dare."""
     majority: Literal["total", "frequency"] = "total"
@@ -319,7 +319,7 @@ class Statistics:
     kinds: tuple[Literal["fisher", "gram"], ...] = ("fisher",)
     """fisher: squared gradients; gram: products of the inputs of linear layers, (inputs)^2 numbers a layer."""
     rows: int = 256
-    """Rows of each task, up to a whole batch more."""
+    """Rows of each task, rounded up to whole batches."""
     split: Literal["train", "dev"] = "train"
     """Split of the rows; test is not allowed."""
     labels: Annotated[
@@ -385,9 +385,9 @@ class RegMeanPlus(OfRun):
     scale: float = 0.9
     """Factor of the off-diagonal entries of the Gram matrices."""
     rows: int = 256
-    """Rows of each task, up to a whole batch more."""
+    """Rows of each task, rounded up to whole batches."""
     split: Literal["train", "dev"] = "train"
-    """Where the rows are from; never from test."""
+    """Split of the rows; test is not allowed."""
 
 
 def printing(module: str, name: str) -> Callable[[Any], None]:
