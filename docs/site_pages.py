@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 ABOVE = {f"{name}.md": ROOT / f"{name.upper()}.md" for name in ("contributing", "changelog", "security")}
 ABOVE["index.md"] = ROOT / "README.md"
 PLACES = {path: uri for uri, path in ABOVE.items()}
-ON_FOLDERS = "verify", "export", "extract-lora", "adapters", "moe"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[ ]*$)", re.M | re.S)
 
@@ -85,18 +84,11 @@ def commands():
     """(place, Markdown) of the options of each command, as ``--help`` prints them."""
     from smat_fn.config import MERGERS, METHODS, MORE_MERGERS, MORE_METHODS
     from smat_fn.scripts import entry
+    from smat_fn.scripts.merge.commands import COMMANDS
 
     pages = {
         "train": [*(c.name for c in (*METHODS, *MORE_METHODS)), "sweep", "status"],
-        "merge": [
-            "all",
-            *(c.name for c in (*MERGERS, *MORE_MERGERS)),
-            "recipe",
-            "verify",
-            "export",
-            "extract-lora",
-            "adapters",
-        ],
+        "merge": ["all", *(c.name for c in (*MERGERS, *MORE_MERGERS)), *COMMANDS],
         "eval": ["", "experts-curve", "replacement", "gains", "landscape", "diagnose", "interference", "report"],
     }
     for name, subcommands in pages.items():
