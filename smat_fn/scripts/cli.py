@@ -5,11 +5,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -17,6 +16,7 @@ from tyro.constructors import (
     PrimitiveConstructorSpec,
     PrimitiveTypeInfo,
     StructConstructorSpec,
+    StructFieldSpec,
     StructTypeInfo,
 )
 
@@ -66,16 +66,20 @@ def _registry(instances: Sequence[Any] = ()) -> ConstructorRegistry:
             asked.remove(info.type)
         if not isinstance(found, StructConstructorSpec):
             return None
-        fields = tuple(replace(field, helptext=partial(_joined, field.helptext)) for field in found.fields)
-        return replace(found, fields=fields)
+        return replace(found, fields=tuple(map(_readable, found.fields)))
 
     return registry
 
 
-def _joined(text: str | Callable[[], str | None] | None) -> str | None:
-    """A help text without line breaks."""
-    found = text() if callable(text) else text
-    return None if found is None else " ".join(found.split())
+def _readable(option: StructFieldSpec) -> StructFieldSpec:
+    """The option with a help text without line breaks, and with "none" instead of an empty default."""
+
+    def text() -> str | None:
+        found = option.helptext() if callable(option.helptext) else option.helptext
+        return None if found is None else " ".join(found.split())
+
+    bare = option.default in ({}, ()) and get_origin(option.type) is not Annotated
+    return replace(option, helptext=text, type=Annotated[option.type, NONE] if bare else option.type)
 
 
 def open_at(text: str) -> Callable[[str], str]:

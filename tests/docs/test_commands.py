@@ -78,7 +78,7 @@ def subcommands(name):
 
 
 @pytest.mark.parametrize("name", entry.COMMANDS)
-def test_help_breaks_no_sentence(name, monkeypatch, capsys):
+def test_help_breaks_no_sentence_and_shows_no_empty_default(name, monkeypatch, capsys):
     main, commands, _ = script(name)
     texts, helptext = [], _arguments.generate_argument_helptext
 
@@ -95,7 +95,7 @@ def test_help_breaks_no_sentence(name, monkeypatch, capsys):
                 args=[*([word] if word and word not in commands else []), "--help"],
             )  # fmt: skip
         assert len(texts) > before
-    assert [(option, text) for option, text in texts if "\n" in text] == []
+    assert [(option, text) for option, text in texts if "\n" in text or "(default: )" in text] == []
     assert any(len(text) > 120 for _, text in texts), "a text of more than a line of code is among them"
 
 

@@ -314,7 +314,7 @@ def by_file(words: list[str]) -> list[str]:
 class Statistics:
     """Compute statistics for `fisher` and `reg_mean` on each expert's own rows; store them beside its weights."""
 
-    experts: Annotated[Positional[tuple[Path, ...]], arg(metavar="EXPERT")]
+    experts: Annotated[Positional[tuple[Path, ...]], arg(metavar="EXPERT", help_behavior_hint="(one or more)")]
     """Folders of experts, or run folders of train.py (all their experts)."""
     kinds: tuple[Literal["fisher", "gram"], ...] = ("fisher",)
     """fisher: squared gradients; gram: products of the inputs of linear layers, (inputs)^2 numbers a layer."""
