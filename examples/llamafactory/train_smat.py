@@ -2,6 +2,8 @@
 
     python examples/llamafactory/train_smat.py config.yaml       # instead of: llamafactory-cli train config.yaml
 
+Install `smat_fn` with `--no-deps`, and numba, beside LLaMA-Factory: it requires older versions of other packages.
+
 LLaMA-Factory has no plugins, so its trainer class is replaced by one that attaches SMAT when it is made.
 """
 
