@@ -78,8 +78,10 @@ def _readable(option: StructFieldSpec) -> StructFieldSpec:
         found = option.helptext() if callable(option.helptext) else option.helptext
         return None if found is None else " ".join(found.split())
 
-    bare = option.default in ({}, ()) and get_origin(option.type) is not Annotated
-    return replace(option, helptext=text, type=Annotated[option.type, NONE] if bare else option.type)
+    kind: Any = option.type
+    if option.default in ({}, ()) and get_origin(kind) is not Annotated:
+        kind = Annotated[kind, NONE]
+    return replace(option, helptext=text, type=kind)
 
 
 def open_at(text: str) -> Callable[[str], str]:
