@@ -1,6 +1,7 @@
 """The examples for accelerate, axolotl and LLaMA-Factory: SMAT's gradients in the first, its hook in the others.
 
-The two frameworks are stood in for by modules with the names and classes that the examples use.
+The two frameworks are replaced by modules with the names and classes that the examples use (docs/trainer.md says with
+which versions the examples were run themselves).
 """
 
 import runpy
