@@ -212,6 +212,10 @@ def main(args: Merge) -> None:
         raise ValueError("--grid requires --search")
     if args.choice.widen and not args.choice.search:
         raise ValueError("--widen requires --search")
+    if args.choice.grid or args.choice.widen:
+        without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
+        if all(getattr(config, "coef", 0.0) is not None for config in configs):
+            raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
     if args.choice.suite_options and not (args.choice.search or args.choice.calibrate):
         raise ValueError("--suite-options requires --search or --calibrate")
     if args.choice.per_layer and not (args.choice.search and args.choice.per_layer > 0):

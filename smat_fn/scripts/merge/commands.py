@@ -34,7 +34,7 @@ def verify(args: Verify) -> None:
         outcome.add("problems", problem)
     if problems:
         raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
-    print(f"{count} files have the hashes stored in {args.path}")
+    print(f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}")
 
 
 @dataclass(frozen=True)
