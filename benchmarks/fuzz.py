@@ -1,8 +1,8 @@
 """Malformed folders, recipes and flags for merge.py: every call ends with one line, without traceback or changed file.
 
 Each case takes a small valid call, damages files or options at random by its seed, and calls the script's own main.
-A case is a failure if anything but ValueError, OSError or the command line's exit comes out, or if a file changes that
-the command does not own. Prints the failures and how the cases ended.
+A case is a failure if anything but ValueError, OSError or the command line's exit comes out, if a file changes that
+the command does not own, or if a failed one leaves hidden files behind. Prints the failures and how the cases ended.
 """
 
 import argparse
@@ -158,6 +158,8 @@ def run_case(place: Path, draw: random.Random) -> tuple[str, str]:
     after = _content(folder)
     if changed := sorted(name for name in before if after.get(name) != before[name]):
         end, text = "changed", f"merge.py {' '.join(words)}\n{changed}"
+    if left := [name for name in after.keys() - before.keys() if end != "done" and "/." in f"/{name}"]:
+        end, text = "changed", f"merge.py {' '.join(words)}\n{text}\nleft behind: {sorted(left)}"
     return end, text
 
 
