@@ -131,7 +131,7 @@ def test_a_configuration_that_transformers_refuses_is_one_error(models, tmp_path
     place = shutil.copytree(models, tmp_path / "models")
     for file in place.glob("*/config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 5}))
-    with pytest.raises(ValueError, match="base: transformers refuses its config.json .*number of attention heads"):
+    with pytest.raises(ValueError, match=r"base: transformers refuses its config.json .*number of attention heads"):
         made(make_moe.file_of("random", place), tmp_path / "out")
 
 
