@@ -197,15 +197,21 @@ def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Sequence[Tensor]:
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
-    """Every leaf is a real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
+    """Every leaf is a dense, real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
     problems = [
+        f"leaf {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are known, give "
+        "leaf.to_dense(), and an nn.Embedding without sparse=True"
+        for path, leaf in leaves.items()
+        if leaf.layout != torch.strided
+    ]
+    problems += [
         f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
         "only floating-point leaves can be trained, pass those alone"
         for path, leaf in leaves.items()
         if not leaf.is_floating_point()
     ]
     if problems:
-        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not floating-point"))
+        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not dense or not floating-point"))
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
