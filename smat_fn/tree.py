@@ -7,7 +7,7 @@ leaves. Other types are nodes once they are registered with ``torch.utils._pytre
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -212,6 +212,32 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
     ]
     if problems:
         raise_problems(shortened(problems, f"{{}} more leaves of {name} are not dense or not floating-point"))
+
+
+def check_apart(targets: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
+    spans = sorted((*span, path) for path, leaf in targets.items() if (span := span_of(leaf)) is not None)
+    shared = [
+        f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
+        for (device, _, stop, first), (other, start, _, second) in pairwise(spans)
+        if device == other and start < stop
+    ]
+    if shared:
+        raise_problems(shortened(shared, "{} more leaves of out share memory"))
+
+
+def span_of(leaf: Tensor, *, whole: bool = False) -> tuple[str, int, int] | None:
+    """Device and addresses of a contiguous leaf, None for others and for those without memory of their own.
+
+    Args: whole: of others those of all their storage.
+    """
+    plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and (whole or leaf.is_contiguous())
+    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():
+        return None
+    if leaf.is_contiguous():
+        return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
+    storage = leaf.untyped_storage()
+    return str(leaf.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

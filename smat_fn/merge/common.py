@@ -15,7 +15,6 @@ from .. import errors, random, tree
 from ..compiled import array, loops_for
 from ..errors import problems_of
 from ..ops.cpu import centered_fields
-from ..simulation.state import check_apart
 from ..types import Params, Scope
 from .inputs import Experts, Leaves, check, coef_problems, derivative_problems, key_problems, kind_problems
 from .looped import Loop
@@ -303,7 +302,7 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out
     merged = {} if out is None else tree.flatten(out)
     if out is not None:
         problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
-        problems += problems_of(lambda: check_apart(merged))
+        problems += problems_of(lambda: tree.check_apart(merged))
         problems += [
             f"leaf {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
             for path, leaf in leaves.items()

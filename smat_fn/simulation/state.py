@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from numbers import Real
 from typing import NamedTuple, TypeAlias, cast, get_args
 
@@ -390,33 +389,20 @@ def _targets(leaves: Mapping[str, Tensor], out: Params | None) -> dict[str, Tens
     refuse_donation("out", True)
     targets = tree.flatten(out)
     tree.check_same(leaves, "the result", out=targets)
-    check_apart(targets)
+    tree.check_apart(targets)
     return targets
 
 
 def check_devices(leaves: Mapping[str, Tensor], origins: Mapping[str, Tensor]) -> None:
     """Raises: ValueError that lists leaves of the base that are elsewhere than those of params, or on no device."""
-    raise_problems(
-        shortened(
-            [
-                f"leaf {path!r} of base is on {origins[path].device}, that of params on {leaf.device}: move one of them"
-                for path, leaf in leaves.items()
-                if origins[path].device != leaf.device
-            ],
-            "{} more leaves of base are elsewhere",
-        )
-    )
-
-
-def check_apart(targets: Mapping[str, Tensor]) -> None:
-    """Raises: ValueError for leaves of out that share memory, of which the last one written would be left."""
-    spans = sorted((*span, path) for path, leaf in targets.items() if (span := _span(leaf)) is not None)
-    shared = [
-        f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
-        for (*_, stop, first), (*_, start, _, second) in pairwise(spans)
-        if start < stop
+    if all(origins[path].device == leaf.device for path, leaf in leaves.items()):
+        return
+    problems = [
+        f"leaf {path!r} of base is on {origins[path].device}, that of params on {leaf.device}: move one of them"
+        for path, leaf in leaves.items()
+        if origins[path].device != leaf.device
     ]
-    raise_problems(shortened(shared, "{} more leaves of out share memory"))
+    raise_problems(shortened(problems, "{} more leaves of base are elsewhere"))
 
 
 def _crossed(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bool:
@@ -425,7 +411,7 @@ def _crossed(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bo
     uses: dict[tuple[str, int, int, str], int] = {}
     for kind, own in ((written, targets), *((read, leaves) for leaves in inputs)):
         for path, leaf in own.items():
-            if (span := _span(leaf, whole=kind == read)) is not None:
+            if (span := tree.span_of(leaf, whole=kind == read)) is not None:
                 uses[(*span, path)] = uses.get((*span, path), 0) | kind
     place, ends = "", {read: 0, written: 0}
     for (device, start, stop, _), kinds in sorted(uses.items()):
@@ -436,20 +422,6 @@ def _crossed(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bo
             return True
         ends = {kind: max(end, stop) if kinds & kind else end for kind, end in ends.items()}
     return False
-
-
-def _span(leaf: Tensor, *, whole: bool = False) -> tuple[str, int, int] | None:
-    """Device and addresses of a contiguous leaf, None for others and for those without memory of their own.
-
-    Args: whole: of others those of all their storage.
-    """
-    plain = type(leaf) in tree.PLAIN and not leaf.is_meta and leaf.numel() and (whole or leaf.is_contiguous())
-    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():
-        return None
-    if leaf.is_contiguous():
-        return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
-    storage = leaf.untyped_storage()
-    return str(leaf.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _direct(leaves: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
