@@ -7,6 +7,7 @@ split, folded into, or drawn from, and only once.
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -30,6 +31,9 @@ def key(seed: int) -> Tensor:
 
     Returns:
         int64 tensor (2,) = (seed, 0).
+
+    Raises:
+        ValueError: seed is no integer.
     """
     return torch.tensor([_int64(seed), 0], dtype=torch.int64)
 
@@ -65,6 +69,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         int64 (num, ..., 2); row i is block i of the key, ``fold_in(key, i)``.
     """
     _check_key(key)
+    num = _int64(num)
     if num < 1:
         raise ValueError(f"split: num is {num}, must be at least 1")
     return _derive(key, numpy.arange(num).reshape(-1, *[1] * (key.ndim - 1)))
@@ -84,6 +89,8 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     _check_key(key)
     if isinstance(data, str):
         data = name_hashes((data,))[0]
+    if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
+        raise ValueError(f"fold_in: data is a {data.dtype} tensor, must be one of integers, an integer or a name")
     return _derive(key, data if isinstance(data, Tensor) else _int64(data))
 
 
@@ -182,8 +189,8 @@ def uniform(
         dtype: of the result, in which the bounds are taken.
     """
     check_key(key)
-    if not maxval >= minval:
-        raise ValueError(f"uniform: minval {minval} is above maxval {maxval}")
+    if not (maxval >= minval and math.isfinite(maxval - minval)):
+        raise ValueError(f"uniform: minval {minval} is above maxval {maxval}, or one of them is not finite")
     if not dtype.is_floating_point:
         raise ValueError(f"uniform: dtype {dtype} is not a floating-point dtype")
     size = math.prod(shape)
@@ -252,7 +259,11 @@ def _looped(*tensors: Tensor) -> bool:
 
 
 def _int64(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
+    try:
+        return (operator.index(number) + 2**63) % 2**64 - 2**63
+    except TypeError:
+        # what is rounded to an integer, or to a multiple of 2**11, would be the key of another number
+        raise ValueError(f"{number!r} is no integer: keys are made of integers, and fold_in takes names too") from None
 
 
 def _check_key(key: Tensor) -> None:

@@ -7,7 +7,7 @@ leaves. Other types are nodes once they are registered with ``torch.utils._pytre
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -197,15 +197,47 @@ def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Sequence[Tensor]:
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
-    """Every leaf is a real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
+    """Every leaf is a dense, real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
     problems = [
+        f"leaf {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are known, give "
+        "leaf.to_dense(), and an nn.Embedding without sparse=True"
+        for path, leaf in leaves.items()
+        if leaf.layout != torch.strided
+    ]
+    problems += [
         f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
         "only floating-point leaves can be trained, pass those alone"
         for path, leaf in leaves.items()
         if not leaf.is_floating_point()
     ]
     if problems:
-        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not floating-point"))
+        raise_problems(shortened(problems, f"{{}} more leaves of {name} are not dense or not floating-point"))
+
+
+def check_apart(targets: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
+    spans = sorted((*span, path) for path, leaf in targets.items() if (span := span_of(leaf)) is not None)
+    shared = [
+        f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
+        for (device, _, stop, first), (other, start, _, second) in pairwise(spans)
+        if device == other and start < stop
+    ]
+    if shared:
+        raise_problems(shortened(shared, "{} more leaves of out share memory"))
+
+
+def span_of(leaf: Tensor, *, whole: bool = False) -> tuple[str, int, int] | None:
+    """Device and addresses of a contiguous leaf, None for others and for those without memory of their own.
+
+    Args: whole: of others those of all their storage.
+    """
+    plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and (whole or leaf.is_contiguous())
+    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():
+        return None
+    if leaf.is_contiguous():
+        return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
+    storage = leaf.untyped_storage()
+    return str(leaf.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

@@ -44,7 +44,7 @@ MUTANTS = [
         "simulation/state.py",
         ("alpha_min == 1 and drop_prob == 0 and sigma == 0", "alpha_min == 1 and drop_prob == 0"),
         ("starts.get(path, 0)", "0"),
-        ("for path, start in starts.items() if start < 0", "for path, start in starts.items() if start < -1"),
+        ("type(start) is int and start >= 0", "type(start) is int and start >= -1"),
         ("masked = [", "masked = [True or "),
         ("draw._replace(scale=torch.ones_like(draw.scale), factors={})", "draw"),
     ),
@@ -266,7 +266,7 @@ MUTANTS = [
         ("products[left][left] * products[right][right]", "products[left][left] * products[left][left]"),
         ("products[left][right] / size if size else 0.0", "products[left][right] / size if size else 1.0"),
         ("min(begin + BLOCK, size)", "min(begin + BLOCK - 1, size)"),
-        ("scaled.add_(start[piece])", "scaled"),
+        ("scaled.add_(start[piece].to(dtype))", "scaled"),
     ),
     *_of(
         "merge/ties.py",

@@ -3,12 +3,13 @@
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .. import errors, tree
 from ..mat.smat import is_simulated
@@ -135,6 +136,23 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
         for what in inside
     ]
     return problems
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether this is a batch norm that moves running statistics in train mode."""
+    return isinstance(module, _NormBase) and module.running_mean is not None and module.momentum != 0
+
+
+def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """The error for batch norms in train mode, whose running statistics would be those of theta and theta~ mixed."""
+    names = [name for name, norm in norms if norm.training]
+    if not names:
+        return []
+    return [
+        f"{', '.join(errors.shortened(names, '{} more'))}: batch norms in train mode would move their running "
+        "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the statistics "
+        "of now, or keep them in eval mode"
+    ]
 
 
 def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str) -> list[str]:

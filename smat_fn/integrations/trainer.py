@@ -40,6 +40,7 @@ class Attached:
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves = dict[str, nn.Parameter]()
+        self._norms = list[tuple[str, nn.Module]]()  # batch norms with running statistics
         self._generating = list[nn.Module]()  # modules that have a method `generate`
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
@@ -124,12 +125,13 @@ class Attached:
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
+        self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
         _LOG.info("%s", self._text)
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
-        self._weights, self._leaves, self._generating = None, {}, []
+        self._weights, self._leaves, self._norms, self._generating = None, {}, [], []
         self._step, self._now, self._complete = -1, None, False
         self._scales, self._steps = [], 0
 
@@ -191,6 +193,8 @@ class Attached:
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
         inside, self._inside = self._inside, None
+        if inside is not None and not self._options.off:
+            errors.raise_problems(checks.norm_problems(self._norms))
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             inside.enter_context(self._weights.at(self._now))

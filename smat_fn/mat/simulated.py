@@ -11,7 +11,7 @@ from .. import ops, tree
 from ..compiled import no_grad, transformed
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..simulation import Draw, reweight, simulate
-from ..simulation.state import Part, parts_of
+from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase
@@ -234,6 +234,7 @@ class _Fresh(SimulatedGradient):
         if transformed():
             return accumulate(self._rounding, simulate(params, self._base, drawn, where=self._where), batch)
         leaves, base, states = tree.flatten(params), tree.flatten(self._base), dict[str, Tensor]()
+        check_devices(leaves, base)  # memory on no device would be read as what happens to be in new memory
         with torch.no_grad():
             if self._dtype is not None:
                 states = {path: _empty(leaf, dtype=self._dtype) for path, leaf in leaves.items()}

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import problems_of, raise_problems
+from ..errors import problems_of, raise_problems, shortened
 from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
@@ -233,10 +234,12 @@ def build_from(
     if not (wrong := problems_of(tree.predicate, where)):
         wrong = mask_problems(where, tree.flatten(like), drop_prob)
     found += wrong
-    if not (isinstance(period, int) and period >= 1):
+    if not (isinstance(period, int) and not isinstance(period, bool) and period >= 1):
         found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
+    if not isinstance(antithetic, bool):
+        found.append(f"antithetic is {antithetic!r}, must be True or False")
     if climb not in (None, *get_args(Climb)):
         found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
     if lam is not None and climb == "clean":
@@ -306,8 +309,10 @@ def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, fl
         elif alpha_depth is not None:
             low, high = alpha_depth
             found = by_depth(paths, low, high)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return {}, [f"alpha_depth is {alpha_depth}: {error}"]
+    if odd := [f"{path} {factor!r}" for path, factor in found.items() if not isinstance(factor, Real)]:
+        return {}, [f"alpha_depth has factors that are no numbers: {', '.join(shortened(odd, '{} more'))}"]
     unknown = [f"alpha_depth names {path!r}, which is not a parameter" for path in found.keys() - set(paths)]
     return found, sorted(unknown) + factor_problems(found)
 

@@ -16,11 +16,12 @@ from ..compiled import array, loops_for
 from ..errors import problems_of
 from ..ops.cpu import centered_fields
 from ..types import Params, Scope
-from .inputs import Experts, Leaves, check, coef_problems, key_problems, kind_problems
+from .inputs import Experts, Leaves, check, coef_problems, derivative_problems, key_problems, kind_problems
 from .looped import Loop
 
 Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of a piece
 
+CONTIGUOUS = torch.contiguous_format
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
 BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
 BYTES_PER_COORDINATE = 80  # of a chunk, at the peak of the greediest merger, DELLA: its sort and its 64-bit fields
@@ -297,9 +298,11 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
     problems = coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector))
+    problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
     merged = {} if out is None else tree.flatten(out)
     if out is not None:
         problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
+        problems += problems_of(lambda: tree.check_apart(merged))
         problems += [
             f"leaf {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
             for path, leaf in leaves.items()
@@ -308,9 +311,12 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out
     errors.raise_problems(problems)
     for path, leaf in leaves.items():
         if path not in merged:
-            merged[path] = torch.empty_like(leaf, memory_format=torch.contiguous_format)
+            merged[path] = torch.empty_like(leaf, memory_format=CONTIGUOUS)
         if path in floating:
-            _write_scaled(merged[path], vector[path].detach(), leaf.detach(), float(coef))
+            target = merged[path] if merged[path].is_contiguous() else torch.empty_like(leaf, memory_format=CONTIGUOUS)
+            _write_scaled(target, vector[path].detach(), leaf.detach(), float(coef))
+            if target is not merged[path]:
+                merged[path].copy_(target)
         else:
             merged[path].copy_(leaf)
     return tree.unflatten(base, merged)
@@ -543,4 +549,4 @@ def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> Non
     for first in range(0, leaf.numel(), CHUNK):
         piece = slice(first, first + CHUNK)
         scaled = flat[piece].to(leaf.device, dtype) * coef
-        target[piece] = scaled.add_(start[piece])
+        target[piece] = scaled.add_(start[piece].to(dtype))

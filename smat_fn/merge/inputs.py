@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from .. import errors, tree
 from ..errors import problems_of
@@ -17,7 +20,26 @@ Leaves: TypeAlias = dict[str, Tensor]
 
 def coef_problems(coef: float) -> list[str]:
     """Validation errors for ``coef``."""
+    if not isinstance(coef, Tensor | Real) or (isinstance(coef, Tensor) and coef.ndim):
+        return [f"coef is {coef!r}, must be a number"]
+    if isinstance(coef, Tensor) and (found := derivative_problems("the call", {"coef": coef})):
+        return found
     return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
+
+
+def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
+    """The error for a leaf that torch.func differentiates: it would be read without, and every derivative be 0."""
+    for path, leaf in leaves.items():
+        inner, tracked = leaf, forward_ad.unpack_dual(leaf).tangent is not None
+        while not tracked and _functorch.is_functorch_wrapped_tensor(inner):  # what is made inside is wrapped too
+            tracked = _functorch.is_gradtrackingtensor(inner) and inner.requires_grad
+            inner = _functorch.get_unwrapped(inner)
+        if tracked:
+            return [
+                f"{path!r} of {label} is differentiated by torch.func, and merging has no derivative: merge outside of "
+                "it, or write the merge with smat_fn.merge.task_vector, which has one"
+            ]
+    return []
 
 
 def key_problems(key: Tensor) -> list[str]:
@@ -72,7 +94,9 @@ def flat_statistics(kind: str, base: Leaves, names: Sequence[str], statistics: E
     if isinstance(statistics, Mapping):
         given = {str(name): own for name, own in statistics.items()}
     else:
-        given = dict(zip(names, statistics, strict=False))
+        given = dict(
+            zip([*names, *(f"place {i}" for i in range(len(names), len(statistics)))], statistics, strict=False)
+        )
     problems = [
         f"expert {name!r} has no statistics ({kind}): make them by merge.py statistics, or by the functions of "
         "smat_fn.merge.statistics"
@@ -142,7 +166,9 @@ def _named(experts: Experts, problems: list[str]) -> dict[str, Params]:
 
 def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
     try:
-        return {path: leaf.detach() for path, leaf in tree.flatten(params).items()}
+        leaves = tree.flatten(params)
+        problems += derivative_problems(label, leaves)
+        return {path: leaf.detach() for path, leaf in leaves.items()}
     except ValueError as error:
         problems.append(f"{label}: {error}")
         return None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -126,4 +127,6 @@ def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> S
 def _lr_problems(lr: float | Tensor) -> list[str]:
     if unread(lr):
         return []
+    if not isinstance(lr, Tensor | Real):
+        return [f"learning rate is {lr!r}, must be a number or a function of the step"]
     return [] if math.isfinite(lr) and lr >= 0 else [f"learning rate is {lr}, must be finite and not negative"]

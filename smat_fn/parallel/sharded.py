@@ -17,6 +17,7 @@ from ..mat import finetune, smat, step
 from ..mat.step import State
 from ..ops.library import clip_factor
 from ..simulation import draw, reweight
+from ..simulation.state import all_off
 from ..types import Aux, Micro, Optimizer, Params, Where
 from .shards import _local, base_shards, simulated_shards, starts_of
 
@@ -44,9 +45,11 @@ class Sharded:
         simulated: Mapping[str, Any] | None = None,
     ) -> None:
         self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
-        own = dict(simulated or {})
+        own = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, **(simulated or {})}
         self._period, self._draw = own.pop("period", 4), own
         self._simulates = simulated is not None
+        # every step is clean, as of `smat.build`
+        self._off = all_off(own["alpha_min"], own["drop_prob"], own["sigma"]) and own.get("alpha_max", 1) == 1
 
     def init(self, params: Params) -> State:
         """The state of this process; params are those of the whole module, theta_0."""
@@ -66,7 +69,7 @@ class Sharded:
             if shard.data_ptr() != state.params[path].data_ptr():
                 shard.copy_(state.params[path])
         drawn = None
-        if self._simulates and (self._period == 1 or smat.is_simulated(state.step, self._period)):
+        if self._simulates and not self._off and (self._period == 1 or smat.is_simulated(state.step, self._period)):
             drawn = draw(step.key_of(key, state.step), **self._draw)
         inside = simulated_shards(self._module, self._base, drawn, where=self._where) if drawn else nullcontext()
         with inside:

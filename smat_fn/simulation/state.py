@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 import numpy
@@ -140,6 +141,8 @@ def draw_problems(
     problems = []
     numbers = {"alpha_min": alpha_min, "drop_prob": drop_prob, "sigma": sigma, "alpha_max": alpha_max}
     for name, value in numbers.items():
+        if not isinstance(value, Tensor | Real):
+            problems.append(f"{name} is {value!r}: give a number or 0-d tensor")
         if isinstance(value, Tensor) and (value.ndim or not value.is_floating_point()):
             problems.append(f"{name} is a {value.dtype} of shape {tuple(value.shape)}: give a number or 0-d tensor")
     if problems:
@@ -208,9 +211,10 @@ def simulate(
     tree.check_floating(leaves, "params")
     tree.check_floating(origins, "base")
     tree.check_same(leaves, "params", base=origins)
+    check_devices(leaves, origins)
     targets = _targets(leaves, out)
     offsets = _check_starts(starts, leaves)
-    in_place = _direct(leaves, targets)
+    in_place = _direct(leaves, targets) and not _crossed(targets, leaves, origins)
     result: dict[str, Tensor] = {}
     for part in parts_of(leaves, draw, where, offsets):
         theta, theta_0 = [leaves[path] for path in part.paths], [origins[path] for path in part.paths]
@@ -253,7 +257,7 @@ def reweight(
     tree.check_floating(leaves, "grads")
     targets = _targets(leaves, out)
     offsets = _check_starts(starts, leaves)
-    in_place = _direct(leaves, targets)
+    in_place = _direct(leaves, targets) and not _crossed(targets, leaves)
     result: dict[str, Tensor] = {}
     for part in parts_of(leaves, draw, where, offsets):
         raw = [leaves[path] for path in part.paths]
@@ -338,6 +342,8 @@ def parts_of(
     leaves: Mapping[str, Tensor], draw: Draw, where: Where | None, starts: Mapping[str, int]
 ) -> Iterator[Part]:
     """The leaves of each device and factor of alpha, with the draw there."""
+    if not isinstance(draw, Draw):
+        raise ValueError(f"draw is a {type(draw).__name__}, must be what smat_fn.draw returns")
     groups: dict[tuple[torch.device, float], list[str]] = {}
     picks = tree.predicate(where)
     cutoff = random.threshold(draw.drop_prob)
@@ -368,7 +374,11 @@ def _check_starts(starts: Mapping[str, int] | None, leaves: Mapping[str, Tensor]
     if starts is None:
         return {}
     problems = [f"starts names {path!r}, which is not a leaf" for path in starts if path not in leaves]
-    problems += [f"starts[{path!r}] is {start}, must not be negative" for path, start in starts.items() if start < 0]
+    problems += [
+        f"starts[{path!r}] is {start!r}, must be an integer and not negative"
+        for path, start in starts.items()
+        if not (type(start) is int and start >= 0)
+    ]
     raise_problems(problems)
     return starts
 
@@ -379,7 +389,39 @@ def _targets(leaves: Mapping[str, Tensor], out: Params | None) -> dict[str, Tens
     refuse_donation("out", True)
     targets = tree.flatten(out)
     tree.check_same(leaves, "the result", out=targets)
+    tree.check_apart(targets)
     return targets
+
+
+def check_devices(leaves: Mapping[str, Tensor], origins: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError that lists leaves of the base that are elsewhere than those of params, or on no device."""
+    if all(origins[path].device == leaf.device for path, leaf in leaves.items()):
+        return
+    problems = [
+        f"leaf {path!r} of base is on {origins[path].device}, that of params on {leaf.device}: move one of them"
+        for path, leaf in leaves.items()
+        if origins[path].device != leaf.device
+    ]
+    raise_problems(shortened(problems, "{} more leaves of base are elsewhere"))
+
+
+def _crossed(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bool:
+    """Whether what is written for one coordinate would be read for another one after it."""
+    read, written = 1, 2
+    uses: dict[tuple[str, int, int, str], int] = {}
+    for kind, own in ((written, targets), *((read, leaves) for leaves in inputs)):
+        for path, leaf in own.items():
+            if (span := tree.span_of(leaf, whole=kind == read)) is not None:
+                uses[(*span, path)] = uses.get((*span, path), 0) | kind
+    place, ends = "", {read: 0, written: 0}
+    for (device, start, stop, _), kinds in sorted(uses.items()):
+        if device != place:
+            place, ends = device, {read: 0, written: 0}
+        # the same memory for the same leaf is one use of both kinds
+        if (kinds & read and start < ends[written]) or (kinds & written and start < ends[read]):
+            return True
+        ends = {kind: max(end, stop) if kinds & kind else end for kind, end in ends.items()}
+    return False
 
 
 def _direct(leaves: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:

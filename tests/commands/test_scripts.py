@@ -164,6 +164,21 @@ def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--eval-by", "loss"), "--patience and --eval-by require --eval-every"),
+        (("--lora-simulate", "factors"), "--lora-save and --lora-simulate require --lora-rank"),
+        (("--epochs", "2"), "--epochs 2 and --steps 6 are both the length: give one of them"),
+        (("--dry-run", "--lora-rank", "999"), "has no adapter of rank 999"),  # a dry run checks what a run does
+        (("--rho", "0.9"), "rho 0.9 is the length of a climb, and there is none"),
+    ],
+)
+def test_options_without_the_one_that_they_belong_to_are_errors(refused, tmp_path, words, told):
+    assert told in refused("train.py", "smat", "--out", tmp_path / "run", *words, *SHORT)
+    assert not (tmp_path / "run").exists()
+
+
 def test_merge_refuses_what_cannot_be_merged_in_one_line(refused, trained, tmp_path):
     out, base = ("--out", tmp_path / "out"), trained[0] / "base"
     either = "merge.py: give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."

@@ -19,9 +19,10 @@ from smat_fn.parallel import World
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import snapshots
+from smat_fn.scripts.train.loop import train_expert
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
-from smat_fn.scripts.train.variants import adapters_of, offload_of, problems
+from smat_fn.scripts.train.variants import adapters_of, numbers, offload_of, problems
 from smat_fn.suites import load_suite
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,39 @@ def test_what_does_not_go_together_is_listed():
     twice = resolve(Smat(lam=0.5, period=2), DIGITS.methods)
     assert problems(twice, training(), alone) == ["lam 0.5 replaces the period: leave out --lam or --period 2"]
     assert problems(smat, training(), several, "recompute") == ["offload recompute is not known for several processes"]
+
+
+def test_options_of_a_climb_and_of_pairs_are_of_their_own(suite):
+    alone, smat = World(), DIGITS.methods["smat"]
+    assert problems(replace(smat, rho=0.9), training(), alone) == [
+        "rho 0.9 is the length of a climb, and there is none: give --climb, or leave out --rho"
+    ]
+    assert problems(replace(smat, rho=0.9, climb="both"), training(), alone) == []
+    paired = replace(smat, antithetic=True, alpha_depth=(0.5, 1.5))
+    assert problems(paired, training(), alone) == []
+    texts = problems(paired, training(shard=True), World(0, 2))
+    assert [text.partition(":")[0] for text in texts] == [
+        "shard is not known for alpha_depth (0.5, 1.5)",
+        "shard is not known for antithetic True",
+    ]
+
+
+def test_the_number_of_processes_is_a_setting_where_draws_depend_on_it():
+    for changes in ({"independent_draws": True}, {"dropout": True}, {"lora": Adapters(2, 4.0, dropout=0.1)}):
+        own = training(**changes)
+        assert numbers(own, World(0, 2)) == {**numbers(own), "processes": 2}
+        one, two = ({"training": numbers(own, World(0, size))} for size in (1, 2))
+        assert snapshots.differences(two, one) == ["training.processes was 2, is left out"]
+    assert numbers(training(), World(0, 2)) == numbers(training())
+
+
+def test_modules_that_are_trained_whole_beside_factors_are_masked_as_without_adapters(suite):
+    own, base = training(lora=Adapters(3, 6.0, (), "factors", save=("layernorm",)), schedule="constant"), suite.base
+    masking = Smat(alpha_min=1.0, drop_prob=0.9, sigma=0.0, period=1, noise="uniform")
+    trained = train_expert(suite, "rot90", masking, replace(own, steps=1), seed=4)
+    saved = [path for path in trained if ".lora_" not in path]
+    assert saved
+    assert all((trained[path] != base[path]).all() for path in saved)
 
 
 def started(*words):

@@ -250,7 +250,28 @@ def test_what_is_no_key_is_refused(bad):
             use(bad)
 
 
+@pytest.mark.parametrize("bad", [1.0, 1.5, "7", None, b"7"], ids=repr)
+def test_what_is_no_integer_is_no_seed_and_folds_into_nothing(bad):
+    with pytest.raises(ValueError, match=" is no integer: keys are made of integers"):
+        random.key(bad)
+    if not isinstance(bad, str):
+        with pytest.raises(ValueError, match=" is no integer: keys are made of integers"):
+            random.fold_in(random.key(0), bad)
+        with pytest.raises(ValueError, match=" is no integer"):
+            random.split(random.key(0), bad)
+    with pytest.raises(ValueError, match=r"data is a torch\.float32 tensor, must be one of integers"):
+        random.fold_in(random.key(0), torch.tensor(3.0))
+
+
+def test_integers_of_other_libraries_are_seeds():
+    for seven in (numpy.int64(7), numpy.uint8(7), torch.tensor(7), torch.tensor(7, dtype=torch.int32)):
+        assert torch.equal(random.key(seven), random.key(7))
+        assert torch.equal(random.fold_in(random.key(1), seven), random.fold_in(random.key(1), 7))
+
+
 def test_bad_ranges_are_refused():
+    with pytest.raises(ValueError, match="maxval inf, or one of them is not finite"):
+        random.uniform(random.key(0), maxval=math.inf)
     with pytest.raises(ValueError, match="num is 0"):
         random.split(random.key(0), 0)
     with pytest.raises(ValueError, match=r"minval 2\.0 is above maxval 1\.0"):

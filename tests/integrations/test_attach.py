@@ -609,6 +609,27 @@ def test_trainers_whose_loss_is_taken_elsewhere_are_refused_before_an_update(kin
     assert same(module, copies(tiny_llama()))
 
 
+def test_batch_norms_that_would_keep_statistics_of_simulated_states_are_refused(tmp_path):
+    def squares():
+        inner = worker.model(torch.float32)
+        return Squares(inner[0], nn.BatchNorm1d(inner[0].out_features), *inner[1:])
+
+    batches = [dict(zip("xy", (part.float() for part in worker.batch(step)), strict=True)) for step in range(STEPS)]
+    options = {"batch": 1, "max_steps": 2, **SGD}
+    options["more"] = {"train_dataset": Stream(batches), "data_collator": lambda rows: rows[0]}
+    trainer = trainer_of(squares(), tmp_path, **options)
+    before = copies(trainer.model)
+    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"^1: batch norms in train mode would move.*set their momentum to 0.0"):
+        trainer.train()
+    assert same(trainer.model, before)
+    trainer = trainer_of(squares(), tmp_path, **options)
+    trainer.model[1].momentum, mean = 0.0, trainer.model[1].running_mean.clone()
+    attach(trainer, key=KEY, where=worker.masked, **STRENGTHS)
+    trainer.train()
+    assert torch.equal(trainer.model[1].running_mean, mean)
+
+
 def test_trainers_known_to_have_a_loop_of_their_own_are_refused_by_name(tmp_path):
     class PPOTrainer(transformers.Trainer):
         pass

@@ -345,6 +345,22 @@ def test_bad_periods_are_refused(period):
         smat.build(network, optim.adam(0.1), parameters(10), period=period)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"antithetic": "no"}, "antithetic is 'no', must be True or False"),
+        ({"alpha_depth": 0.5}, "alpha_depth is 0.5: cannot unpack"),
+        ({"alpha_depth": {"w": "a"}}, "alpha_depth has factors that are no numbers: w 'a'"),
+        ({"period": True}, "period is True, must be an integer"),
+    ],
+)
+def test_options_of_another_type_are_named(options, message):
+    with pytest.raises(ValueError, match=f"smat: {message}"):
+        smat.build(lambda p, x: (p["w"].sum(), None), optim.adam(0.1), {"w": torch.ones(2)}, **options)
+    with pytest.raises(ValueError, match="learning rate is '1', must be a number or a function of the step"):
+        optim.adam("1")
+
+
 def test_a_mask_with_nothing_to_act_on_is_refused_and_never_is_not():
     with pytest.raises(ValueError, match="Mask has nothing to act on: where picks none of 4 parameters"):
         smat.build(network, optim.adam(0.1), parameters(10), where=lambda path, leaf: "layers" in path)

@@ -1,5 +1,7 @@
 """Closed forms: every edge of the definitions on numbers that can be checked by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,6 +40,46 @@ def test_task_vector_is_differentiable():
     params = torch.ones(2, requires_grad=True)
     merge.task_vector({"w": params}, {"w": torch.zeros(2)})["w"].sum().backward()
     assert params.grad.tolist() == [1.0, 1.0]
+
+
+CALLS = {
+    "ties": lambda base, experts, coef: merge.ties(base, experts, coef=coef, keep=0.5),
+    "dare": lambda base, experts, coef: merge.dare(KEY, base, experts, coef=coef, drop_prob=0.5),
+    "ta": lambda base, experts, coef: merge.task_arithmetic(base, experts, coef=coef),
+    "apply": lambda base, experts, coef: merge.apply_vector(base, experts[0], coef=coef),
+    "wa": lambda base, experts, coef: merge.weight_average([base, *experts]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("of", ["base", "expert", "coef"])
+@pytest.mark.parametrize("way", ["grad", "jvp"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own forward mode
+def test_a_derivative_of_a_merge_is_an_error_and_not_zero(name, of, way):
+    base, expert, coef = tree(1.0, 2.0), tree(3.0, 1.0), torch.tensor(0.5)
+    if name == "wa" and of == "coef":
+        return
+
+    def merged(x):
+        own = {"base": base, "expert": expert, "coef": coef} | {of: x if of == "coef" else {"w": x}}
+        return CALLS[name](own["base"], [own["expert"]], own["coef"])["w"].sum()
+
+    x = coef if of == "coef" else torch.tensor([0.5, 2.0])
+    forward = partial(torch.func.jvp, merged, (x,), (torch.ones_like(x),))
+    with pytest.raises(ValueError, match=r"is differentiated by torch\.func, and merging has no derivative: merge out"):
+        (partial(torch.func.grad(merged), x) if way == "grad" else forward)()
+
+
+def test_a_merge_of_constants_inside_a_derivative_is_a_constant():
+    base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
+    slope = torch.func.grad(lambda x: x * CALLS["ta"](base, [expert], 0.5)["w"].sum())(torch.tensor(1.0))
+    assert slope == CALLS["ta"](base, [expert], 0.5)["w"].sum()
+
+
+@pytest.mark.parametrize("bad", ["1", None, torch.ones(2)])
+def test_a_coef_that_is_no_number_is_named(bad):
+    with pytest.raises(ValueError, match=r"coef is .*, must be a number"):
+        merge.task_arithmetic(tree(1.0), [tree(2.0)], coef=bad)
 
 
 def test_ties_threshold_takes_equal_magnitudes_in():

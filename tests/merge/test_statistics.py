@@ -88,6 +88,8 @@ def test_problems_are_listed_together():
     base, expert = {"w": torch.zeros(2, 3)}, {"w": torch.ones(2, 3)}
     with pytest.raises(ValueError, match=r"expert 'b' has no statistics \(fisher\).*merge.py statistics.*'c', which"):
         fisher(base, {"a": expert, "b": expert}, {"a": expert, "c": expert})
+    with pytest.raises(ValueError, match=r"there are statistics of 'place 1', which is not an expert"):
+        fisher(base, [expert], [expert, expert])
     with pytest.raises(ValueError, match=r"statistics of '0' lacks leaf 'w'"):
         fisher_vector(base, [expert], [{}])
     with pytest.raises(ValueError, match=r"leaf 'w' has shape \(2, 2\) in statistics of '0' but \(3, 3\)"):

@@ -230,6 +230,7 @@ def test_sharded_runs_of_train_py_are_those_of_one_process(found, tmp_path):
             assert first[name][path].shape == leaf.shape
             torch.testing.assert_close(first[name][path], leaf, rtol=1e-4, atol=1e-5)
     assert not torch.equal(first["ft"]["last.weight"], first["smat"]["last.weight"])
+    assert all(torch.equal(first["off"][path], leaf) for path, leaf in first["ft"].items())
     assert "stopped by signal 15 after 4 steps" in first["ended"]
     for again in ("resumed", "saved"):
         assert all(torch.equal(first[again][path], leaf) for path, leaf in first["smat"].items())

@@ -346,7 +346,11 @@ SHARDED = Training(steps=7, lr=1e-2, optimizer="adamw", weight_decay=0.1, max_gr
 
 def of_train_py(folder, name, training, *, world, stop=None, **options):
     """The weights of a run of train.py's loop, or what it said as it ended."""
-    chosen = Smat(noise="uniform", period=2, **STRENGTHS) if name == "smat" else Finetune()
+    chosen = {
+        "smat": Smat(noise="uniform", period=2, **STRENGTHS),
+        "off": Smat(noise="uniform", period=2, alpha_min=1.0, drop_prob=0.0, sigma=0.0),
+        "ft": Finetune(),
+    }[name]
     try:
         train_run(blocks(), chosen, training, RunOptions(folder, ["task"], 1, **options), world=world, stop=stop)
     except snapshots.Interrupted as ended:
@@ -360,7 +364,7 @@ def of_train_py(folder, name, training, *, world, stop=None, **options):
 def shards_of_train_py(rank, folder):
     """Experts of sharded runs, whole and resumed, and the sizes of what a process holds."""
     world, found, training = World(rank, 2), {}, replace(SHARDED, shard=True)
-    for name in ("ft", "smat"):
+    for name in ("ft", "smat", "off"):
         found[name] = of_train_py(folder / f"shards-{name}", name, training, world=world)
     found["ended"] = of_train_py(folder / "shards-cut", "smat", training, world=world, stop=After(4))
     found["resumed"] = of_train_py(folder / "shards-cut", "smat", training, world=world, resume=True)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from smat_fn import random
+from smat_fn import merge, optim, random
+from smat_fn.mat import smat
 from smat_fn.simulation import NOISES, draw, materialise, naive, participation, reweight, simulate
 from smat_fn.testing import assert_trees_equal, random_tree
 
@@ -264,6 +265,69 @@ def test_out_of_reweight_may_be_the_gradient_and_of_any_nesting():
     assert_trees_equal(grads, pure)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_out_may_be_other_leaves_of_the_inputs(dtype):
+    leaves, drawn = {"a": (5, 5), "b": (5, 5)}, draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
+    for turned in (
+        lambda theta, theta_0: {"a": theta["b"], "b": theta["a"]},
+        lambda theta, theta_0: {"a": theta["b"], "b": theta_0["a"]},
+        lambda theta, theta_0: {"a": theta["a"].T, "b": theta["b"]},
+    ):
+        theta, theta_0 = state(dtype, leaves)
+        pure = simulate(theta, theta_0, drawn)
+        assert_trees_equal(simulate(theta, theta_0, drawn, out=turned(theta, theta_0)), pure)
+    whole = torch.randn(99, dtype=dtype)
+    ahead, zero = {"a": whole[:98]}, {"a": torch.zeros(98, dtype=dtype)}
+    pure, weighted = simulate(ahead, zero, drawn), reweight(ahead, drawn)
+    assert_trees_equal(simulate(ahead, zero, drawn, out={"a": whole[1:]}), pure)
+    whole = torch.cat([ahead["a"][:1], whole[:98]])
+    grads = {"a": torch.randn(99, dtype=dtype)[:98]}
+    weighted = reweight(grads, drawn)
+    assert_trees_equal(reweight(grads, drawn, out={"a": grads["a"]}), weighted)
+
+
+def test_leaves_of_out_that_share_memory_are_refused_before_anything_is_written():
+    one, drawn = torch.randn(6, 5), draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
+    tied, base, kept = {"a": one, "b": one}, {"a": torch.zeros(6, 5), "b": torch.zeros(6, 5)}, one.clone()
+    flat = torch.zeros(31)
+    overlapping = {"a": flat[:30].view(6, 5), "b": flat[1:].view(6, 5)}
+    for out in (tied, overlapping):
+        with pytest.raises(ValueError, match="leaves 'a' and 'b' of out share memory: give each its own"):
+            simulate(tied, base, drawn, out=out)
+        with pytest.raises(ValueError, match="share memory"):
+            reweight(tied, drawn, out=out)
+        with pytest.raises(ValueError, match="share memory"):
+            merge.apply_vector(tied, base, coef=1.0, out=out)
+    assert torch.equal(one, kept)
+    assert not flat.any()
+    side_by_side = torch.zeros(30, 2)
+    columns = {"a": side_by_side[:, 0].view(6, 5), "b": side_by_side[:, 1].view(6, 5)}
+    assert_trees_equal(simulate(tied, base, drawn, out=columns), simulate(tied, base, drawn))
+    vector = {"a": torch.ones(6, 5), "b": torch.ones(6, 5)}
+    assert_trees_equal(merge.apply_vector(tied, vector, coef=1.0, out=columns), {"a": one + 1, "b": one + 1})
+
+
+def test_a_base_without_memory_is_refused_and_not_read_as_whatever_is_there():
+    theta, drawn = {"a": torch.ones(3)}, draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
+    absent = {"a": torch.ones(3, device="meta")}
+    for params, base in ((theta, absent), (absent, theta)):
+        with pytest.raises(ValueError, match=r"leaf 'a' of base is on .* move one of them"):
+            simulate(params, base, drawn)
+    method = smat.build(lambda p, x: (p["a"].sum(), None), optim.adam(0.1), absent, period=1)
+    with pytest.raises(ValueError, match="leaf 'a' of base is on meta, that of params on cpu"):
+        method.update(random.key(1), method.init(theta), None)
+
+
+def test_what_is_no_draw_no_dense_leaf_and_no_start_is_named():
+    theta, drawn = {"a": torch.ones(3)}, draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
+    with pytest.raises(ValueError, match=r"draw is a Tensor, must be what smat_fn\.draw returns"):
+        simulate(theta, theta, random.key(1))
+    with pytest.raises(ValueError, match="leaf 'a' of grads is sparse_coo: only dense tensors are known"):
+        reweight({"a": torch.eye(3).to_sparse()}, drawn)
+    with pytest.raises(ValueError, match=r"starts\['a'\] is 1.5, must be an integer and not negative"):
+        simulate(theta, theta, drawn, starts={"a": 1.5})
+
+
 def test_out_that_requires_gradients_or_has_a_lower_dtype_receives_values():
     theta, theta_0 = state(torch.float32, FLAT)
     drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
@@ -352,7 +416,7 @@ def test_reweight_participation_and_materialise_refuse_integer_leaves():
 
 def test_bad_starts_are_refused_together():
     drawn = draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
-    message = r"starts names 'z', which is not a leaf; starts\['a'\] is -1, must not be negative"
+    message = r"starts names 'z', which is not a leaf; starts\['a'\] is -1, must be an integer and not negative"
     for call in (lambda s: simulate(GOOD, GOOD, drawn, starts=s), lambda s: reweight(GOOD, drawn, starts=s)):
         with pytest.raises(ValueError, match=message):
             call({"a": -1, "z": 0, "b": 4})

@@ -265,6 +265,13 @@ def test_each_strength_refuses_what_is_out_of_range(name, value):
         draw(random.key(0), **(OFF | {name: value}))
 
 
+@pytest.mark.parametrize("name", list(OFF))
+@pytest.mark.parametrize("value", ["0.5", None])
+def test_each_strength_refuses_what_is_no_number(name, value):
+    with pytest.raises(ValueError, match=f"^draw: {name} is {value!r}: give a number or 0-d tensor"):
+        draw(random.key(0), **(OFF | {name: value}))
+
+
 @pytest.mark.parametrize("bad", [7, torch.zeros(2), random.split(random.key(0), 3)], ids=["int", "float", "batch"])
 def test_a_bad_key_is_refused(bad):
     with pytest.raises(ValueError, match="key"):

@@ -138,7 +138,7 @@ def train(args: Train, world: "parallel.World") -> None:
     with world.first():
         suite = load_suite(preset.suite, seed=run.seed if own.suite_seed is None else own.suite_seed, **options, **only)
     if args.process.dry_run:
-        report(plan := dry_run(suite, method, training, tasks=run.tasks, seed=run.seed))
+        report(plan := dry_run(suite, method, training, run))
         outcome.add("plans", plan)
         return
     origin = "given" if args.training.lr is not None else f"preset {own.preset}{preset.note and ': '}{preset.note}"
@@ -172,6 +172,8 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         given["average"] = None if own.average == "none" else own.average
     if own.muon_lr is not None:
         given["muon_lr"] = own.muon_lr
+    if own.epochs is not None and own.steps is not None:
+        raise ValueError(f"--epochs {own.epochs} and --steps {own.steps} are both the length: give one of them")
     if own.epochs is not None:
         given |= {"steps": None, "epochs": dict.fromkeys(tasks, own.epochs)}
     if own.steps is not None:
@@ -180,12 +182,14 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         alpha = 2 * rank if adapters.lora_alpha is None else adapters.lora_alpha
         more = adapters.lora_simulate, adapters.lora_dropout, adapters.lora_save
         given["lora"] = Adapters(rank, alpha, adapters.lora_targets, *more)
-    elif adapters != AdapterSettings(lora_simulate=adapters.lora_simulate):
-        raise ValueError("--lora-alpha, --lora-targets, --lora-dropout and --lora-save require --lora-rank")
+    elif adapters != AdapterSettings():
+        raise ValueError(
+            "--lora-alpha, --lora-targets, --lora-dropout, --lora-save and --lora-simulate require --lora-rank"
+        )
     if own.eval_every is not None:
         given["dev"] = Dev(own.eval_every, own.eval_by, own.patience)
-    elif own.patience is not None:
-        raise ValueError("--patience requires --eval-every")
+    elif own.patience is not None or own.eval_by != "score":
+        raise ValueError("--patience and --eval-by require --eval-every")
     if own.decay_matrices:
         given["decay_matrices"] = True
     given |= {"independent_draws": args.process.independent_draws, "compiled": args.process.compile}

@@ -1,6 +1,6 @@
 """Descriptions of a run before it starts: one line, or all of --dry-run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems
-from .loop import budget, loss_of
-from .training import never_simulated
+from .loop import loss_of
+from .options import RunOptions
+from .training import never_simulated, planned
 from .variants import numbered, numbers
 
 
@@ -33,28 +34,28 @@ def headline(
     return "\n".join([*_notes(suite), f"{method.name} on {suite.name}: {', '.join(parts)}, seed {seed}"])
 
 
-def dry_run(suite: Suite, method: MethodConfig, training: Training, *, tasks: Sequence[str], seed: int) -> str:
+def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOptions) -> str:
     """Settings of suite, method and optimizer, the parameters, and per task the steps and the share of cut rows.
 
-    Raises: ValueError for rows that the suite cannot use.
+    Raises: ValueError as the run itself would before it begins (`training.planned`).
     """
+    budgets = {task: own for task, (own, _) in planned(suite, method, training, run).items()}
     own = {name: value for name, value in numbers(training).items() if name not in ("steps", "epochs")}
     shared = {name: value for name, value in own.items() if value is not None}
     lines = [
         *_notes(suite),
         f"suite {suite.name}: {_listed({name: value for name, value in suite.recipe.items() if name != 'name'})}",
         f"method {method.name}: {_listed(settings(method)) or 'no options'}",
-        f"training: {_listed(shared)}, run seed {seed}",
+        f"training: {_listed(shared)}, run seed {run.seed}",
         "",
     ]
-    loss = loss_of(suite, tasks[0], training)
+    loss = loss_of(suite, run.tasks[0], training)
     assert isinstance(loss, ModuleLoss)
     lines += [inspect.table(inspect.describe_leaves(loss.module, suite.where)), ""]
     if sigma := settings(numbered(method)).get("sigma"):
         still, size = unmoved(suite.base, sigma), sum(leaf.numel() for leaf in suite.base.values())
         if still:
             lines += [f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there", ""]
-    budgets = {task: budget(suite, task, training) for task in tasks}
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
     lines += never_simulated(method, {task: own.steps or 0 for task, own in budgets.items()})
     return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])

@@ -1,5 +1,6 @@
 """Dev scores while an expert trains: the best parameters are kept, and training ends when they stop improving."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,9 +51,14 @@ class DevCurve:
     def add(self, done: int, params: Params, world: World) -> dict[str, float]:
         """Evaluate, and keep a copy of the best parameters, the earliest of equals. All processes call it.
 
-        Returns: the value by its name in logs.
+        Returns: the value by its name in logs. Raises: ValueError for one that is not finite.
         """
         value = world.agree(self._measure(params))  # their sums may be rounded otherwise
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the dev {self._dev.by} is {value} after {done} steps: check the weights (a lower learning rate), and "
+                "whether every dev row has something to score"
+            )
         self.points.append((done, value))
         if self._place() == len(self.points) - 1:
             self.best = tree.tree_map(lambda leaf: leaf.detach().clone(), params)

@@ -80,7 +80,7 @@ def check_run(
         problems += problems_of(check_member, "task", task, known)
         if run.resume:
             continue
-        problems += _existing(method, training, run, run.out / task)
+        problems += _existing(method, training, run, run.out / task, world)
         for index in range(1, run.keep_snapshots + 1):
             folder = snapshot_folder(run.out, index, task)
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=run.overwrite)
@@ -89,7 +89,7 @@ def check_run(
     errors.raise_problems(problems)
 
 
-def _existing(method: MethodConfig, training: Training, run: RunOptions, path: Path) -> list[str]:
+def _existing(method: MethodConfig, training: Training, run: RunOptions, path: Path, world: World) -> list[str]:
     """Error for an existing expert: which of its settings differ, or that it is the same one."""
     found = problems_of(checkpoint.refuse_existing, path, overwrite=run.overwrite)
     if run.overwrite or not (path / checkpoint.MANIFEST).is_file():
@@ -101,7 +101,8 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     def known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
         return {name: value for name, value in (facts or {}).items() if name not in open_}
 
-    now = {"method": method.name, "hyperparameters": known(own), "training": known(numbers(training)), "seed": run.seed}
+    now = {"method": method.name, "hyperparameters": known(own), "seed": run.seed}
+    now["training"] = known(numbers(training, world))
     parts = {name: known(stored.get(name)) for name in ("hyperparameters", "training")}
     if differ := snapshots.differences({**stored, **parts}, json.loads(json.dumps(now))):
         return [f"{path} exists, trained with other settings ({', '.join(differ)}): pass another --out, or --overwrite"]

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
 from ...config import METHODS, MORE_METHODS
-from .. import outcome
+from .. import cli, outcome
 from . import launching
 from .launching import Job, Launcher
+from .settings import DataSettings
 
 JOBS = "jobs"  # folder of their logs
 
@@ -115,7 +117,8 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed = []
     with _leaving_on_sigterm():
-        for number, (job, status) in enumerate(launch(waiting), 1):
+        launched = chain.from_iterable(map(launch, _waves(options.flags, waiting)))
+        for number, (job, status) in enumerate(launched, 1):
             if status == 0:
                 mark = {"command": job.command, "experts": sorted(_experts(_run(options, job)))}
                 checkpoint.write_text(_mark(job), json.dumps(mark) + "\n")
@@ -128,6 +131,19 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
         raise ValueError(
             f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep"
         )
+
+
+def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
+    """The runs of ft before all others where these measure sigma on them: no sigma depends on what ends first."""
+    from ...config import PRESETS, Smat
+
+    words = shlex.split(flags)
+    preset = PRESETS.get(cli.value_of("--preset", words, DataSettings.preset))
+    own = preset.methods.get(Smat.name) if preset else None
+    if cli.value_of("--sigma", words, getattr(own, "sigma", None)) != "auto":
+        return [list(waiting)]
+    first = [job for job in waiting if job.name.startswith("ft-seed")]
+    return [first, [job for job in waiting if job not in first]]
 
 
 @contextmanager

@@ -134,16 +134,13 @@ def train_run(
     """
     if world.leads:  # the others would meet what it writes
         check_run(method, training, run, known=suite.tasks, world=world)
-    if run.probe and (run.probe_at is None or suite.dev_batches is None):
-        raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
-    if isinstance(method, Smat) and training.lora is None:  # before a sigma is looked for
-        errors.raise_problems(mask_problems(suite.where, suite.base, method.drop_prob or 0.0))
+    plans = planned(suite, method, training, run)  # before a sigma is looked for
     tell = report if world.leads else lambda line: None
     method, origin = settled(suite, method, training, run, world=world, report=tell)
     if run.probe and run.probe_at is not None and asked(run.probe_at):
         at = method if origin else settled(suite, run.probe_at, training, run, world=world, report=tell)[0]
         run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
-    experts = _experts(suite, method, training, run, origin)
+    experts = _experts(suite, method, run, plans, origin, world)
     _same_everywhere(world, experts)
     for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
         report(line)
@@ -157,10 +154,36 @@ def train_run(
     return [run.out / expert.task for expert in experts]
 
 
+def planned(
+    suite: Suite, method: MethodConfig, training: Training, run: RunOptions
+) -> dict[str, tuple[Training, Lora | None]]:
+    """The training and the adapters of each task. Raises: ValueError for what does not fit the suite."""
+    if run.probe and (run.probe_at is None or suite.dev_batches is None):
+        raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
+    if isinstance(method, Smat) and training.lora is None:
+        errors.raise_problems(mask_problems(suite.where, suite.base, method.drop_prob or 0.0))
+    budgets = {task: budget(suite, task, training) for task in run.tasks}
+    few = [f"{task} ({own.steps} steps)" for task, own in budgets.items() if (own.steps or 0) <= run.keep_snapshots]
+    if few and run.keep_snapshots:
+        raise ValueError(f"keep_snapshots is {run.keep_snapshots}, must be below the steps of {', '.join(few)}")
+    errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
+    losses = {task: loss_of(suite, task, training) for task in run.tasks}
+    errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
+    plans = {task: (own, adapters_of(losses[task], training)) for task, own in budgets.items()}
+    if (adapters := plans[run.tasks[0]][1]) is not None:
+        lora.init(random.key(0), suite.base, adapters)
+    return plans
+
+
 def _experts(
-    suite: Suite, method: MethodConfig, training: Training, run: RunOptions, sigma_from: Mapping[str, Any]
+    suite: Suite,
+    method: MethodConfig,
+    run: RunOptions,
+    plans: Mapping[str, tuple[Training, Lora | None]],
+    sigma_from: Mapping[str, Any],
+    world: World,
 ) -> list[Expert]:
-    """All experts, before the first one is trained. Raises: ValueError as `budget` and `adapters_of`."""
+    """All experts, before the first one is trained."""
     facts = {
         "label": run.label or method.name.upper(),
         "method": method.name,
@@ -172,15 +195,8 @@ def _experts(
         **({"keep_moments": True} if run.keep_moments else {}),
         **({"sigma_from": sigma_from} if sigma_from else {}),
     }
-    budgets = {task: budget(suite, task, training) for task in run.tasks}
-    few = [f"{task} ({own.steps} steps)" for task, own in budgets.items() if (own.steps or 0) <= run.keep_snapshots]
-    if few and run.keep_snapshots:
-        raise ValueError(f"keep_snapshots is {run.keep_snapshots}, must be below the steps of {', '.join(few)}")
-    errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
-    losses = {task: loss_of(suite, task, training) for task in run.tasks}
-    errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
-    as_json = {task: json.loads(json.dumps({**facts, "training": numbers(own)})) for task, own in budgets.items()}
-    return [Expert(task, own, adapters_of(losses[task], training), as_json[task]) for task, own in budgets.items()]
+    found = {task: {**facts, "training": numbers(own, world)} for task, (own, _) in plans.items()}
+    return [Expert(task, *plan, json.loads(json.dumps(found[task]))) for task, plan in plans.items()]
 
 
 def _train_one(

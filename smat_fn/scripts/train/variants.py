@@ -14,7 +14,7 @@ from ...config import MethodConfig, Smat, Training, settings
 from ...errors import shortened
 from ...grad import ModuleLoss
 from ...lora import Lora
-from ...parallel import World
+from ...parallel import ALONE, World
 from ...types import LossFn, Method, Offload, Optimizer, Params, Where
 from .settings import Place
 
@@ -65,8 +65,11 @@ def adapters_of(loss_fn: LossFn, training: Training) -> Lora | None:
     return Lora(paths, training.lora.rank, training.lora.alpha, **given)  # type: ignore[arg-type]
 
 
-def numbers(training: Training) -> dict[str, Any]:
-    """The settings as JSON values, without those that are off."""
+def numbers(training: Training, world: World = ALONE) -> dict[str, Any]:
+    """The settings as JSON values, without those that are off.
+
+    The number of processes is one where draws depend on it; elsewhere steps depend on it by rounding alone.
+    """
     left_out = (
         "epochs",
         "lora",
@@ -86,7 +89,9 @@ def numbers(training: Training) -> dict[str, Any]:
             for name, value in values["lora"].items()
             if name not in ("dropout", "save") or value
         }
-    return {name: value for name, value in values.items() if name not in left_out or value}
+    found = {name: value for name, value in values.items() if name not in left_out or value}
+    own = training.independent_draws or training.dropout or (training.lora is not None and training.lora.dropout)
+    return {**found, "processes": world.size} if own and world.size > 1 else found
 
 
 def problems(method: MethodConfig, training: Training, world: World, place: Place = "auto") -> list[str]:
@@ -94,6 +99,8 @@ def problems(method: MethodConfig, training: Training, world: World, place: Plac
     found, own, offload = [], settings(method), offload_of(method, training, place)
     if own.keys() >= {"lam", "period"}:
         found.append(f"lam {own['lam']} replaces the period: leave out --lam or --period {own['period']}")
+    if "rho" in own and own.get("climb") is None and method.name == "smat":
+        found.append(f"rho {own['rho']} is the length of a climb, and there is none: give --climb, or leave out --rho")
     if training.lora is not None:
         found += [f"lora rank is {training.lora.rank}, must be at least 1"] if training.lora.rank < 1 else []
         dropout = training.lora.dropout
@@ -137,7 +144,9 @@ def _shard_problems(method: MethodConfig, training: Training, world: World, plac
         "precision mixed": training.precision == "mixed",
         "sigma auto": asked(method),
         f"offload {place}": place not in ("auto", "device"),
-        **{f"{name} {own.get(name)}": name in own for name in ("lam", "sigma_of", "climb")},
+        **{
+            f"{name} {own.get(name)}": name in own for name in ("lam", "sigma_of", "climb", "alpha_depth", "antithetic")
+        },
     }
     names = [name for name, chosen in others.items() if chosen]
     return found + [f"shard is not known for {name}: leave one of them out" for name in names]
@@ -178,4 +187,9 @@ def arrange(
     full = tree.flatten(base)
     if method.name == "smat" and training.lora is not None and training.lora.simulate == "merged":
         return lora.build(loss_fn, optimizer, full, adapters, where=where, around=shared, **options)
-    return build(shared(lora.with_lora(loss_fn, full, adapters)), optimizer, start, **options)
+    picks, saved = tree.predicate(where), frozenset(adapters.saved)
+
+    def masked(path: str, leaf: Tensor) -> bool:  # A and B, and what is trained whole as it would be without them
+        return path not in saved or picks is None or picks(path, leaf)
+
+    return build(shared(lora.with_lora(loss_fn, full, adapters)), optimizer, start, where=masked, **options)

@@ -107,6 +107,22 @@ def test_a_resumed_run_keeps_the_curve_and_the_best_state(suite, train, tmp_path
     assert whole["fingerprint"] == cut["fingerprint"]
 
 
+def test_a_value_that_is_not_finite_ends_training_and_says_when(suite, train, tmp_path):
+    own, _ = scored(suite, [50.0, float("nan")])
+    with pytest.raises(ValueError, match="the dev score is nan after 4 steps: check the weights"):
+        train(tmp_path / "run", "ft", suite=own, tasks=("rot90",), training=replace(SIX, dev=Dev(2)))
+    assert not (tmp_path / "run" / "rot90").exists()
+
+
+def test_before_an_average_begins_the_weights_of_then_are_evaluated(suite, train, tmp_path):
+    own, seen = scored(suite, [50.0, 40.0, 30.0])
+    train(tmp_path, "ft", suite=own, tasks=("rot90",), training=replace(SIX, dev=Dev(2), average="swa:50%"))
+    plain, alone = scored(suite, [50.0, 40.0, 30.0])
+    train(tmp_path / "plain", "ft", suite=plain, tasks=("rot90",), training=replace(SIX, dev=Dev(2)))
+    assert [same(one, other) for one, other in zip(seen, alone, strict=True)] == [True, True, False]
+    assert not same(seen[0], suite.base)
+
+
 def test_bad_numbers_and_a_suite_without_dev_batches_are_told(suite, train, tmp_path):
     run = RunOptions(tmp_path, ("rot90",), 1)
     with pytest.raises(ValueError, match="eval_every is 0, must be at least 1; patience is 0"):

@@ -55,6 +55,14 @@ def test_snapshots_are_the_experts_of_shorter_runs(train, suite, tmp_path, avera
     assert [path.name for path in find_inputs(tmp_path / "run")[1]] == ["mirror", "rot90"]
 
 
+def test_before_an_average_begins_a_snapshot_is_the_weights_of_then(train, suite, tmp_path):
+    average, method = replace(CONSTANT, average="swa:50%"), DIGITS.methods["smat"]
+    train(tmp_path / "run", tasks=("rot90",), training=average, keep_snapshots=2)
+    for index, steps in ((1, 2), (2, 4)):  # the average is over steps 3, 4 and 5
+        plain = train_expert(suite, "rot90", method, replace(CONSTANT, steps=steps), seed=21)
+        assert same(weights(tmp_path / "run" / "snapshots" / str(index) / "rot90"), plain)
+
+
 def test_a_resumed_run_keeps_the_same(train, tmp_path, monkeypatch):
     options = {"tasks": ("rot90",), "training": CONSTANT, "keep_snapshots": 3, "keep_moments": True}
     train(tmp_path / "whole", **options)

@@ -76,6 +76,21 @@ def test_every_method_with_every_seed_and_again_only_what_failed(script, tmp_pat
     assert len(calls(script)) == 8
 
 
+@pytest.mark.parametrize(
+    ("flags", "order"),
+    [
+        ("--preset lm", ["ft", "ft", "smat", "smat"]),  # sigma is auto there: measured on the runs of ft
+        ("--sigma auto", ["ft", "ft", "smat", "smat"]),
+        ("--preset lm --sigma 0.1", ["smat", "ft", "smat", "ft"]),
+        ("", ["smat", "ft", "smat", "ft"]),
+    ],
+)
+def test_runs_that_measure_their_sigma_wait_for_those_that_it_is_measured_on(flags, order, script, tmp_path):
+    options = Sweep(tmp_path / "out", methods=("smat", "ft"), seeds=(1, 2), flags=flags)
+    sweep.sweep(options, script=[str(script)], report=lambda line: None)
+    assert [words[0] for words, _ in calls(script)] == order
+
+
 @pytest.mark.parametrize("gone", ["out/ft-seed1", "out/ft-seed1/rot90", "out/ft-seed1/rot90/manifest.json"])
 def test_a_run_whose_experts_are_gone_is_not_done(gone, script, tmp_path):
     options, lines = Sweep(tmp_path / "out", seeds=(1,)), []
