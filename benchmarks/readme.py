@@ -4,13 +4,15 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
 from smat_fn.checkpoint import write_text
 from smat_fn.evaluate.statistics import paired
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
+DATA, MEANS = "digits_data_mergers", ("Avg", "All", "Drop")
+Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, of every seed
 
 
 def main() -> None:
@@ -104,16 +106,56 @@ def by_merger(test: dict[str, dict[str, list[float]]]) -> str:
 
 
 def digits_mergers(result: dict[str, Any]) -> str:
-    """Every merger without data by the methods of the one-pass study, a line for each merger."""
-    test = result["test"]
-    mergers = [name for name in next(iter(test.values())) if name not in ("Avg", "All", "Drop")]
-    mergers.sort(key=lambda name: -mean(mean(own[name]) for own in test.values()))
-    lines = [(name, *(f"{mean(own[name]):.1f}" for own in test.values())) for name in mergers]
+    """Every merger by the methods of the one-pass study, a line for each merger; then those with data beside others."""
+    test, sees = with_data(result["test"])
+    lines = [
+        (name, sees.get(name, "-"), *(f"{mean(own[name]):.1f}" if name in own else "-" for own in test.values()))
+        for name in ordered(test)
+    ]
+    common = [label for label, own in test.items() if all(name in own for name in sees)]
+    beside_ = [
+        (name, *(of_pair(mean_of(test, common, other), mean_of(test, common, name)) for other in ("TA", "TSV_MERGE")))
+        for name in ordered(test)
+        if name in sees
+    ]
+    head, commands = ("Merger with data", "- TA (95 %)", "- TSV_MERGE (95 %)"), [result["command"]]
+    commands += [stored(DATA)["command"]] if sees else []
     return (
-        f"{table(('', *test), lines)}\n"
-        f"Test score on digits, mean over four tasks and {seeds(result)}, at the choices of the one-pass study; for a "
-        f"merger only the coefficient is chosen. From `{result['command']}` on {result['hardware']}.\n"
+        f"{table(('', 'Data', *test), lines)}\n"
+        f"Test score on digits, mean over four tasks and {seeds(result)}, at the choices of the one-pass study; lines "
+        "are in the order of their mean over the methods that all of them have. A merger's coefficient is chosen on "
+        "dev, AdaMerging's coefficients by entropy alone; nothing else is tuned. "
+        f"From {' and '.join(f'`{command}`' for command in commands)} on {result['hardware']}.\n"
+    ) + (
+        f"\n{table(head, beside_)}\n"
+        f"The same scores, averaged over {len(common)} methods ({'; '.join(common)}), as differences paired by seed "
+        f"with the 95 % t interval over {seeds(result)}.\n"
+        if beside_
+        else ""
     )
+
+
+def with_data(test: Scores) -> tuple[Scores, dict[str, str]]:
+    """Scores of mergers without data together with those of mergers with data, where stored, and what these see."""
+    own = {x: {name: s for name, s in line.items() if name not in MEANS} for x, line in test.items()}
+    if not (RESULTS / f"{DATA}.json").exists():
+        return own, {}
+    found = stored(DATA)
+    for label, line in found["test"].items():
+        own[label] |= {name: scores for name, scores in line.items() if name != "Expert"}
+    return own, found["sees"]
+
+
+def ordered(test: Scores) -> list[str]:
+    """Experts and mergers by their mean over the methods that have them all."""
+    names = list(dict.fromkeys(name for line in test.values() for name in line))
+    common = [line for line in test.values() if all(name in line for name in names)]
+    return sorted(names, key=lambda name: -mean(mean(line[name]) for line in common))
+
+
+def mean_of(test: Scores, labels: Sequence[str], name: str) -> list[float]:
+    """A merger's mean over methods, by seed."""
+    return [mean(scores) for scores in zip(*(test[label][name] for label in labels), strict=True)]
 
 
 def of_pair(reference: Sequence[float], other: Sequence[float]) -> str:

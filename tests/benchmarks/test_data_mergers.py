@@ -1,0 +1,99 @@
+"""Mergers that need data beside the others: what is published, the table, the heat map, and the stored results."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks import digits_data_mergers, digits_mergers, methods, readme
+from benchmarks.study.by_data import SEES
+from smat_fn import checkpoint
+from smat_fn.evaluate import Result
+
+SCORES = {"FISHER": 60.0, "FISHER_ADAM": 61.0, "REG_MEAN": 70.0}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The folder that results are written to and read from; a stored table of three methods."""
+    folder = tmp_path / methods.RESULTS
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", folder)
+    monkeypatch.setattr(digits_mergers, "FIGURE", tmp_path / "figure.png")
+    line = {"Expert": [90.0, 92.0], "TA": [62.0, 64.0], "TSV_MERGE": [66.0, 67.0], "All": [64.0, 65.5]}
+    result = {"command": "first", "hardware": "one core", "seeds": [141, 142], "planned_seeds": [141, 142]}
+    result["test"] = {label: line for label in ("FT", "SMAT", "FT-Muon")}
+    checkpoint.write_text(folder / "digits_mergers.json", json.dumps(result))
+    return folder
+
+
+def outcome(label, seed, scores):
+    rows = [Result(label, "expert:a", "a", "test", 91.0, seed), Result(label, "expert:b", "b", "test", 93.0, seed)]
+    # means over tasks are the scores, one point more in the second seed
+    rows += [
+        Result(label, name, task, "test", score + up + (seed - 141), seed)
+        for name, score in scores.items()
+        for task, up in (("a", -2.0), ("b", 2.0))
+    ]
+    facts = {"method": "ft", "hyperparameters": {}, "training": {}, "seed": seed}
+    costs = {"five": 1.0, "coefs": {}, "training_seconds": 2.0, "seconds": 3.0, "peak_bytes": None, "facts": {}}
+    return {"label": label, "trial": facts, "test": [asdict(row) for row in rows], **costs}
+
+
+def test_methods_are_published_when_all_their_seeds_are_there(place, monkeypatch, tmp_path):
+    kept = {label: ["candidate"] for label in ("FT", "FT-Muon", "SMAT")}
+    asked = []
+
+    def run_trials(trials, folder, **options):
+        asked.extend((trial.label, trial.seed) for trial in trials)
+        for trial in trials[:5]:
+            scores = {name: s for name, s in SCORES.items() if name != "FISHER_ADAM" or trial.label != "FT-Muon"}
+            yield trial, outcome(trial.label, trial.seed, scores)
+
+    class Trial:
+        def __init__(self, label, seed):
+            self.label, self.seed = label, seed
+
+    monkeypatch.setattr(digits_data_mergers, "stored_choices", lambda protocol, grids: kept)
+    monkeypatch.setattr(methods.Protocol, "trial", lambda self, label, candidate, seed: Trial(label, seed))
+    monkeypatch.setattr(digits_data_mergers, "run_trials", run_trials)
+    digits_data_mergers.main(tmp_path / "work", seeds=2)
+    # methods that come first are whole first; the last trial, of FT-Muon, is not there
+    assert asked == [(label, seed) for label in ("FT", "SMAT", "FT-Muon") for seed in (141, 142)]
+    result = json.loads((place / "digits_data_mergers.json").read_text())
+    assert list(result["test"]) == ["FT", "SMAT"]
+    assert result["test"]["FT"] == {"Expert": [92.0, 92.0]} | {name: [s, s + 1] for name, s in SCORES.items()}
+    assert (result["seeds"], result["sees"]) == ([141, 142], SEES)
+    runs = [json.loads(line) for line in (place / "digits_data_mergers_runs.jsonl").read_text().splitlines()]
+    assert [(run["label"], run["seed"]) for run in runs] == asked[:4]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_table_has_both_kinds_and_says_what_each_sees(place, monkeypatch):
+    before = readme.digits_mergers(readme.stored("digits_mergers"))
+    assert "| TA | - | 63.0 | 63.0 | 63.0 |" in before
+    assert "Merger with data" not in before
+    line = {"Expert": [90.0, 92.0], "FISHER": [60.0, 64.0]}
+    muon = {"Expert": [90.0, 92.0]}
+    data = {"command": "second", "sees": {"FISHER": "rows"}, "test": {"FT": line, "SMAT": line, "FT-Muon": muon}}
+    checkpoint.write_text(place / "digits_data_mergers.json", json.dumps(data))
+    text = readme.digits_mergers(readme.stored("digits_mergers"))
+    assert text.splitlines()[:6] == [
+        "|  | Data | FT | SMAT | FT-Muon |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| Expert | - | 91.0 | 91.0 | 91.0 |",
+        "| TSV_MERGE | - | 66.5 | 66.5 | 66.5 |",
+        "| TA | - | 63.0 | 63.0 | 63.0 |",
+        "| FISHER | rows | 62.0 | 62.0 | - |",
+    ]
+    # differences -2 and 0, -6 and -3; of two seeds the interval is tan(0.475 pi) = 12.706 times half the distance
+    assert "| FISHER | -1.00 (-13.71 to +11.71) | -4.50 (-23.56 to +14.56) |" in text
+    assert "averaged over 2 methods (FT; SMAT)" in text
+    assert "From `first` and `second` on one core." in text
+    drawn = []
+    monkeypatch.setattr(digits_mergers, "merger_plot", lambda table, names: drawn.append((table, names)) or b"figure")
+    digits_mergers.draw()
+    ((table, names),) = drawn
+    assert names == ["TSV_MERGE", "TA", "FISHER (rows)"]
+    assert table.cells["FT"]["FISHER (rows)"].mean == 62.0
+    assert "FISHER (rows)" not in table.cells["FT-Muon"]
