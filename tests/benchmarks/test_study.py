@@ -241,6 +241,7 @@ def short(monkeypatch):
     monkeypatch.setattr(commands, "RegMeanPlus", partial(commands.RegMeanPlus, rows=16))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one, first, tmp_path, monkeypatch):
     trial, true = one._replace(mergers=by_data.CONFIGS), digits.splits
