@@ -20,7 +20,7 @@ from smat_fn.evaluate.results import EXPERT
 from . import digits_mergers
 from .digits_onepass import GRIDS, STUDY
 from .methods import Facts, Protocol, run_line, say
-from .study.by_data import CONFIGS, SEES, run_by_data
+from .study.by_data import CONFIGS, SEES, adapt_trial, is_adapted, run_by_data
 from .study.grids import stored_choices
 from .study.trials import Outcome, rows_of, run_trials
 
@@ -28,7 +28,7 @@ FIRST = "FT", "SMAT", "SMAT climbing", "MSAM", "ASAM"  # trained before the othe
 
 
 def main(folder: Positional[Path], *, jobs: int = 1, seeds: int = 3) -> None:
-    """Train, merge, score, and draw the heat map of all mergers.
+    """Train, merge, score, and draw the heat map of all mergers; AdaMerging, which takes longest, comes last.
 
     Args:
         folder: keeps the trials; a stopped run resumes from it.
@@ -43,12 +43,15 @@ def main(folder: Positional[Path], *, jobs: int = 1, seeds: int = 3) -> None:
     trials = [own.trial(label, choices[label][0], seed) for label in order for seed in own.evaluation]
     facts = machine.describe("python -m benchmarks digits-data-mergers FOLDER")
     found: dict[tuple[str, int], Outcome] = {}
-    running = run_trials(
-        trials, folder, jobs=jobs, report=say, test=True, keep=lambda trial: False, run_one=run_by_data
-    )
+    running = run_trials(trials, folder, jobs=jobs, report=say, test=True, run_one=run_by_data)
     for trial, outcome in running:
         found[trial.label, trial.seed] = outcome
-        if all((trial.label, seed) in found for seed in own.evaluation):
+        publish(own, found, facts)
+    for trial in trials:
+        outcome = found[trial.label, trial.seed]
+        if not is_adapted(outcome):
+            found[trial.label, trial.seed] = adapt_trial(trial, folder, outcome, keep=False)
+            say(f"AdaMerging: {trial}")
             publish(own, found, facts)
 
 
@@ -57,6 +60,8 @@ def publish(protocol: Protocol, found: Mapping[tuple[str, int], Outcome], facts:
     seeds = protocol.evaluation
     labels = [label for label in protocol.labels if all((label, seed) in found for seed in seeds)]
     outcomes = [found[label, seed] for label in labels for seed in seeds]
+    if not outcomes:
+        return
     rows = [row for outcome in outcomes for row in rows_of(outcome)]
     write_results(protocol.file(".jsonl"), rows)
     lines = [{**run_line(outcome), "facts": outcome["facts"]} for outcome in outcomes]
@@ -64,16 +69,19 @@ def publish(protocol: Protocol, found: Mapping[tuple[str, int], Outcome], facts:
     result = {**facts, "seeds": seeds, "planned_seeds": seeds, "sees": SEES, "test": scores(rows, seeds)}
     write_text(protocol.file(".json"), json.dumps(result, indent=1) + "\n")
     digits_mergers.draw()
-    say(f"complete: {', '.join(labels)}")
 
 
 def scores(rows: Sequence[Result], seeds: Sequence[int]) -> dict[str, dict[str, list[float]]]:
-    """By method and merger, Expert first, the mean over tasks of every seed."""
+    """By method and merger, Expert first, the mean over tasks of every seed, of mergers that have them all."""
     found: dict[str, Any] = {}
     for row in rows:
         column = "Expert" if row.model.startswith(EXPERT) else row.model
         found.setdefault(row.method, {}).setdefault(column, {}).setdefault(row.seed, []).append(row.score)
     return {
-        label: {column: [fmean(by_seed[seed]) for seed in seeds] for column, by_seed in line.items()}
+        label: {
+            column: [fmean(by_seed[seed]) for seed in seeds]
+            for column, by_seed in line.items()
+            if all(seed in by_seed for seed in seeds)
+        }
         for label, line in found.items()
     }

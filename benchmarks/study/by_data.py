@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import Fisher, RegMean
-from smat_fn.evaluate import score_models
+from smat_fn.evaluate import Result, score_models
 from smat_fn.evaluate.results import EXPERT
 from smat_fn.merge.inputs import Leaves
 from smat_fn.suites import Suite
@@ -43,10 +43,13 @@ class Model(NamedTuple):
 
 
 def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
-    """Train the experts, merge them by every merger of `SEES`, score all: in place of `run_trial`.
+    """Train the experts, merge them by all of `SEES` but AdaMerging, score all: in place of `run_trial`.
 
-    Under Muon Adam holds moments of some weights only, so there is no FISHER_ADAM.
+    Under Muon Adam holds moments of some weights only, so there is no FISHER_ADAM. Experts stay for `adapt_trial`
+    if ``keep`` is set.
     """
+    from smat_fn.scripts.merge.by_data import regress
+    from smat_fn.scripts.merge.commands import RegMeanPlus
     from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
     from smat_fn.scripts.merge.statistics import statistics_of_run
     from smat_fn.scripts.train.options import RunOptions
@@ -60,28 +63,74 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     seconds = sum(checkpoint.load_manifest(path)["seconds"] for path in places)
     for _ in statistics_of_run(suite, folder, places, kinds=("fisher", "gram"), seed=0):
         pass
-    models = {**searched(trial, folder, moments=moments), **looking(suite, folder)}
-    every = {EXPERT + task: params for task, params in load_inputs(*find_inputs(folder)).experts.items()}
-    every |= {name: model.params for name, model in models.items()}
-    coefs = {name: model.coef for name, model in models.items() if model.coef is not None}
-    rows = score_models(suite, every, "test", method=trial.label, seed=trial.seed, coefs=coefs) if test else None
-    dev = {name: dict(model.dev) for name, model in models.items()}
-    found = {
+    models = searched(trial, folder, moments=moments)
+    for _ in regress(RegMeanPlus(folder, folder / "merged")):
+        pass
+    models["REG_MEAN_PLUS"] = stretched(suite, checkpoint.load_leaves(folder / "merged" / "reg_mean_plus")[0])
+    experts = {EXPERT + task: params for task, params in load_inputs(*find_inputs(folder)).experts.items()}
+    found: Outcome = {
         "label": trial.label,
         "trial": trial.facts(),
-        "dev": dev,
-        "coefs": coefs,
-        "facts": {name: dict(model.facts) for name, model in models.items() if model.facts},
-        "five": fmean(fmean(scores.values()) for scores in dev.values()),
-        "test": None if rows is None else [asdict(row) for row in rows],
+        "dev": {},
+        "coefs": {},
+        "facts": {},
+        "test": [asdict(row) for row in tested(trial, suite, experts, {})] if test else None,
         "training_seconds": round(seconds, 3),
-        "seconds": round(time.perf_counter() - started, 3),
+        "seconds": 0.0,
         "peak_bytes": None,
+    }
+    return add_models(found, folder, trial, suite, models, time.perf_counter() - started, keep=keep)
+
+
+def adapt_trial(trial: Trial, work: Path, found: Outcome, keep: bool) -> Outcome:
+    """The outcome of a trial whose experts were kept, with AdaMerging by task and by layer, which takes longest."""
+    from smat_fn.scripts.merge.by_data import adapt
+    from smat_fn.scripts.merge.commands import AdaMerging
+
+    folder, started, models = trial.folder(work), time.perf_counter(), dict[str, Model]()
+    for kind in ("task", "layer"):
+        asked = AdaMerging(folder, folder / kind, layer_wise=kind == "layer", overwrite=True)
+        for _ in adapt(asked):
+            pass
+        params, manifest = checkpoint.load_leaves(folder / kind / "adamerging")
+        means = {task: fmean(own.values()) for task, own in manifest["coefs"].items()}
+        facts = {"coefs": means, "entropy": manifest["entropy"]}
+        models[f"ADAMERGING_{kind.upper()}"] = Model(params, manifest["dev"], None, facts)
+    return add_models(found, folder, trial, trial.load(), models, time.perf_counter() - started, keep=keep)
+
+
+def is_adapted(found: Outcome) -> bool:
+    """Whether `adapt_trial` has been here."""
+    return "ADAMERGING_LAYER" in found["dev"]
+
+
+def add_models(
+    found: Outcome, folder: Path, trial: Trial, suite: Suite, models: Mapping[str, Model], seconds: float, *, keep: bool
+) -> Outcome:
+    """Write the outcome with merged models, their test scores too where it has those of experts."""
+    coefs = {name: model.coef for name, model in models.items() if model.coef is not None}
+    dev = found["dev"] | {name: dict(model.dev) for name, model in models.items()}
+    rows = found["test"]
+    if rows is not None:
+        params = {name: model.params for name, model in models.items()}
+        rows = rows + [asdict(row) for row in tested(trial, suite, params, coefs)]
+    found = found | {
+        "dev": dev,
+        "coefs": found["coefs"] | coefs,
+        "facts": found["facts"] | {name: dict(model.facts) for name, model in models.items() if model.facts},
+        "five": fmean(fmean(scores.values()) for scores in dev.values()),
+        "test": rows,
+        "seconds": round(found["seconds"] + seconds, 3),
     }
     checkpoint.write_text(folder / OUTCOME, json.dumps(found, indent=1) + "\n")
     for file in () if keep else folder.rglob("*.safetensors"):  # statistics too
         file.unlink()
     return found
+
+
+def tested(trial: Trial, suite: Suite, models: Mapping[str, Leaves], coefs: Mapping[str, float]) -> list[Result]:
+    """Test scores."""
+    return score_models(suite, models, "test", method=trial.label, seed=trial.seed, coefs=coefs)
 
 
 def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:
@@ -96,23 +145,6 @@ def searched(trial: Trial, folder: Path, *, moments: bool) -> dict[str, Model]:
         ending = "" if name == "merged" else f"_{name}"
         for path, own in made.items():
             found[f"{path.name}{ending}".upper()] = Model(own.params, own.dev, own.coef, {"edge": own.edge})
-    return found
-
-
-def looking(suite: Suite, folder: Path) -> dict[str, Model]:
-    """RegMean++ and AdaMerging, which look at rows while they merge."""
-    from smat_fn.scripts.merge.by_data import adapt, regress
-    from smat_fn.scripts.merge.commands import AdaMerging, RegMeanPlus
-
-    found = dict[str, Model]()
-    lines = list(regress(RegMeanPlus(folder, folder / "merged")))
-    found["REG_MEAN_PLUS"] = stretched(suite, checkpoint.load_leaves(folder / "merged" / "reg_mean_plus")[0])
-    for kind in ("task", "layer"):
-        lines += adapt(AdaMerging(folder, folder / kind, layer_wise=kind == "layer"))
-        params, manifest = checkpoint.load_leaves(folder / kind / "adamerging")
-        means = {task: fmean(own.values()) for task, own in manifest["coefs"].items()}
-        facts = {"coefs": means, "entropy": manifest["entropy"]}
-        found[f"ADAMERGING_{kind.upper()}"] = Model(params, manifest["dev"], None, facts)
     return found
 
 

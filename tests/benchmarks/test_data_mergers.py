@@ -36,8 +36,16 @@ def outcome(label, seed, scores):
         for task, up in (("a", -2.0), ("b", 2.0))
     ]
     facts = {"method": "ft", "hyperparameters": {}, "training": {}, "seed": seed}
-    costs = {"five": 1.0, "coefs": {}, "training_seconds": 2.0, "seconds": 3.0, "peak_bytes": None, "facts": {}}
-    return {"label": label, "trial": facts, "test": [asdict(row) for row in rows], **costs}
+    costs = {
+        "five": 1.0,
+        "coefs": {},
+        "training_seconds": 2.0,
+        "seconds": 3.0,
+        "peak_bytes": None,
+        "facts": {},
+        "dev": {},
+    }
+    return {"label": label, "trial": facts, "test": [asdict(row) for row in rows], "dev": {}, **costs}
 
 
 def test_methods_are_published_when_all_their_seeds_are_there(place, monkeypatch, tmp_path):
@@ -49,6 +57,7 @@ def test_methods_are_published_when_all_their_seeds_are_there(place, monkeypatch
         for trial in [trials[place] for place in (0, 2, 1, 3, 4)]:  # as they finish
             scores = {name: s for name, s in SCORES.items() if name != "FISHER_ADAM" or trial.label != "FT-Muon"}
             yield trial, outcome(trial.label, trial.seed, scores)
+        raise RuntimeError("these trials failed")
 
     class Trial:
         def __init__(self, label, seed):
@@ -57,7 +66,8 @@ def test_methods_are_published_when_all_their_seeds_are_there(place, monkeypatch
     monkeypatch.setattr(digits_data_mergers, "stored_choices", lambda protocol, grids: kept)
     monkeypatch.setattr(methods.Protocol, "trial", lambda self, label, candidate, seed: Trial(label, seed))
     monkeypatch.setattr(digits_data_mergers, "run_trials", run_trials)
-    digits_data_mergers.main(tmp_path / "work", seeds=2)
+    with pytest.raises(RuntimeError, match="these trials failed"):
+        digits_data_mergers.main(tmp_path / "work", seeds=2)
     # methods that come first are whole first; the last trial, of FT-Muon, is not there
     assert asked == [(label, seed) for label in ("FT", "SMAT", "FT-Muon") for seed in (141, 142)]
     result = json.loads((place / "digits_data_mergers.json").read_text())
@@ -67,6 +77,30 @@ def test_methods_are_published_when_all_their_seeds_are_there(place, monkeypatch
     runs = [json.loads(line) for line in (place / "digits_data_mergers_runs.jsonl").read_text().splitlines()]
     assert [(run["label"], run["seed"]) for run in runs] == asked[:4]
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_adamerging_comes_last_and_is_published_with_the_last_seed(place, monkeypatch, tmp_path):
+    trials = []
+
+    def run_trials(asked, folder, **options):
+        trials.extend(asked)
+        return [(trial, outcome(trial.label, trial.seed, SCORES)) for trial in asked]
+
+    def adapt_trial(trial, folder, found, keep):
+        result = json.loads((place / "digits_data_mergers.json").read_text())
+        assert "ADAMERGING_LAYER" not in result["test"]["FT"]
+        own = outcome(trial.label, trial.seed, SCORES | {"ADAMERGING_LAYER": 80.0})
+        return own | {"dev": {"ADAMERGING_LAYER": {}}}
+
+    choices = {"FT": [digits_data_mergers.STUDY.protocol.grids["FT"][0]]}
+    monkeypatch.setattr(digits_data_mergers, "stored_choices", lambda protocol, grids: choices)
+    monkeypatch.setattr(digits_data_mergers, "run_trials", run_trials)
+    monkeypatch.setattr(digits_data_mergers, "adapt_trial", adapt_trial)
+    digits_data_mergers.main(tmp_path / "work", seeds=2)
+    result = json.loads((place / "digits_data_mergers.json").read_text())
+    assert result["test"]["FT"]["ADAMERGING_LAYER"] == [80.0, 81.0]
+    assert [trial.seed for trial in trials] == [141, 142]
+    assert {trial.mergers for trial in trials} == {digits_data_mergers.CONFIGS}
 
 
 def test_one_table_has_both_kinds_and_says_what_each_sees(place, monkeypatch):
@@ -87,8 +121,7 @@ def test_one_table_has_both_kinds_and_says_what_each_sees(place, monkeypatch):
         "| TA | - | 63.0 | 63.0 | 63.0 |",
     ]
     # differences 1 and 3, -3 and 0; of two seeds the interval is tan(0.475 pi) = 12.706 times half the distance
-    assert "| FISHER | +2.00 (-10.71 to +14.71) | -1.50 (-20.56 to +17.56) |" in text
-    assert "averaged over 2 methods (FT; SMAT)" in text
+    assert "| FISHER | +2.00 (-10.71 to +14.71) | -1.50 (-20.56 to +17.56) | 2 |" in text
     assert "From `first` and `second` on one core." in text
     drawn = []
     monkeypatch.setattr(digits_mergers, "merger_plot", lambda table, names: drawn.append((table, names)) or b"figure")

@@ -246,6 +246,10 @@ def short(monkeypatch):
 def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one, first, tmp_path, monkeypatch):
     trial, true = one._replace(mergers=by_data.CONFIGS), digits.splits
     found = by_data.run_by_data(trial, tmp_path / "a", test=True, keep=True)
+    assert not by_data.is_adapted(found)
+    found = by_data.adapt_trial(trial, tmp_path / "a", found, keep=True)
+    assert by_data.is_adapted(found)
+    assert outcome(trial, tmp_path / "a") == found
     rows = {(row.model, row.task): row.score for row in rows_of(found)}
     experts = {("expert:rot90", "rot90"), ("expert:stripes", "stripes")}
     assert rows.keys() == experts | {(name, task) for name in by_data.SEES for task in ("rot90", "stripes")}
@@ -269,7 +273,9 @@ def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one,
         patch.setattr(digits, "splits", scrambled)
         running = run_trials([trial], tmp_path / "b", jobs=1, report=print, test=True, run_one=by_data.run_by_data)
         ((_, other),) = running
+        other = by_data.adapt_trial(trial, tmp_path / "b", other, keep=False)
     assert {x: other[x] for x in ("dev", "coefs", "facts")} == {x: found[x] for x in ("dev", "coefs", "facts")}
+    assert not list((tmp_path / "b").rglob("*.safetensors"))
     assert other["test"] != found["test"]
     monkeypatch.setattr(training, "train_run", stopped)
     running = run_trials([trial], tmp_path / "b", jobs=1, report=print, test=True, run_one=by_data.run_by_data)
@@ -280,7 +286,7 @@ def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one,
 def test_muon_leaves_no_moments_to_merge_by_and_weights_are_deleted(one, tmp_path):
     muon = one._replace(training=replace(one.training, optimizer="muon", muon_lr=1e-3), mergers=by_data.CONFIGS)
     found = by_data.run_by_data(muon, tmp_path, test=False, keep=False)
-    assert found["dev"].keys() == by_data.SEES.keys() - {"FISHER_ADAM"}
+    assert found["dev"].keys() == {"FISHER", "REG_MEAN", "REG_MEAN_PLUS"}
     assert found["test"] is None
     assert not list(tmp_path.rglob("*.safetensors"))
 
