@@ -125,7 +125,8 @@ def digits_mergers(result: dict[str, Any]) -> str:
         f"{table(('', 'Data', *test), lines)}\n"
         f"Test score on digits, mean over four tasks and {seeds(result)}, at the choices of the one-pass study; lines "
         "are in the order of their mean over the methods that all of them have. A merger's coefficient is chosen on "
-        "dev, AdaMerging's coefficients by entropy alone; nothing else is tuned. "
+        "dev, AdaMerging's coefficients by entropy alone; nothing else is tuned. Where there is no number a merger was "
+        "not run, or, with Muon, there are no moments to merge by. "
         f"From {' and '.join(f'`{command}`' for command in commands)} on {result['hardware']}.\n"
     ) + (
         f"\n{table(head, beside_)}\n"

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import digits_data_mergers, digits_mergers, methods, readme
 from benchmarks.study.by_data import SEES
 from smat_fn import checkpoint
-from smat_fn.evaluate import Result
+from smat_fn.evaluate import Result, read_results
 
 SCORES = {"FISHER": 60.0, "FISHER_ADAM": 61.0, "REG_MEAN": 70.0}
 
@@ -130,3 +130,12 @@ def test_one_table_has_both_kinds_and_says_what_each_sees(place, monkeypatch):
     assert names == ["TSV_MERGE", "FISHER (rows)", "TA"]
     assert table.cells["FT"]["FISHER (rows)"].mean == 62.0
     assert "FISHER (rows)" not in table.cells["FT-Muon"]
+
+
+def test_the_stored_scores_of_both_are_of_the_same_experts():
+    rows = [
+        {(r.method, r.seed, r.task): r.score for r in read_results(file) if r.model == f"expert:{r.task}"}
+        for file in (readme.RESULTS / "digits_mergers.jsonl", readme.RESULTS / "digits_data_mergers.jsonl")
+    ]
+    assert len(rows[1]) >= 4 * 3  # tasks and seeds of a method at least
+    assert rows[1] == {place: rows[0][place] for place in rows[1]}
