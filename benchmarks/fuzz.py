@@ -1,8 +1,8 @@
-"""Malformed folders and flags for merge.py: every call must end with one line, none with a traceback or a changed file.
+"""Malformed folders, recipes and flags for merge.py: every call ends with one line, without traceback or changed file.
 
-Each case takes a small valid merge, damages files or options at random by its seed, and calls the script's own main.
-A case is a failure if anything but ValueError, OSError or the command line's exit comes out, or if a file changes that
-the command does not own. Prints the failures and how the cases ended.
+Each case takes a small valid call, damages files or options at random by its seed, and calls the script's own main.
+A case is a failure if anything but ValueError, OSError or the command line's exit comes out, if a file changes that
+the command does not own, or if a failed one leaves hidden files behind. Prints the failures and how the cases ended.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -32,9 +33,80 @@ NUMBERS = ("0", "-1", "nan", "inf", "1e400", "x", "", "3", "0.5")
 FLAGS = (
     "--threads", "--memory-mib", "--shard-size", "--out-dtype", "--seed", "--coef", "--coefs", "--grid", "--keep",
     "--drop-prob", "--vocabulary", "--semantics", "--device", "--preset", "--suite-options", "--experts", "--run",
-    "--config-from", "--tokenizer-from", "--chat-template", "--heads", "--base",
+    "--config-from", "--tokenizer-from", "--chat-template", "--heads", "--base", "--part", "--lines", "--dry-run",
+    "--weights", "--densities", "--density", "--method", "--rank", "--task", "--overwrite", "--json", "--plot",
 )  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None,
+    3,
+    -1,
+    0.5,
+    float("nan"),
+    "x",
+    "0",
+    "1e1",
+    "",
+    [],
+    [1],
+    [[1]],
+    [None],
+    {},
+    {"x": 1},
+    True,
+)
 MERGERS = ("wa", "ta", "ties", "dare", "della", "all", "tsv_merge", "slerp", "weighted_average", "model_stock")
+RECIPES = (
+    """
+    merge_method: ties
+    base_model: PLACE/base
+    models:
+      - {model: PLACE/a, parameters: {weight: [0.2, 0.5], density: [{filter: norm, value: 0.5}, {value: 1.0}]}}
+      - {model: PLACE/base+PLACE/adapter, parameters: {weight: 0.5}}
+    parameters: {normalize: true, int8_mask: true, lambda: 0.5}
+    dtype: float32
+    """,
+    """
+    merge_method: slerp
+    base_model: PLACE/a
+    slices: [{sources: [{model: PLACE/a, layer_range: [0, 1]}, {model: PLACE/b, layer_range: [0, 1]}]}]
+    parameters: {t: [{filter: q, value: [0, 1]}, {value: 0.5}]}
+    out_dtype: float16
+    """,
+    """
+    merge_method: karcher
+    models: [{model: PLACE/a}, {model: PLACE/b}]
+    parameters: {max_iter: 4, tol: 1.0e-6}
+    """,
+    """
+    merger: ties
+    options: {coef: 0.3, keep: 0.5, aggregate: mean, scope: tensor, weights: {a: 0.5}, densities: {}, rescale: false}
+    base: PLACE/base
+    experts: {a: PLACE/a, b: PLACE/b}
+    coef: {"*.q.*": 0.5, "*": 1.0}
+    seed: 0
+    semantics: paper
+    out_dtype: same
+    shard_size: 5000000
+    vocabulary: error
+    device: cpu
+    """,
+    """
+    merger: weighted_average
+    options: {weights: [0.3, 0.7], normalize: true}
+    base: PLACE/a
+    experts: {a: PLACE/a, b: "PLACE/a[0:1]"}
+    chat_template: auto
+    """,
+)
+MIXTURE = """
+    base_model: PLACE/base
+    gate_mode: random
+    dtype: float32
+    experts_per_token: 1
+    experts:
+      - {source_model: PLACE/a, positive_prompts: [x], residual_scale: 0.5}
+      - {source_model: PLACE/b, positive_prompts: [y]}
+    """
 
 
 def main(arguments: list[str]) -> None:
@@ -86,6 +158,8 @@ def run_case(place: Path, draw: random.Random) -> tuple[str, str]:
     after = _content(folder)
     if changed := sorted(name for name in before if after.get(name) != before[name]):
         end, text = "changed", f"merge.py {' '.join(words)}\n{changed}"
+    if left := [name for name in after.keys() - before.keys() if end != "done" and "/." in f"/{name}"]:
+        end, text = "changed", f"merge.py {' '.join(words)}\n{text}\nleft behind: {sorted(left)}"
     return end, text
 
 
@@ -115,8 +189,35 @@ def _call(folder: Path, draw: random.Random) -> list[str]:
         lambda: ["export", experts[-1], "--base", str(folder / "base"), "--out", str(folder / "whole")],
         lambda: ["extract-lora", "--base", str(folder / "base"), "--expert", experts[0], "--rank",
                  draw.choice(NUMBERS), "--out", str(folder / "made")],
+        lambda: ["adapters", "--experts", experts[-1], f"other={folder / 'adapter'}", "--method",
+                 draw.choice(("cat", "svd", "linear", "knots")), "--out", str(folder / "made")],
+        lambda: [*draw.choice((["recipe"], [])), str(_recipe(folder, draw)), "--out", str(folder / "out")],
+        lambda: ["moe", str(_recipe(folder, draw, MIXTURE)), "--out", str(folder / "out")],
     ]  # fmt: skip
-    return draw.choices(kinds, (6, 1, 1, 1))[0]()
+    return draw.choices(kinds, (6, 1, 1, 1, 1, 4, 1))[0]()
+
+
+def _recipe(folder: Path, draw: random.Random, text: str | None = None) -> Path:
+    """A recipe over the models of `_call`, some of its values replaced, left out or nested at random."""
+    tree = {"": yaml.safe_load((text or draw.choice(RECIPES)).replace("PLACE", str(folder)))}
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        places: list[tuple[Any, Any]] = []
+        rest: list[Any] = [tree]
+        while rest:
+            node = rest.pop()
+            inner = list(node.items() if isinstance(node, dict) else enumerate(node))
+            places += [(node, key) for key, _ in inner]
+            rest += [value for _, value in inner if isinstance(value, (dict, list))]
+        node, key = draw.choice(places)
+        if draw.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = draw.choice((draw.choice(VALUES), [node[key]], {"value": node[key]}))
+        if not tree:
+            break
+    file = folder / "recipe.yml"
+    file.write_text(yaml.safe_dump(tree.get("")))
+    return file
 
 
 def _file(folder: Path, draw: random.Random) -> Path:

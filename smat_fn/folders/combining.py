@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import __version__, checkpoint, errors
-from ..errors import problems_of
 from ..merge.factors import Factors
 from .adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
 from .inputs import local_folder
+from .prepare import place_problems
 from .writing import exclusive
 
 Combine: TypeAlias = Callable[[Mapping[str, Mapping[str, Factors]]], Mapping[str, Factors]]
@@ -94,7 +94,7 @@ def _read(
 ) -> tuple[dict[str, Path], dict[str, Held]]:
     """Folders and contents of adapters. Raises: ValueError that lists all problems."""
     problems = [] if adapters else ["no adapters: give at least one"]
-    problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
+    problems += place_problems(out, adapters.values(), overwrite=overwrite)
     held: dict[str, Held] = {}
     places: dict[str, Path] = {}
     for name, path in adapters.items():

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__, checkpoint, errors
-from ..errors import problems_of
 from .adapters import CONFIG, PREFIX, WEIGHTS
+from .files import digests
 from .inputs import open_inputs
 from .naming import namings
+from .prepare import place_problems
 from .reading import Folder, config_of
 from .writing import exclusive
 
@@ -50,7 +51,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     Source: Eckart & Young, 1936; Hu et al., "LoRA", 2022.
     """
     problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
-    problems += problems_of(lambda: checkpoint.refuse_existing(out, overwrite=overwrite))
+    problems += place_problems(out, (base, expert), overwrite=overwrite)
     start, found = open_inputs(base, {"expert": expert}, "error", problems)
     errors.raise_problems(problems)
     assert start is not None
@@ -60,7 +61,9 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     )
     kinds, modules = _modules(base_leaves, None if naming is None else naming.model)
     stored, rests, ranks = _factors(base_leaves, expert_leaves, rank, kinds)
-    if rests and not ranks:
+    if not rests:
+        raise ValueError(f"no leaf of {expert} differs from {base}: an adapter would be empty, give another expert")
+    if not ranks:
         raise ValueError(
             f"none of the {len(rests)} leaves of {expert} that differ from base (first: {next(iter(rests))}) is the "
             "weight of a linear layer or embedding, and peft loads no adapter without one: publish the expert itself"
@@ -124,11 +127,13 @@ def _write(
     with checkpoint.atomic_folder(out, overwrite=overwrite) as folder:
         tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in stored.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        checkpoint.write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        hashes = {file.name: digest for file, digest in digests([folder / CONFIG, folder / WEIGHTS], 1).items()}
         manifest = {
             "adapter": "extracted", "rank": config["r"], "left_out": left_out, "versions": {"smat_fn": __version__},
+            "files": hashes,
         }  # fmt: skip
-        for name, content in {CONFIG: config, checkpoint.MANIFEST: manifest}.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        checkpoint.write_text(folder / checkpoint.MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

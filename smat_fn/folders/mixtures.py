@@ -72,13 +72,17 @@ def mixtral_config(base: Path, experts: int, per_token: int) -> dict[str, Any]:
     """The config.json of a mixture: base's fields that Mixtral has, those that base's class fills in too."""
     import transformers
 
-    own = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False).to_dict()
+    try:
+        own = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False).to_dict()
+    except Exception as error:  # transformers checks fields each its way
+        raise ValueError(f"base: transformers refuses its config.json ({' '.join(str(error).split())})") from error
     known = transformers.MixtralConfig().to_dict()
     kept = {name: value for name, value in own.items() if name in known and name not in ("model_type", "architectures")}
     kept |= {"num_local_experts": experts, "num_experts_per_tok": per_token}
     if "sliding_window" not in own:
         kept["sliding_window"] = None
     found = transformers.MixtralConfig(**kept).to_dict()
+    found.pop("_name_or_path", None)  # where base lies here
     return {**found, "architectures": ["MixtralForCausalLM"]}
 
 

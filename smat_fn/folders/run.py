@@ -220,7 +220,9 @@ def _report(
     named = {str(file.relative_to(files[0].parent)): file for file in files}
     known = {file: progress["shards"][name]["sha256"] for name, file in named.items() if name in progress["shards"]}
     hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
-    return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, job.notes)
+    mixture = any(folder is job.base for folder in job.experts.values())
+    notes = job.notes if change or mixture else (*job.notes, "no parameter differs from base's")
+    return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, notes)
 
 
 def _manifest(job: Job, files: Sequence[Path], report: Report) -> dict[str, str]:

@@ -60,8 +60,8 @@ def aligned(
     for name, folder in models.items():
         try:
             found[name] = _tokenizer(folder.root)
-        except (OSError, ValueError, KeyError) as error:
-            problems.append(f"{folder.label}: the tokenizer of {folder.root} cannot be read ({_first_line(error)})")
+        except ValueError as error:
+            problems.append(f"{folder.label}: {error}")
     if found.get("base") is None and not problems:
         problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out tokenizer_from")
     errors.raise_problems(problems)
@@ -232,12 +232,15 @@ def _padded(read: Read, size: int, width: int) -> Read:
 
 
 def _tokenizer(root: Path) -> Any:
-    """The tokenizer of a checkpoint, None where it has none."""
+    """The tokenizer of a checkpoint, None where it has none. Raises: ValueError for one that cannot be read."""
     import transformers
 
     if not files_of(root, ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "*.spm")):
         return None
-    return transformers.AutoTokenizer.from_pretrained(root, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(root, trust_remote_code=False)
+    except Exception as error:  # of many kinds: the packages of tokenizers and transformers check files each its way
+        raise ValueError(f"the tokenizer of {root} cannot be read ({_first_line(error)})") from error
 
 
 def _rows(folder: Folder) -> int:
@@ -314,4 +317,5 @@ def _notes(words: Mapping[str, Mapping[str, int]], wanted: Mapping[str, int]) ->
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    first, _, rest = str(error).strip().partition("\n")
+    return (f"{first} {rest.strip()}" if first.endswith(":") else first) or type(error).__name__

@@ -87,7 +87,7 @@ def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, 
             policy = "base-rows (its first rows)" if rows > wanted else "pad-with-base (base's rows there)"
             problems.append(
                 f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, base {wanted}: "
-                f"choose vocabulary {policy}"
+                f"choose vocabulary {policy}, or merge by token (tokenizer_from)"
             )
     return fitted, problems
 

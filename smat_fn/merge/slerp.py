@@ -1,8 +1,9 @@
 """SLERP: two models, interpolated leaf by leaf along the arc between them."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -10,39 +11,60 @@ from ..errors import all_at_once
 from ..types import Params
 from .common import Fuse, Mapped, Merger, Rule, cosine, gram, merge_weights
 from .inputs import Experts, check_alone, coef_problems, count_problems
+from .nuslerp import between, shares_of
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 
+Arc: TypeAlias = Literal["slerp", "leaf", "first", "last"]
 
-def slerp(experts: Experts, *, coef: float) -> Params:
+
+def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = False) -> Params:
     """sin((1 − γ) ω)/sin ω · θ₁ + sin(γ ω)/sin ω · θ₂, ω the angle between the two leaves; rounded once.
 
     Where |cos ω| > 0.9995, or a leaf is zero: θ₁ + γ (θ₂ − θ₁). Two fine-tunes of one base are often that close in
     most leaves. ω is computed in float64, the sum in float32 (float64 where a leaf is float64).
 
-    Args: experts: {name: tree} or a list, of two trees of the same leaf paths, shapes, dtypes and non-floating values;
+    Args:
+        experts: {name: tree} or a list, of two trees of the same leaf paths, shapes, dtypes and non-floating values.
         coef: γ, finite; 0 gives the first, 1 the second.
-    Returns: a new tree of the first expert's structure.
-    Raises: ValueError that lists every leaf that does not agree, and for another number of experts.
-    Source: Shoemake, "Animating rotation with quaternion curves", 1985.
+        arc: "leaf", "first" or "last" is `nuslerp` without a base, with its ``along``: lines only where leaves, or
+            their fibres, are parallel or opposite.
+        zeros: a zero leaf is at a right angle to the other, as in mergekit.
+
+    Returns:
+        a new tree of the first expert's structure.
+
+    Raises:
+        ValueError: lists every leaf that does not agree, and for another number of experts.
+
+    Source: Shoemake, "Animating rotation with quaternion curves", 1985; mergekit 0.1.5, merge_methods/slerp.py and
+        nuslerp.py.
     """
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
+    problems += [] if arc in get_args(Arc) else [f"arc is {arc!r}: {', '.join(get_args(Arc))}"]
     flat = all_at_once(problems, lambda: check_alone(experts))
 
-    def between(_: str, values: Iterator[Tensor]) -> Tensor:
+    def fuse(_: str, values: Iterator[Tensor]) -> Tensor:
         one, two = values
-        return arc(gram([one, two]), float(coef))(one, two)
+        if arc in ("first", "last"):
+            return between(one, two, t=float(coef), along=arc)
+        return along_arc(gram([one, two]), float(coef), arc, zeros)(one, two)
 
-    return merge_weights(experts, flat, between)
+    return merge_weights(experts, flat, fuse)
 
 
-def arc(products: list[list[float]], coef: float) -> Callable[[Tensor, Tensor], Tensor]:
+def along_arc(
+    products: list[list[float]], coef: float, arc: Arc = "slerp", zeros: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The function that interpolates coordinates of two leaves whose inner products are those of `gram`."""
-    cos = cosine(products, 0, 1)
-    if abs(cos) > _PARALLEL or not (products[0][0] and products[1][1]):
-        return lambda left, right: left + (right - left) * coef
-    angle = math.acos(cos)
-    near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
+    if arc == "leaf":
+        near, far = shares_of(products, coef)
+    else:
+        cos = cosine(products, 0, 1)
+        if abs(cos) > _PARALLEL or not (zeros or (products[0][0] and products[1][1])):
+            return lambda left, right: left + (right - left) * coef
+        angle = math.acos(cos)
+        near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
     return lambda left, right: left * near + right * far
 
 
@@ -54,12 +76,35 @@ class Slerp(Merger):
     grams = True
     function = staticmethod(slerp)
     based = False
+    semantics: ClassVar = {"mergekit": {"zeros": True}}
     coef: float = 0.5
     """gamma, 0 gives the first expert, 1 the second."""
+    arc: Arc = field(default="slerp", kw_only=True)
+    """leaf, first, last: NuSLERP without a base, one angle for a leaf, for each column, or for each row."""
+    zeros: bool = field(default=False, kw_only=True)
+    """A parameter that is zero is at a right angle to the other, as in mergekit; else the arc is a line."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:
-            between = arc(leaves.gram(path), leaves.coefs[path])
-            return lambda piece: between(*piece.deltas)
+            coef = leaves.coefs[path]
+            if self.arc in ("first", "last"):
+                shape = leaves.shape(path)
+                return lambda piece: between(
+                    *(weights.view(shape) for weights in piece.deltas),
+                    t=coef,
+                    along=self.arc,  # type: ignore[arg-type]
+                ).reshape(-1)
+            interpolate = along_arc(leaves.gram(path), coef, self.arc, self.zeros)
+            return lambda piece: interpolate(*piece.deltas)
 
-        return Rule(fuse)
+        return Rule(fuse, whole=lambda _: self.arc in ("first", "last"))
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        least = super().memory(leaves, experts)
+        if self.arc not in ("first", "last"):
+            return least
+        return max(least, 64 * max((leaf.numel() for leaf in leaves.values()), default=0))
+
+    def settings(self) -> dict[str, Any]:
+        plain = {"arc": "slerp", "zeros": False}
+        return {name: value for name, value in super().settings().items() if value != plain.get(name)}

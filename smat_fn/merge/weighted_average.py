@@ -43,9 +43,18 @@ def _of(path: str, weights: Iterable[Rules]) -> list[float]:
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
-    """Σ_i w_i v_i / Σ_i w_i, the weights in the values' order."""
+    """Σ_i w_i v_i / Σ_i w_i, the weights in the values' order. Raises: ValueError for a sum of 0."""
+    if normalize and no_sum(weights):
+        raise ValueError(
+            f"the sum of weights {list(weights)} of a leaf is 0: turn normalize off, or give other weights"
+        )
     total = math.fsum(weights) if normalize else 1.0
     return add(value * weight for value, weight in zip(values, weights, strict=True)).div_(total)
+
+
+def no_sum(weights: Sequence[float]) -> bool:
+    """Whether the sum of weights is 0 up to rounding."""
+    return abs(math.fsum(weights)) <= 1e-12 * math.fsum(map(abs, weights))
 
 
 def given_weights(
@@ -73,7 +82,7 @@ def given_weights(
         if not math.isfinite(w)
     ]
     numbers = [w for w in table.values() if not isinstance(w, Mapping)]
-    if not problems and names and normalize and len(numbers) == len(table) and math.fsum(numbers) == 0:
+    if not problems and names and normalize and len(numbers) == len(table) and no_sum(numbers):
         problems.append("the sum of weights is 0: turn normalize off, or give other weights")
     return problems, {name: table[name] for name in names if name in table}
 

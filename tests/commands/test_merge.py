@@ -125,6 +125,16 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_without_effect_are_refused(hub, call, tmp_path):
+    for merger, words, told in (
+        ("ta", ("--coef", 0.3, "--suite-options", "data", "x"), "--suite-options requires --search or --calibrate"),
+        ("ta", ("--coef", 0.3, "--search", "--grid", 0.1), "--grid and --widen choose a coefficient, here it is given"),
+        ("wa", ("--search", "--widen"), "--grid and --widen choose a coefficient, here it is given: wa (none)"),
+    ):
+        assert told in call(merger, *inputs(hub), *words, "--out", tmp_path / "out")[1]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("merger", ["ties", "dare"])
 def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp_path):
     words = (merger, *inputs(hub), "--coef", "0.5", "--shard-size", "2KB", "--seed", "3", "--out")

@@ -52,6 +52,7 @@ def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
     ):
         assert line in said
     assert f"extracted: {tmp_path / 'lora'}, rank 4" in said
+    assert call("verify", tmp_path / "lora") == (f"2 files have the hashes stored in {tmp_path / 'lora'}\n", None)
     assert call("extract-lora", *inputs, "--rank", 0)[1].startswith(
         "merge.py extract-lora:\n  rank is 0, must be at least 1\n  "
     )
@@ -168,6 +169,9 @@ def test_options_of_adapters_that_make_no_sense(call, tmp_path):
     for words, told in (
         (("--method", "ties"), "ties drops entries: give density, the share that stays"),
         (("--method", "svd", "--options", "keep", 1), "--options is for knots and core_space, not for svd"),
+        (("--method", "svd", "--coef", 0.5), "--coef is for knots and core_space, not for svd"),
+        (("--method", "cat", "--merger", "ta"), "--merger is for knots and core_space, not for cat"),
+        (("--method", "svd", "--majority", "frequency"), "--majority is for ties and ties_svd, not for svd"),
         (("--method", "knots", "--merger", "tie"), "--merger is 'tie', did you mean 'ties'"),
         (("--method", "knots", "--merger", "wa"), "--merger is 'wa'"),
         (("--method", "knots", "--options", "kep", 1), "--options kep is not an option of ties: they are weights, "),

@@ -369,7 +369,24 @@ def test_an_adapter_without_factors_is_refused(folders, tmp_path):
     folders.save(tmp_path / "expert", {path: leaf + 1 for path, leaf in base.items()})
     with pytest.raises(ValueError, match=r"none of the 2 leaves of .*expert that differ .*publish the expert itself"):
         extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=1)
+    folders.save(tmp_path / "copy", base)
+    with pytest.raises(ValueError, match=r"no leaf of .*copy differs from .*base: an adapter would be empty"):
+        extract_lora(tmp_path / "base", tmp_path / "copy", tmp_path / "lora", rank=1)
     assert not (tmp_path / "lora").exists()
+
+
+def test_an_adapter_is_written_into_none_of_its_inputs(base, folders, tmp_path):
+    wide = {path: leaf.float() for path, leaf in base.items()}
+    folders.save(tmp_path / "base", wide)
+    folders.save(tmp_path / "expert", {path: leaf + 1 for path, leaf in wide.items()})
+    lora = tmp_path / "lora"
+    extract_lora(tmp_path / "base", tmp_path / "expert", lora, rank=1)
+    before = (lora / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="which is, holds or lies in"):
+        extract_lora(tmp_path / "base", lora, lora, rank=2, overwrite=True)
+    with pytest.raises(ValueError, match="which is, holds or lies in"):
+        merge_adapters({"a": lora}, lora, lambda found: found["a"], overwrite=True)
+    assert (lora / "adapter_model.safetensors").read_bytes() == before
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft, about transformers

@@ -118,6 +118,20 @@ def test_equal_tokenizers_leave_every_bit(models, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_a_tokenizer_that_transformers_refuses_is_one_error(models, tmp_path):
+    change(models / "BASE", head_dim=7)  # seven coordinates cannot be rotated in pairs
+    with pytest.raises(ValueError, match=r"the tokenizer of .*BASE cannot be read .*even rotary dimension"):
+        plan(TA, models / "BASE", {"B": models / "B_OTHER_VOCABULARY"}, tmp_path / "out", tokenizer_from="union")
+
+
+def test_a_merge_that_changes_nothing_says_so(models, tmp_path):
+    told = "no parameter differs from base's"
+    same = merge_folders(TA, models / "BASE", {"one": models / "BASE"}, tmp_path / "same")
+    other = merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "other")
+    assert told in same.notes
+    assert told not in other.notes
+
+
 def test_tokenizers_that_cannot_decide_are_refused_by_name(models, tmp_path):
     experts = {"A": models / "A", "other": models / "B_OTHER_VOCABULARY"}
     with pytest.raises(ValueError, match=r"tokenizer_from is '.*ADAPTER': must be base, union, an expert's name or a"):

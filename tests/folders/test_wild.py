@@ -58,8 +58,9 @@ def test_other_numbers_of_rows_are_explained_once_for_every_expert(folders, tmp_
     experts = {"small": model(1, 9), "large": model(2, 15), "same": model(3)}
     paths = folders.save_family(tmp_path, model(0), experts)
     both = f"{EMBED!r}, {HEAD!r}"
-    large = f"expert 'large' has 15 rows in {both}, base 12: choose vocabulary base-rows (its first rows)"
-    small = f"expert 'small' has 9 rows in {both}, base 12: choose vocabulary pad-with-base (base's rows there)"
+    other = ", or merge by token (tokenizer_from)"
+    large = f"expert 'large' has 15 rows in {both}, base 12: choose vocabulary base-rows (its first rows){other}"
+    small = f"expert 'small' has 9 rows in {both}, base 12: choose vocabulary pad-with-base (base's rows there){other}"
     for policy, problems in {"error": [small, large], "base-rows": [small]}.items():
         with pytest.raises(ValueError, match="rows") as caught:
             plan(TA, *paths, tmp_path / "out", vocabulary=policy)

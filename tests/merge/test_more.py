@@ -226,6 +226,33 @@ def test_slerp_turns_just_below_the_limit():
     torch.testing.assert_close(merged, torch.tensor([1.0, 0.008]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("along", ["leaf", "first", "last"])
+def test_slerp_with_an_arc_of_nuslerp_is_that_of_a_zero_base(along):
+    generator = torch.Generator().manual_seed(1)
+    one = {"far": torch.randn(5, 3, generator=generator), "near": torch.randn(5, 3, generator=generator)}
+    two = {"far": torch.randn(5, 3, generator=generator), "near": one["near"] + 0.01 * one["far"]}  # cos ω > 0.9995
+    merged = merge.slerp([one, two], coef=0.3, arc=along)
+    same(merged, merge.nuslerp(zero(one), [one, two], t=0.3, along=along))
+    assert not torch.equal(merged["near"], merge.slerp([one, two], coef=0.3)["near"])
+
+
+def test_slerp_takes_a_zero_leaf_as_mergekit_does_where_it_is_asked():
+    # mergekit 0.1.5, slerp.py: norms below 1e-8 count as 1, so the cosine is 0
+    merged = merge.slerp([tree(0.0, 0.0), tree(4.0, 8.0)], coef=1 / 3, zeros=True)["w"]
+    torch.testing.assert_close(merged, torch.tensor([2.0, 4.0]))
+    with pytest.raises(ValueError, match="arc is 'row': slerp, leaf, first, last"):
+        merge.slerp([tree(0.0), tree(1.0)], coef=0.5, arc="row")
+
+
+def test_weights_of_a_leaf_that_sum_to_zero_are_an_error():
+    rules = {"w": 0.0, "*": 1.0}
+    with pytest.raises(ValueError, match="of a leaf is 0: turn normalize off"):
+        merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules])
+    with pytest.raises(ValueError, match="the sum of weights is 0"):  # up to rounding
+        merge.weighted_average([tree(1.0)] * 3, weights=[0.1, 0.2, -0.3])
+    assert merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules], normalize=False)["w"].tolist() == [0]
+
+
 def test_slerp_takes_every_leaf_by_itself():
     one = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0, 1.0])}
     two = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([3.0, 3.0])}

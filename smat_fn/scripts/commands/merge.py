@@ -212,6 +212,12 @@ def main(args: Merge) -> None:
         raise ValueError("--grid requires --search")
     if args.choice.widen and not args.choice.search:
         raise ValueError("--widen requires --search")
+    if args.choice.grid or args.choice.widen:
+        without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
+        if all(getattr(config, "coef", 0.0) is not None for config in configs):
+            raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
+    if args.choice.suite_options and not (args.choice.search or args.choice.calibrate):
+        raise ValueError("--suite-options requires --search or --calibrate")
     if args.choice.per_layer and not (args.choice.search and args.choice.per_layer > 0):
         raise ValueError(f"--per-layer {args.choice.per_layer} requires --search, and must be at least 1")
     if args.choice.snapshots and not (args.choice.search and args.inputs.run):
@@ -221,7 +227,7 @@ def main(args: Merge) -> None:
         raise ValueError(f"{every[0]} for all tasks is not a model for --search, --calibrate or --plot: give --task")
     merge = in_memory if args.choice.search or args.choice.calibrate else on_disk
     if not args.output.dry_run:
-        found = "experts" if args.inputs.run is None else f"experts of {args.inputs.run}"
+        found = "expert" + "s" * (len(experts) != 1) + ("" if args.inputs.run is None else f" of {args.inputs.run}")
         say(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}")
     if plot := args.output.plot:
         from smat_fn.scripts.analyse.pictures import check_picture, picture, rows_of
@@ -324,7 +330,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     else:
         with_push = pushed(args.output.push_to_hub, public=args.output.public, count=len(configs))
         for config, merged in zip(configs, streaming.stream_run(configs, order), strict=True):
-            yield from streaming.summary(config, *merged)
+            yield from streaming.summary(config, *merged, order.coefs)
             yield from with_push(merged[0])
 
 

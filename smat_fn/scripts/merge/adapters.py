@@ -31,6 +31,8 @@ def merge(args: MergeAdapters) -> Combined:
     found, problems = by_name(Path(args.base or "their base"), [path for path, _ in pairs], None)
     weights = {name: weight for (name, *_), (_, weight) in zip(found, pairs, strict=True) if weight is not None}
     key = mask_key(args.seed)
+    if args.majority != "total" and "ties" not in args.method:
+        problems.append(f"--majority is for ties and ties_svd, not for {args.method}")
     if args.method in SPACES:
         problems += [] if args.density is None else [f"{args.method} has no density of its own: give it in --options"]
         merger = None
@@ -46,7 +48,8 @@ def merge(args: MergeAdapters) -> Combined:
         how = {"density": args.density} if args.density is not None else {}
         how |= {"majority": args.majority} if "ties" in args.method else {}
         problems += option_problems(args.method, args.rank, args.density, args.majority, key)
-        problems += [f"--options is for knots and core_space, not for {args.method}"] if args.options else []
+        others = {"--options": args.options, "--coef": args.coef != 1.0, "--merger": args.merger != "ties"}
+        problems += [f"{name} is for knots and core_space, not for {args.method}" for name, on in others.items() if on]
         errors.raise_problems(problems)
         combine = partial(by_module, method=args.method, weights=weights, key=key, rank=args.rank, **how)
     facts = {

@@ -34,7 +34,7 @@ def verify(args: Verify) -> None:
         outcome.add("problems", problem)
     if problems:
         raise ValueError(f"{len(problems)} of {count} files differ from the hashes stored in {args.path}")
-    print(f"{count} files have the hashes stored in {args.path}")
+    print(f"{count} {'file has the hash' if count == 1 else 'files have the hashes'} stored in {args.path}")
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,8 @@ def from_recipe(args: FromRecipe) -> None:
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
     found = load(args.file)
     given = dict(found.options)
-    seed = given.pop("seed", 0) if args.seed is None else args.seed
+    seed = given.pop("seed", 0)
+    seed = seed if args.seed is None else args.seed
     if args.shard_size is not None:
         given["shard_size"] = streaming.bytes_of(args.shard_size)
     coefs = found.coef if isinstance(found.coef, Mapping) else {} if found.coef is None else {"*": found.coef}
@@ -282,7 +283,7 @@ def from_recipe(args: FromRecipe) -> None:
         return
     with_push = pushed(args.push_to_hub, public=args.public, count=1)
     for merged in streaming.stream_run([found.config], order):
-        print("\n".join([*streaming.summary(found.config, *merged), *with_push(merged[0])]))
+        print("\n".join([*streaming.summary(found.config, *merged, coefs), *with_push(merged[0])]))
 
 
 @dataclass(frozen=True)
@@ -417,8 +418,8 @@ COMMANDS: dict[str, Command] = {
 
 
 def by_density(words: list[str]) -> list[str]:
-    """``--density``, the name in mergekit and PEFT, as --keep; merge.py adapters has a --density of its own."""
-    if words[:1] == ["adapters"]:
+    """``--density``, the name in mergekit and PEFT, as --keep; adapters and sce have a --density of their own."""
+    if "ties" not in words or words[0] in ("adapters", "sce"):
         return words
     return [word.replace("--density", "--keep", 1) if word.partition("=")[0] == "--density" else word for word in words]
 

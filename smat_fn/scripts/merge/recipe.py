@@ -3,18 +3,20 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
+from collections import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from ... import errors
-from ...config import MERGERS, MORE_MERGERS
+from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
+from ...folders import Options
 from ...folders.stacks import parts_of, stack_of
 from .recipe_methods import METHODS, Method
-from .recipe_resolve import Recipe, entries, resolve
+from .recipe_resolve import Recipe, entries, first_of, resolve
 from .recipe_write import OWN
 
 __all__ = ["Recipe", "load"]
@@ -35,7 +37,9 @@ def load(file: Path) -> Recipe:
     """
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): give a recipe") from error
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of a recipe")
@@ -83,8 +87,9 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     parts += [found] if found.get("models") else []
     if any(not list(entries(part)) for part in parts):
         yield "models, and sources of every slice, must be lists of models"
+    adapted = first_of(found) if origin is None and not (method and method.based) else origin
     for place, entry in enumerate(entries(found)):
-        yield from _entry_problems(place, entry, origin, method, sliced=bool(slices))
+        yield from _entry_problems(place, entry, adapted, method, sliced=bool(slices))
     own = () if method is None else (*method.per_model, *method.shared)
     for scope in (found.get("parameters"), *(part.get("parameters") for part in slices)):
         yield from _scope_problems(scope, own, "", method is None)
@@ -134,7 +139,7 @@ def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{label}.source is {source!r}: must be a model, or have kind"
 
 
-def _entry_problems(place: int, entry: Any, origin: Any, method: Method | None, *, sliced: bool) -> Iterator[str]:
+def _entry_problems(place: int, entry: Any, adapted: Any, method: Method | None, *, sliced: bool) -> Iterator[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         yield f"model {place} is {entry!r}: must have model, a folder or a hub name"
         return
@@ -144,8 +149,8 @@ def _entry_problems(place: int, entry: Any, origin: Any, method: Method | None, 
     layers = entry.get("layer_range")
     if sliced and not (isinstance(layers, list) and len(layers) == 2 and all(type(layer) is int for layer in layers)):
         yield f"layer_range of model {ref} is {layers!r}: must be two numbers, [first, behind the last]"
-    if "+" in ref and ref.partition("+")[0] != origin:
-        yield f"model {ref}: an adapter must be one of base_model"
+    if "+" in ref and ref.partition("+")[0] != adapted:
+        yield f"model {ref}: an adapter must be one of base_model, or of the first model: merge.py export writes others"
     own = () if method is None else method.per_model
     yield from _scope_problems(entry.get("parameters"), own, f" of model {ref}", method is None)
 
@@ -197,28 +202,79 @@ def _is_scalar(value: Any) -> bool:
 def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     """A file that `written` gave."""
     known = {merger.name: merger for merger in (*MERGERS, *MORE_MERGERS)}
-    unknown = [
+    kinds = {**get_type_hints(Options), "base": str, "experts": Mapping[str, str], "options": Mapping[str, Any]}
+    kinds |= {"seed": int, "semantics": Semantics}
+    problems = [
         f"{name} is not a field of this file" for name in found if name not in (*OWN, "smat_fn", "merger", "options")
     ]
-    missing = [f"{name} is missing" for name in ("base", "experts") if name not in found]
-    if found["merger"] not in known:
-        missing.append(f"merger is {found['merger']!r}: one of {', '.join(known)}")
-    errors.raise_problems([*unknown, *missing])
-    merger = known[found["merger"]]
-    own = {f.name for f in fields(merger)}
-    errors.raise_problems(
-        [f"options.{name} is not an option of {merger.name}" for name in found["options"] if name not in own]
-    )
+    problems += [f"{name} is missing" for name in ("base", "experts", "options") if name not in found]
+    problems += [
+        f"{name} is {value!r}: see the recipe.yml of a merged model"
+        for name, value in found.items()
+        if name in kinds and not _fits(value, kinds[name])
+    ]
+    if (merger := known.get(str(found["merger"]))) is None:
+        problems.append(f"merger is {found['merger']!r}: one of {', '.join(known)}")
+    elif isinstance(found.get("options"), dict):
+        problems += _option_problems(merger, found["options"])
+    errors.raise_problems(problems, of=str(file))
+    assert merger is not None
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in found["options"].items()}
+    if isinstance(found.get("coef"), dict) and hasattr(merger, "coef"):
+        options = {"coef": None} | options  # that of every leaf is there
     places = folders_beside(file.parent)
     base = _placed(found["base"], places.get("base", {}))
     experts = [
         Path(f"{name}={_placed(path, places.get(f'expert {name!r}', {}))}") for name, path in found["experts"].items()
     ]
+    missing = [place for place in (base, *(Path(str(path).partition("=")[2]) for path in experts)) if _gone(place)]
+    if missing:
+        lost = ", ".join(dict.fromkeys(map(str, missing)))
+        raise ValueError(f"{file} names {lost}, no folder here or where it was: write where it is, or call from there")
     rest = {name: found[name] for name in OWN[3:] if name in found}
     for name in places.keys() & {"config_from", "tokenizer_from"}:
         rest[name] = str(next(iter(places[name].values())))
     return Recipe(merger(**options), base, experts, found.get("coef"), rest)
+
+
+def _gone(place: Path) -> bool:
+    """Whether a name is that of no folder here, and of no repository."""
+    return not place.exists() and not parts_of(place) and len(place.parts) == 1
+
+
+def _option_problems(merger: type[MergerConfig], options: Mapping[str, Any]) -> Iterator[str]:
+    """Of the options of a merger."""
+    own, kinds = {f.name: f for f in fields(merger)}, get_type_hints(merger)
+    for name, value in options.items():
+        if name not in own:
+            yield f"options.{name} is not an option of {merger.name}"
+        elif not _fits(value, kinds[name]):
+            yield f"options.{name} is {value!r}: see merge.py {merger.name} --help"
+    missing = (name for name, f in own.items() if f.default is MISSING is f.default_factory and name not in options)
+    yield from (f"options.{name} is missing" for name in missing)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of YAML is of a type; numbers of experts may be given by glob."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin is Literal:
+        return any(value == one for one in inner)
+    if origin is abc.Mapping:
+        return isinstance(value, dict) and all(
+            isinstance(n, str) and _entry_fits(e, inner[1]) for n, e in value.items()
+        )
+    if origin is tuple:
+        return isinstance(value, list) and all(_entry_fits(entry, inner[0]) for entry in value)
+    if inner:
+        return any(_fits(value, one) for one in inner)
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def _entry_fits(value: Any, kind: Any) -> bool:
+    by_glob = kind is float and isinstance(value, dict)
+    return all(isinstance(g, str) and _fits(v, float) for g, v in value.items()) if by_glob else _fits(value, kind)
 
 
 def _placed(given: str, places: Mapping[str, Path]) -> Path:

@@ -1,7 +1,8 @@
 """Map each `merge_method` of mergekit, and its parameters, to a merger and its options."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...config import (
@@ -21,6 +22,9 @@ from ...config import (
     Ties,
     WeightedAverage,
 )
+from ...merge.coefs import coef_of
+from ...merge.nuslerp import Along
+from ...merge.weighted_average import no_sum
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Resolved(NamedTuple):
     names: list[str]  # of the experts
     per_model: dict[str, dict[str, float | dict[str, float]]]  # parameter -> expert -> number, or by leaf
     shared: dict[str, Any]  # constant ones
+    paths: Collection[str] = ()  # of all leaves
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.shared.get(name, default))
@@ -68,6 +73,15 @@ def _breadcrumbs(found: Resolved, *, elect: bool) -> MergerConfig:
 
 def _della(found: Resolved, *, elect: bool) -> MergerConfig:
     eps = {name: found.of("epsilon").get(name, 0.15) for name in found.names}
+    for name, densities in _densities(found).items():
+        for path in found.paths if isinstance(densities, dict) or isinstance(eps[name], dict) else [""]:
+            density, width = (coef_of(path, rules) for rules in (densities, eps[name]))
+            if 0 < density < 1 and not 1e-12 < density - width <= density + width <= 1 + 1e-12:
+                where = f" at leaf {path!r}" if path else ""
+                raise ValueError(
+                    f"parameters.epsilon of {name} is {width:g}{where}, density {density:g}: density - epsilon and "
+                    "density + epsilon must be in (0, 1]"
+                )
     windows = {
         name: {path: 2 * v for path, v in value.items()} if isinstance(value, dict) else 2 * value
         for name, value in eps.items()
@@ -97,17 +111,35 @@ def _ties(found: Resolved) -> MergerConfig:
     )
 
 
-def nuslerp(found: Resolved) -> MergerConfig:
-    """Two models. Raises: ValueError for weights that no one share stands for."""
+def nuslerp(found: Resolved, *, based: bool) -> MergerConfig:
+    """Two models, with a base or alone. Raises: ValueError for weights that no one share stands for."""
     if len(found.names) != 2:
         raise ValueError(f"nuslerp takes two models beside base_model, here are {len(found.names)}")
     one, two = found.ordered("weight", 1.0)
-    if isinstance(one, dict) or isinstance(two, dict) or not one + two:
+    if isinstance(one, dict) or isinstance(two, dict) or abs(one + two) < 1e-6:
         raise ValueError("parameters.weight of nuslerp must be one number per model, with a sum other than 0")
-    along = "leaf" if found.flag("nuslerp_flatten", True) else "last"
+    along: Along = "leaf" if found.flag("nuslerp_flatten", True) else "last"
     if along == "last" and found.flag("nuslerp_row_wise", False):
         along = "first"
-    return NuSlerp(t=two / (one + two), along=along)  # type: ignore[arg-type]
+    share = two / (one + two)
+    return NuSlerp(t=share, along=along) if based else Slerp(coef=share, arc=along)
+
+
+def _linear(found: Resolved) -> MergerConfig:
+    """Raises: ValueError for leaves whose weights sum to 0."""
+    weights, normalize = found.ordered("weight", 1.0), found.flag("normalize", True)
+    empty = [path for path in found.paths if no_sum([coef_of(path, rules) for rules in weights])]
+    if normalize and empty:
+        raise ValueError(f"parameters.weight: the sum is 0 at leaf {empty[0]!r}: set normalize to false, or others")
+    return WeightedAverage(weights, normalize=normalize)
+
+
+def _karcher(found: Resolved) -> MergerConfig:
+    """Raises: ValueError for a number of steps that is none."""
+    steps = found.shared.get("max_iter", 10)
+    if not float(steps).is_integer():
+        raise ValueError(f"parameters.max_iter is {steps}: must be a whole number")
+    return Karcher(int(steps), found.shared.get("tol", 1e-5))
 
 
 def _multislerp(found: Resolved) -> MergerConfig:
@@ -120,10 +152,7 @@ def _multislerp(found: Resolved) -> MergerConfig:
 GTA = "normalize", "rescale", "int8_mask", "lambda"
 WD = "weight", "density"
 METHODS = {
-    "linear": Method(
-        lambda f: WeightedAverage(f.ordered("weight", 1.0), normalize=f.flag("normalize", True)),
-        ("weight",), ("normalize",), based=False, required=("weight",),
-    ),
+    "linear": Method(_linear, ("weight",), ("normalize",), based=False, required=("weight",)),
     "passthrough": Method(
         lambda f: WeightedAverage(f.ordered("scale", 1.0), normalize=False), ("scale",), based=False, single=True
     ),
@@ -144,13 +173,12 @@ METHODS = {
     "breadcrumbs_ties": Method(
         lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)
     ),
-    "slerp": Method(lambda f: Slerp(), (), ("t",), based=False, pair=True, required=("t",)),
-    "nuslerp": Method(nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
-    "multislerp": Method(_multislerp, ("weight",), required=("weight",)),
-    "karcher": Method(
-        lambda f: Karcher(f.shared.get("max_iter", 10), f.shared.get("tol", 1e-5)),
-        (), ("max_iter", "tol"), based=False, uneven=True,
+    "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",)),
+    "nuslerp": Method(
+        partial(nuslerp, based=True), ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)
     ),
+    "multislerp": Method(_multislerp, ("weight",), required=("weight",)),
+    "karcher": Method(_karcher, (), ("max_iter", "tol"), based=False, uneven=True),
     "model_stock": Method(lambda f: ModelStock(clamp=False), uneven=True),
     "sce": Method(
         lambda f: Sce(density=f.shared.get("select_topk", 1.0)), (), ("int8_mask", "select_topk"), uneven=True

@@ -2,12 +2,13 @@
 
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import errors
-from ...config import MergerConfig, Slerp
+from ...config import MergerConfig
 from ...folders.beside import TOKENIZER, files_of
 from ...folders.inputs import local_folder, open_input
 from ...folders.stacks import Part, is_first, layer_of, layers_of, stack_of
@@ -63,9 +64,8 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     alone = found["merge_method"] == "nuslerp" and origin is None
     slices = _slices(found, method, based=method.based and not alone)
     names = _slot_names(slices)
-    first = slices[0].base or slices[0].experts[0]
     if whole := _is_whole(slices):
-        base = Path(origin or first.ref)
+        base = Path(origin or first_of(found))
         experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
     else:
         base = _stack([part.base or part.experts[0] for part in slices])
@@ -74,25 +74,22 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     paths = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()]
     resolver = _Resolver(_whole_spots(paths) if whole else _spots(paths, slices), slices, found.get("parameters") or {})
     resolved = _resolved(method, names, resolver)
-    if alone:
-        one, two = resolved.ordered("weight", 1.0)
-        nuslerp(resolved)
-        config: MergerConfig = Slerp(coef=two / (one + two))
-    else:
-        config = method.make(resolved)
-    coef = None
+    config = nuslerp(resolved, based=False) if alone else method.make(resolved)
+    coef: Any = None
     if name := next((name for name in ("lambda", "t") if name in method.shared), None):
         coef = resolver.rules(name, None, 1.0 if name == "lambda" else None, every=True)
+        alike = not isinstance(coef, Mapping)
+        config, coef = replace(config, coef=coef if alike else None), None if alike else coef  # type: ignore[call-arg]
     notes: tuple[str, ...] = ()
     if _asks(found, slices, "int8_mask"):
         notes += ("int8_mask is ignored: masks take no memory here",)
     if slices[-1].tail:
         few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
         notes += (f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models",)
-    options = {"out_dtype": found.get("out_dtype") or found.get("dtype") or "same"}
+    options = {"semantics": "mergekit", "out_dtype": found.get("out_dtype") or found.get("dtype") or "same"}
     models = {model.ref: name for name, model in zip(names, slices[0].experts, strict=True)} if whole else {}
     models |= {} if whole else {model.ref: name_of(model.ref) for part in slices for model in part.experts}
-    options |= _beside(found, origin or first.ref, start.root, models)
+    options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, [Path(f"{n}={path}") for n, path in experts.items()], coef, options, notes)
 
 
@@ -103,6 +100,12 @@ def entries(found: Mapping[str, Any]) -> Iterator[Any]:
     for part in slices if isinstance(slices, list) else ():
         sources = part.get("sources") if isinstance(part, dict) else None
         yield from sources if isinstance(sources, list) else ()
+
+
+def first_of(found: Mapping[str, Any]) -> str:
+    """The first model, without an adapter: without base_model configuration and tokenizer are its."""
+    first = next(entries(found), None)
+    return str(first.get("model")).partition("+")[0] if isinstance(first, dict) else ""
 
 
 def _slices(found: Mapping[str, Any], method: Method, *, based: bool) -> list[Slice]:
@@ -255,7 +258,7 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
     if shared.get("rescale", True) is False and method.drops:
         problems.append("parameters.rescale: what is dropped at random is always rescaled here, leave it out")
     errors.raise_problems(problems)
-    return Resolved(names, per_model, shared)
+    return Resolved(names, per_model, shared, resolver.spots)
 
 
 class _Resolver:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -167,8 +167,10 @@ def chosen_part(text: str | None, *, dry_run: bool, push: str | None) -> Part | 
     return part_of(text)
 
 
-def summary(config: MergerConfig, folder: Path, report: Report | Waiting | None) -> list[str]:
-    """Lines for a merged model of `stream_run`."""
+def summary(
+    config: MergerConfig, folder: Path, report: Report | Waiting | None, coefs: Collection[str] = ()
+) -> list[str]:
+    """Lines for a merged model of `stream_run`. Args: coefs: globs of those by parameter, of `Order`."""
     if isinstance(report, Waiting):
         rest = "another process completes the folder"
         if report.missing:
@@ -179,7 +181,10 @@ def summary(config: MergerConfig, folder: Path, report: Report | Waiting | None)
     outcome.add("merged", {"folder": folder, "coef": coef, "kept": report is None})
     if report is None:
         return [f"kept: {folder}: {DONE}"]
-    first = f"merged: {folder}{'' if coef is None else f', coef {coef:g}'}, {rounding(report.rounding_ratio)}"
+    said = "" if coef is None else f", coef {coef:g}"
+    if coefs and hasattr(config, "coef"):
+        said = ", coef by parameter" if coef is None else f"{said} and others by parameter"
+    first = f"merged: {folder}{said}, {rounding(report.rounding_ratio)}"
     if of_all_tasks(config):
         tasks = ", ".join(open_several(folder).scales)
         first = f"merged: {folder}, {size_text(report.bytes)}, one vector and a mask each for {tasks}"

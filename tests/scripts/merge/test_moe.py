@@ -127,6 +127,14 @@ def test_random_rows_are_their_distributions():
     assert torch.equal(rows(states, torch.zeros(2, 2)), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
 
 
+def test_a_configuration_that_transformers_refuses_is_one_error(models, tmp_path):
+    place = shutil.copytree(models, tmp_path / "models")
+    for file in place.glob("*/config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 5}))
+    with pytest.raises(ValueError, match=r"base: transformers refuses its config.json .*number of attention heads"):
+        made(make_moe.file_of("random", place), tmp_path / "out")
+
+
 def test_the_file_in_an_output_repeats_it_and_a_rerun_keeps_it(models, tmp_path):
     said = made(make_moe.file_of("random", models, experts_per_token=1), tmp_path / "out", seed=5)
     assert "3 experts, 1 a token" in said[0]
@@ -148,7 +156,9 @@ def test_the_file_in_an_output_repeats_it_and_a_rerun_keeps_it(models, tmp_path)
     text = (tmp_path / "out/README.md").read_text() + (tmp_path / "out/manifest.json").read_text()
     assert "the MLPs those of A, B, C; routers by random" in text
     assert "# Mixture of experts of A+B+C" in text
-    assert str(models) not in text + (tmp_path / "out/recipe.yml").read_text()
+    config = (tmp_path / "out/config.json").read_text()
+    assert str(models) not in text + config + (tmp_path / "out/recipe.yml").read_text()
+    assert "no parameter differs" not in text
     made(make_moe.file_of("random", models), tmp_path / "out", seed=5, overwrite=True)
     assert json.loads((tmp_path / "out/config.json").read_text())["num_experts_per_tok"] == 2
 

@@ -11,4 +11,11 @@ def test_density_is_keep():
         merge = cli.parse(Merge, description=None, args=by_density([*words, *given]), prog="merge.py")
         assert (merge.merger.name, merge.merger.keep) == ("ties", 0.2)
     assert by_density(["--densities", "A", "0.5"]) == ["--densities", "A", "0.5"]
-    assert by_density(["adapters", "--density", "0.5"]) == ["adapters", "--density", "0.5"]
+    for words in (["adapters", "--method", "ties"], ["sce"], ["dare"]):
+        assert by_density([*words, "--density", "0.5"]) == [*words, "--density", "0.5"]
+    merge = cli.parse(Merge, description=None, args=by_density(["sce", *words_of("0.5")]), prog="merge.py")
+    assert merge.merger.density == 0.5
+
+
+def words_of(density):
+    return ["--density", density, "--base", "B", "--experts", "A", "C", "--out", "O"]

@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from smat_fn import merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.scripts.merge import commands
 from smat_fn.scripts.merge.recipe import load
@@ -141,11 +142,13 @@ def test_all_that_no_merger_does_is_refused_by_name_before_a_model_is_looked_at(
     assert [text for text in NAMED if text not in str(error.value)] == []
 
 
+WEIGHTS = ("A", 0.25), ("B", 0.75)
 SHARED = {"merge_method": "ties", "base_model": "BASE", "models": [{"model": "A", "parameters": {"weight": 1}}]}
 SLICED = {"merge_method": "passthrough", "dtype": "float32"}
 ONE = {"sources": [{"model": "A", "layer_range": [0, 2]}]}
 TWO = {"sources": [{"model": "A", "layer_range": [0, 2]}, {"model": "B", "layer_range": [0, 2]}]}
 THREE = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for name in "CAB"]
+EXCEPT_MLP = [{"filter": "mlp", "value": 0}, {"value": 1}]
 OTHER = {"model": "BASE", "layer_range": [0, 2], "parameters": {"weight": 1}}
 REFUSALS = {
     "parameters is 3: must be parameters by name": SHARED | {"parameters": 3},
@@ -197,6 +200,21 @@ REFUSALS = {
         "chat_template": "auto",
         "dtype": "float32",
     },
+    "parameters.weight: the sum is 0 at leaf 'model.layers.0.mlp.down_proj.weight'": {
+        "merge_method": "linear",
+        "models": [{"model": name, "parameters": {"weight": EXCEPT_MLP}} for name in "AB"],
+    },
+    "parameters.max_iter is 2.5: must be a whole number": {
+        "merge_method": "karcher",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"max_iter": 2.5},
+    },
+    "parameters.epsilon of A is 0.15, density 0.9: density - epsilon": SHARED
+    | {"merge_method": "della", "parameters": {"density": 0.9}},
+    "ADAPTER: an adapter must be one of base_model, or of the first model": {
+        "merge_method": "linear",
+        "models": [{"model": name, "parameters": {"weight": 1}} for name in ("A", "C+ADAPTER")],
+    },
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
@@ -211,6 +229,92 @@ def test_what_a_recipe_cannot_say_is_one_error(text, models, tmp_path):
     (tmp_path / "bad.yml").write_text(words)
     with pytest.raises(ValueError, match=re.escape(text)):
         load(tmp_path / "bad.yml")
+
+
+NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
+ROWS = {
+    "leaf": {},
+    "last": {"nuslerp_flatten": False},
+    "first": {"nuslerp_flatten": False, "nuslerp_row_wise": True},
+}
+
+
+@pytest.mark.parametrize("along", ROWS)
+def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
+    made = merged(NUSLERP | {"parameters": ROWS[along]}, models, tmp_path)
+    a, b = (load_file(models / name / "model.safetensors") for name in "AB")
+    zeros = {path: torch.zeros_like(leaf) for path, leaf in a.items()}
+    found = load_file(made / "model.safetensors")
+    for path, leaf in merge.nuslerp(zeros, [a, b], t=0.75, along=along).items():
+        assert torch.equal(found[path], leaf)
+
+
+def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
+    made = merged({"merge_method": "passthrough", "models": [{"model": "BASE+ADAPTER"}]}, models, tmp_path)
+    found, base = (load_file(folder / "model.safetensors") for folder in (made, models / "BASE"))
+    a, b = load_file(models / "ADAPTER" / "adapter_model.safetensors").values()
+    path = "model.layers.1.self_attn.q_proj.weight"
+    torch.testing.assert_close(found.pop(path), base.pop(path) + 2 * (b @ a))
+    assert all(torch.equal(leaf, base[path]) for path, leaf in found.items())
+
+
+def test_what_is_printed_and_written_is_what_a_recipe_says(models, tmp_path, capsys):
+    recipe = {
+        "merge_method": "slerp",
+        "base_model": "A",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"t": 0.9},
+    }
+    made = merged(recipe, models, tmp_path)
+    assert f"merged: {made}, coef 0.9, rounding" in capsys.readouterr().out
+    assert "Merger: slerp (coef 0.9, zeros True), semantics mergekit." in (made / "README.md").read_text()
+    (tmp_path / "leaves").mkdir()
+    made = merged(recipe | {"parameters": {"t": [0.2, 0.9]}}, models, tmp_path / "leaves")
+    assert f"merged: {made}, coef by parameter, rounding" in capsys.readouterr().out
+
+
+def test_a_seed_of_the_command_line_is_taken_before_that_of_the_file(models, tmp_path):
+    recipe = {
+        "merge_method": "dare_linear",
+        "base_model": "BASE",
+        "models": [{"model": "A", "parameters": {"weight": 1, "density": 0.5}}],
+    }
+    for place in "one", "two":
+        (tmp_path / place).mkdir()
+    first, files = merged(recipe, models, tmp_path / "one", seed=3), []
+    for seed in 3, 4:
+        commands.from_recipe(commands.FromRecipe(first / RECIPE, tmp_path / "two", seed=seed, overwrite=True))
+        files.append((tmp_path / "two" / "dare" / "model.safetensors").read_bytes())
+    assert files[0] == (first / "model.safetensors").read_bytes() != files[1]
+
+
+OWN = {"merger": "ties", "options": {"coef": 0.3, "keep": 0.5}, "base": "BASE", "experts": {"A": "A"}}
+OWN_BAD = {
+    "options is missing": {"options": ...},
+    "options is [1]": {"options": [1]},
+    "experts is ['A']": {"experts": ["A"]},
+    "experts is {'A': 3}": {"experts": {"A": 3}},
+    "base is 3": {"base": 3},
+    "coef is 'x'": {"coef": "x"},
+    "coef is {'*': None}": {"coef": {"*": None}},
+    "seed is 0.5": {"seed": 0.5},
+    "shard_size is '5GB'": {"shard_size": "5GB"},
+    "out_dtype is 'int8'": {"out_dtype": "int8"},
+    "merger is ['ties']: one of": {"merger": ["ties"]},
+    "options.keep is 'x': see merge.py ties --help": {"options": {"keep": "x"}},
+    "options.kep is not an option of ties": {"options": {"kep": 0.5}},
+    "options.weights is [0.5]": {"options": {"weights": [0.5]}},
+    "options.weights is missing": {"merger": "weighted_average", "options": {}},
+    "names BASE, A, no folder here or where it was": {},
+}
+
+
+@pytest.mark.parametrize("text", OWN_BAD)
+def test_a_file_of_ours_that_was_changed_is_one_error(text, tmp_path):
+    found = {name: value for name, value in (OWN | OWN_BAD[text]).items() if value is not ...}
+    (tmp_path / RECIPE).write_text(yaml.safe_dump(found))
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load(tmp_path / RECIPE)
 
 
 OUTSIDE = {"kind": "model_token", "model": "A", "token_id": 14}
