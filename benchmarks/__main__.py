@@ -12,6 +12,7 @@ BENCHMARKS = {
     "digits-report": "the same with its analyses, and a report of all in docs/results/digits_methods",
     "digits-onepass": "one backward pass a step against two, by docs/protocols/digits_onepass.md (hours on 2 cores)",
     "digits-mergers": "the methods chosen there by every merger without data, a heat map (half an hour on 2 cores)",
+    "digits-data-mergers": "the same experts by the mergers that need data, in the same heat map (an hour on one core)",
     "studies": "the same on pretrained backbones, docs/protocols/backbones.md and vit_top.md (--dry-run: minutes)",
     "screening": "many training methods on digits, a first look by docs/protocols/screening.md (hours on 2 cores)",
     "minilm-methods": "all methods on a pretrained text encoder, by docs/protocols/minilm.md (hours on 2 cores)",

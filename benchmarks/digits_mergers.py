@@ -28,13 +28,12 @@ from smat_fn.config import (
     TsvMerge,
     Wudi,
 )
-from smat_fn.evaluate import read_results
 from smat_fn.report.plots import merger_plot
-from smat_fn.report.tables import main_table
+from smat_fn.report.tables import MainTable, cell_of
 
 from .digits_onepass import GRIDS, STUDY
 from .methods import evaluate
-from .readme import ROOT
+from .readme import ROOT, ordered, stored, with_data
 from .study.grids import stored_choices
 
 FIGURE = ROOT / "docs/results/digits_mergers.png"
@@ -71,10 +70,20 @@ def main(folder: Positional[Path], *, jobs: int = 2, seeds: int = 3) -> None:
     )
     facts = machine.describe("python -m benchmarks digits-mergers FOLDER")
     evaluate(own, folder, jobs, facts, {label: chosen for label, (chosen,) in choices.items()})
-    draw(own.file(".jsonl"))
+    draw()
 
 
-def draw(rows: Path) -> None:
-    """The heat map of stored scores."""
-    table = main_table(read_results(rows))
-    write_bytes(FIGURE, merger_plot(table, [config.name.upper() for config in MERGERS]))
+def draw() -> None:
+    """The heat map of the stored scores, of mergers that need data too; these say what they see."""
+    stored_ = stored("digits_mergers")
+    lines, sees = with_data(stored_["test"])
+    names = {name: f"{name} ({sees[name]})" if name in sees else name for name in ordered(lines) if name != "Expert"}
+    cells = {
+        label: {
+            names[name]: cell_of(dict(zip(stored_["seeds"], scores, strict=True)))
+            for name, scores in line.items()
+            if name in names
+        }
+        for label, line in lines.items()
+    }
+    write_bytes(FIGURE, merger_plot(MainTable("test", cells), list(names.values())))

@@ -97,8 +97,9 @@ def main() -> None:
 
 def runs(folder: Path) -> Iterator[Run]:
     """All runs whose results are stored in a folder."""
+    again = "digits_mergers_runs.jsonl", "digits_data_mergers_runs.jsonl"  # experts of digits_onepass once more
     for file in sorted(folder.glob("*_runs.jsonl")):
-        if file.name == "digits_mergers_runs.jsonl":  # experts of digits_onepass once more
+        if file.name in again:
             continue
         yield from _evaluated(folder, file.name.removesuffix("_runs.jsonl"), lines(file))
     for file in sorted(folder.glob("*_tuning.json")):

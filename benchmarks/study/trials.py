@@ -76,6 +76,7 @@ def run_trials(
     report: Callable[[str], None],
     test: bool = False,
     keep: Callable[[Trial], bool] = lambda trial: True,
+    run_one: Callable[[Trial, Path, bool, bool], Outcome] = run_trial,
 ) -> Iterator[tuple[Trial, Outcome]]:
     """`run_trial` of each, in order, in ``jobs`` processes of one thread (1: this one); yields them as they finish.
 
@@ -83,7 +84,7 @@ def run_trials(
     reckoned from finished trials, before there are any from a few steps of every kind
     (`time_kinds`). A trial that fails does not stop the others.
 
-    Args: report: gets a line per finished trial, and a forecast in advance.
+    Args: report: gets a line per finished trial, and a forecast in advance; run_one: in place of `run_trial`.
     Raises: ValueError for a trial that is there twice; RuntimeError, at the end, that lists the trials that failed.
     """
     folders = [trial.folder(work) for trial in trials]
@@ -108,7 +109,7 @@ def run_trials(
         guess = next(run for _, run in _each(pool, time_kinds, [(list(kinds.values()),)])).result()
         report(f"{len(left)} trials in {jobs} processes, {_time_left(left, seconds, guess, jobs)}")
         todo = list(left)
-        for place, run in _each(pool, run_trial, [(trial, work, test, keep(trial)) for trial in todo]):
+        for place, run in _each(pool, run_one, [(trial, work, test, keep(trial)) for trial in todo]):
             trial = todo[place]
             left.remove(trial)
             try:

@@ -5,21 +5,25 @@ import math
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy import stats
 
 from benchmarks import digits as benchmark
 from benchmarks import digits_methods, methods, minilm_methods, readme
+from benchmarks.study import by_data
 from benchmarks.study.trial import Trial, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
 from smat_fn.evaluate import Result, Scorer, read_results
 from smat_fn.evaluate.statistics import paired
+from smat_fn.merge import fisher
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge import commands, merging, statistics
 from smat_fn.scripts.merge.choosing import calibrate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import training
@@ -227,6 +231,79 @@ def test_a_failed_trial_does_not_stop_the_others(one, first, tmp_path):
     assert outcome(bad, work) is None
     with pytest.raises(ValueError, match="twice"):
         list(run_trials([one, one], work, jobs=1, report=lines.append))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Statistics of 16 rows, three steps of AdaMerging."""
+    monkeypatch.setattr(statistics, "Statistics", partial(statistics.Statistics, rows=16))
+    monkeypatch.setattr(commands, "AdaMerging", partial(commands.AdaMerging, steps=3))
+    monkeypatch.setattr(commands, "RegMeanPlus", partial(commands.RegMeanPlus, rows=16))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one, first, tmp_path, monkeypatch):
+    trial, true = one._replace(mergers=by_data.CONFIGS), digits.splits
+    found = by_data.run_by_data(trial, tmp_path / "a", test=True, keep=True)
+    assert not by_data.is_adapted(found)
+    found = by_data.adapt_trial(trial, tmp_path / "a", found, keep=True)
+    assert by_data.is_adapted(found)
+    assert outcome(trial, tmp_path / "a") == found
+    rows = {(row.model, row.task): row.score for row in rows_of(found)}
+    experts = {("expert:rot90", "rot90"), ("expert:stripes", "stripes")}
+    assert rows.keys() == experts | {(name, task) for name in by_data.SEES for task in ("rot90", "stripes")}
+    assert all(scores.keys() == {"rot90", "stripes"} for scores in found["dev"].values())
+    # the experts of any other trial of these settings, and the library's own functions on what lies beside them
+    stored = {(row.model, row.task): row.score for row in rows_of(run_trial(one, first[0], test=True, keep=True))}
+    assert {place: rows[place] for place in experts} == {place: stored[place] for place in experts}
+    suite, inputs = load_suite("digits", seed=21), load_inputs(*find_inputs(trial.folder(tmp_path / "a")))
+    for name, kind in (("FISHER", "fisher"), ("FISHER_ADAM", "adam")):
+        own = {x: load_file(trial.folder(tmp_path / "a") / x / checkpoint.STATISTICS[kind]) for x in inputs.experts}
+        merged = fisher(inputs.base, inputs.experts, own, coef=found["coefs"][name])
+        assert {task: suite.score(merged, task, "test") for task in suite.tasks} == {
+            task: rows[name, task] for task in suite.tasks
+        }
+
+    def scrambled(seed):
+        parts = true(seed)
+        return parts | {"test": Examples(parts["test"].images, (parts["test"].labels + 1) % 10)}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(digits, "splits", scrambled)
+        running = run_trials([trial], tmp_path / "b", jobs=1, report=print, test=True, run_one=by_data.run_by_data)
+        ((_, other),) = running
+        other = by_data.adapt_trial(trial, tmp_path / "b", other, keep=False)
+    assert {x: other[x] for x in ("dev", "coefs", "facts")} == {x: found[x] for x in ("dev", "coefs", "facts")}
+    assert not list((tmp_path / "b").rglob("*.safetensors"))
+    assert other["test"] != found["test"]
+    monkeypatch.setattr(training, "train_run", stopped)
+    running = run_trials([trial], tmp_path / "b", jobs=1, report=print, test=True, run_one=by_data.run_by_data)
+    assert list(running) == [(trial, other)]
+
+
+@pytest.mark.usefixtures("short")
+def test_muon_leaves_no_moments_to_merge_by_and_weights_are_deleted(one, tmp_path):
+    muon = one._replace(training=replace(one.training, optimizer="muon", muon_lr=1e-3), mergers=by_data.CONFIGS)
+    found = by_data.run_by_data(muon, tmp_path, test=False, keep=False)
+    assert found["dev"].keys() == {"FISHER", "REG_MEAN", "REG_MEAN_PLUS"}
+    assert found["test"] is None
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("best", "edge"), [(1.4, ""), (2.6, ""), (9.0, "largest")])
+def test_a_merged_model_is_stretched_to_the_best_dev_score(best, edge):
+    class Line:
+        base, tasks = {"w": torch.tensor([1.0, 2.0])}, ("a", "b")
+
+        def score(self, params, task, split):
+            assert split == "dev"
+            return 50 - float(params["w"][0] - 1 - 2 * best) ** 2  # the merged w is 3, so that w - 1 is 2 gamma
+
+    found = by_data.stretched(Line(), {"w": torch.tensor([3.0, 3.0])})
+    assert found.coef == (best if not edge else 4.0)  # ten steps beyond 2
+    assert found.facts == {"edge": edge}
+    torch.testing.assert_close(found.params["w"], torch.tensor([1 + 2 * found.coef, 2 + found.coef]))
 
 
 @pytest.mark.slow
