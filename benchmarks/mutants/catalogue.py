@@ -491,8 +491,11 @@ MUTANTS = [
         ("if isinstance(loss_fn, ModuleLoss):", "if not isinstance(loss_fn, ModuleLoss) and False:"),
     ),
     *_of(
-        "grad/modules.py",
+        "tree.py",
         ("torch.zeros_like(leaf) for leaf in leaves.values()", "torch.ones_like(leaf) for leaf in leaves.values()"),
+    ),
+    *_of(
+        "grad/modules.py",
         ("if self._shapes.get(name) != value.shape", "if name not in self._shapes"),
         ("loss_fn(weights(params), *args, **options)", "loss_fn(params, *args, **options)"),
     ),
