@@ -28,7 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/mutants.json"
 COPIED = "smat_fn", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "train.py", "merge.py", "eval.py"
 # where the tests of a part are, if not in the folder of its name
-TESTS = {"grad": "tests/core/test_grad.py", "where.py": "tests/core/test_where.py"}
+TESTS = {
+    "grad": "tests/core/test_grad.py",
+    "tree.py": "tests/core/test_grad.py",
+    "where.py": "tests/core/test_where.py",
+}
 NICE = 15  # of the tests
 LIMIT = 900  # seconds of one run of a folder's tests; a mutant that takes longer has failed
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.M)
@@ -36,8 +40,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.M)
 HEAD = """# Mutation check
 
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
-dropped terms), and runs the tests of the fault's own folder until one fails; those of `grad` and `where.py` are
-`tests/core/test_grad.py` and `tests/core/test_where.py`. The faults stand in `benchmarks/mutants/catalogue.py`. One
+dropped terms), and runs the tests of the fault's own folder until one fails; those of `grad` and `tree.py` are
+`tests/core/test_grad.py`, those of `where.py` `tests/core/test_where.py`. The faults stand in `benchmarks/mutants/catalogue.py`. One
 whose place in the source has changed is reported, not skipped. A fault runs again when its file, or the test that
 found it, has changed.
 """
