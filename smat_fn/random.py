@@ -33,7 +33,7 @@ def key(seed: int) -> Tensor:
         int64 tensor (2,) = (seed, 0).
 
     Raises:
-        ValueError: seed is no integer.
+        ValueError: seed is not an integer.
     """
     return torch.tensor([_int64(seed), 0], dtype=torch.int64)
 
@@ -263,7 +263,7 @@ def _int64(number: int) -> int:
         return (operator.index(number) + 2**63) % 2**64 - 2**63
     except TypeError:
         # what is rounded to an integer, or to a multiple of 2**11, would be the key of another number
-        raise ValueError(f"{number!r} is no integer: keys are made of integers, and fold_in takes names too") from None
+        raise ValueError(f"{number!r} is not an integer: keys are made of integers, and fold_in takes names too") from None
 
 
 def _check_key(key: Tensor) -> None:

@@ -312,7 +312,7 @@ def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, fl
     except (ValueError, TypeError) as error:
         return {}, [f"alpha_depth is {alpha_depth}: {error}"]
     if odd := [f"{path} {factor!r}" for path, factor in found.items() if not isinstance(factor, Real)]:
-        return {}, [f"alpha_depth has factors that are no numbers: {', '.join(shortened(odd, '{} more'))}"]
+        return {}, [f"alpha_depth has factors that are not numbers: {', '.join(shortened(odd, '{} more'))}"]
     unknown = [f"alpha_depth names {path!r}, which is not a parameter" for path in found.keys() - set(paths)]
     return found, sorted(unknown) + factor_problems(found)
 

@@ -252,12 +252,12 @@ def test_what_is_no_key_is_refused(bad):
 
 @pytest.mark.parametrize("bad", [1.0, 1.5, "7", None, b"7"], ids=repr)
 def test_what_is_no_integer_is_no_seed_and_folds_into_nothing(bad):
-    with pytest.raises(ValueError, match=" is no integer: keys are made of integers"):
+    with pytest.raises(ValueError, match=" is not an integer: keys are made of integers"):
         random.key(bad)
     if not isinstance(bad, str):
-        with pytest.raises(ValueError, match=" is no integer: keys are made of integers"):
+        with pytest.raises(ValueError, match=" is not an integer: keys are made of integers"):
             random.fold_in(random.key(0), bad)
-        with pytest.raises(ValueError, match=" is no integer"):
+        with pytest.raises(ValueError, match=" is not an integer"):
             random.split(random.key(0), bad)
     with pytest.raises(ValueError, match=r"data is a torch\.float32 tensor, must be one of integers"):
         random.fold_in(random.key(0), torch.tensor(3.0))
