@@ -101,8 +101,8 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     def known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
         return {name: value for name, value in (facts or {}).items() if name not in open_}
 
-    now = {"method": method.name, "hyperparameters": known(own), "seed": run.seed}
-    now["training"] = known(numbers(training, world))
+    trained = known(numbers(training, world))
+    now = {"method": method.name, "hyperparameters": known(own), "training": trained, "seed": run.seed}
     parts = {name: known(stored.get(name)) for name in ("hyperparameters", "training")}
     if differ := snapshots.differences({**stored, **parts}, json.loads(json.dumps(now))):
         return [f"{path} exists, trained with other settings ({', '.join(differ)}): pass another --out, or --overwrite"]
