@@ -263,7 +263,8 @@ def _int64(number: int) -> int:
         return (operator.index(number) + 2**63) % 2**64 - 2**63
     except TypeError:
         # what is rounded to an integer, or to a multiple of 2**11, would be the key of another number
-        raise ValueError(f"{number!r} is not an integer: keys are made of integers, and fold_in takes names too") from None
+        problem = f"{number!r} is not an integer: keys are made of integers, and fold_in takes names too"
+        raise ValueError(problem) from None
 
 
 def _check_key(key: Tensor) -> None:
