@@ -6,6 +6,7 @@ pass that clips.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,7 +100,7 @@ def main(
     Args:
         rows: sequences a batch.
         length: tokens a sequence.
-        dtypes: of parameters and optimizer.
+        dtypes: of parameters and optimizer; rows of others stay in the file, if they are of such a machine and setting.
         rounds: periods of each method that count; two more of each warm up.
         threads: of torch; default: its own choice.
         dry_run: a tiny model, no result file.
@@ -109,13 +110,26 @@ def main(
         raise SystemExit("benchmarks scale: rows, length, rounds and threads must be at least 1")
     if threads is not None:
         torch.set_num_threads(threads)
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    setting = {"threads": torch.get_num_threads(), "model": SIZES, "batch": [rows, length], "period": PERIOD}
+    facts = {**timing.describe("python -m benchmarks scale"), **setting}
+    commit = facts.pop("commit")
+    stored = {} if dry_run else _stored(out, facts)
     for name in dtypes:
-        found.append(measure(getattr(torch, name), rows, length, rounds, dry_run))
-        facts = {"threads": torch.get_num_threads(), "model": SIZES, "batch": [rows, length], "period": PERIOD}
+        found[name] = measure(getattr(torch, name), rows, length, rounds, dry_run)
+        stored[name] = {**found[name], "commit": commit}
         if not dry_run:
-            timing.store(out, {**timing.describe("python -m benchmarks scale"), **facts, "rows": found})
-    print(timing.markdown(found), flush=True)
+            timing.store(out, {**facts, "rows": list(stored.values())})
+    print(timing.markdown(list(found.values())), flush=True)
+
+
+def _stored(file: Path, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a file by dtype, if they were measured on such a machine with these settings."""
+    if not file.exists():
+        return {}
+    result = json.loads(file.read_text())
+    rows = {row["dtype"]: row for row in result.pop("rows")}
+    return rows if result == facts else {}
 
 
 def measure(dtype: torch.dtype, rows: int, length: int, rounds: int, dry_run: bool) -> dict[str, Any]:

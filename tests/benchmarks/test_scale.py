@@ -13,7 +13,7 @@ def test_a_tiny_model_is_measured_and_stored(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scale, "SIZES", {**scale.TINY, "tie_word_embeddings": True})
     scale.main(rows=2, length=8, rounds=1, dtypes=("bfloat16",), threads=1, out=tmp_path / "scale.json")
     found = json.loads((tmp_path / "scale.json").read_text())
-    assert {"command", "commit", "hardware", "versions"} <= found.keys()
+    assert {"command", "hardware", "versions"} <= found.keys()
     assert (found["batch"], found["period"], found["threads"], found["model"]["vocab_size"]) == ([2, 8], 4, 1, 512)
     (row,) = found["rows"]
     assert (row["dtype"], row["parameters"]) == ("bfloat16", 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 96 + 2 * 64) + 64)
@@ -21,6 +21,13 @@ def test_a_tiny_model_is_measured_and_stored(monkeypatch, tmp_path, capsys):
     assert all(row[f"{kind} step, {part} ms"] > 0 for kind in ("clean", "simulated") for part in parts)
     assert row["simulated step, rest ms"] > row["clean step, rest ms"]
     assert "| bfloat16 |" in capsys.readouterr().out
+    scale.main(rows=2, length=8, rounds=1, dtypes=("float32",), threads=1, out=tmp_path / "scale.json")
+    assert [one["dtype"] for one in json.loads((tmp_path / "scale.json").read_text())["rows"]] == [
+        "bfloat16",
+        "float32",
+    ]
+    scale.main(rows=1, length=8, rounds=1, dtypes=("float32",), threads=1, out=tmp_path / "scale.json")
+    assert [one["dtype"] for one in json.loads((tmp_path / "scale.json").read_text())["rows"]] == ["float32"]
 
 
 def test_what_a_simulated_step_has_beyond_a_clean_one_is_simulation(monkeypatch):

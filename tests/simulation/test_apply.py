@@ -1,6 +1,7 @@
 """The fast path against the literal equations bit for bit; where the cuts fall, trees, buffers and errors."""
 
 import itertools
+import random as random_module
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -10,7 +11,9 @@ import torch
 from smat_fn import merge, optim, random
 from smat_fn.mat import smat
 from smat_fn.simulation import NOISES, draw, materialise, naive, participation, reweight, simulate
+from smat_fn.simulation import state as state_module
 from smat_fn.testing import assert_trees_equal, random_tree
+from smat_fn.tree import check_apart
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = {"one": (1,), "scalar": (), "w7": (7,), "w8": (2, 4), "w63": (7, 9), "empty": (0, 3)}
@@ -305,6 +308,25 @@ def test_leaves_of_out_that_share_memory_are_refused_before_anything_is_written(
     assert_trees_equal(simulate(tied, base, drawn, out=columns), simulate(tied, base, drawn))
     vector = {"a": torch.ones(6, 5), "b": torch.ones(6, 5)}
     assert_trees_equal(merge.apply_vector(tied, vector, coef=1.0, out=columns), {"a": one + 1, "b": one + 1})
+
+
+def test_addresses_alone_tell_the_usual_buffers_apart_and_never_those_that_overlap():
+    lengths, flat = {"a": 3, "b": 1, "c": 4, "none": 0}, torch.zeros(24)
+    rng, told = random_module.Random(0), 0
+    for _ in range(2000):
+        cut = [
+            {path: flat[(start := rng.randrange(20)) : start + size] for path, size in lengths.items()} for _ in "ab"
+        ]
+        targets, inputs = {path: rng.choice(cut)[path] for path in lengths}, cut[0]
+        if state_module._plainly_apart(targets, inputs):
+            told += 1
+            check_apart(targets)
+            assert not state_module._crossed(targets, inputs)
+    assert told > 50
+    own, others = ({path: torch.zeros(size) for path, size in lengths.items()} for _ in "ab")
+    assert state_module._plainly_apart(own, own)
+    assert state_module._plainly_apart(own, others, own)
+    assert not state_module._plainly_apart(own, {**own, "a": own["c"][1:]})
 
 
 def test_a_base_without_memory_is_refused_and_not_read_as_whatever_is_there():
