@@ -21,13 +21,11 @@ def test_a_tiny_model_is_measured_and_stored(monkeypatch, tmp_path, capsys):
     assert all(row[f"{kind} step, {part} ms"] > 0 for kind in ("clean", "simulated") for part in parts)
     assert row["simulated step, rest ms"] > row["clean step, rest ms"]
     assert "| bfloat16 |" in capsys.readouterr().out
-    scale.main(rows=2, length=8, rounds=1, dtypes=("float32",), threads=1, out=tmp_path / "scale.json")
-    assert [one["dtype"] for one in json.loads((tmp_path / "scale.json").read_text())["rows"]] == [
-        "bfloat16",
-        "float32",
-    ]
-    scale.main(rows=1, length=8, rounds=1, dtypes=("float32",), threads=1, out=tmp_path / "scale.json")
-    assert [one["dtype"] for one in json.loads((tmp_path / "scale.json").read_text())["rows"]] == ["float32"]
+    # rows of another dtype stay, those of other batches do not
+    for rows, dtypes in ((2, ["bfloat16", "float32"]), (1, ["float32"])):
+        scale.main(rows=rows, length=8, rounds=1, dtypes=("float32",), threads=1, out=tmp_path / "scale.json")
+        stored = json.loads((tmp_path / "scale.json").read_text())["rows"]
+        assert [one["dtype"] for one in stored] == dtypes
 
 
 def test_what_a_simulated_step_has_beyond_a_clean_one_is_simulation(monkeypatch):
