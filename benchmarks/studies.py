@@ -1,4 +1,4 @@
-"""One backward pass against two on pretrained backbones, by docs/protocols/backbones.md and vit_top.md.
+"""One backward pass against two on pretrained backbones, by docs/protocols/backbones.md and vit_blocks.md.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from tyro.conf import Positional
 
 from smat_fn import machine
-from smat_fn.config import PRESETS, IsoC, Training, TsvMerge, Wudi
+from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
 
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
 from .study.grids import Axis, Grid, Widening, widening
@@ -33,6 +33,7 @@ class Backbone(NamedTuple):
     evaluation: tuple[int, ...]
     options: Options
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
+    small: bool = False  # five candidates a method in place of nine
 
 
 BACKBONES = {
@@ -45,19 +46,20 @@ BACKBONES = {
         evaluation=(161, 162, 163),
         options=(("batch_size", 32),),
     ),
-    "vit_top": Backbone(
+    "vit_blocks": Backbone(
         "clip-vit-b32",
-        Training(steps=100, lr=5e-5, optimizer="adam", schedule="cosine"),
-        lr=5e-5,
-        sigma=2.5e-4,
-        tuning=(191,),
-        evaluation=(201, 202, 203, 204, 205),
+        Training(steps=400, lr=2e-4, optimizer="adam", schedule="cosine"),
+        lr=2e-4,
+        sigma=1e-3,
+        tuning=(211,),
+        evaluation=(221, 222, 223, 224, 225),
         options=(
             ("train_layers", 2),
             ("batch_size", 16),
             ("tasks", ("DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SVHN")),
         ),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
+        small=True,
     ),
     "smollm2": Backbone(
         "llama-3.2-1b",
@@ -69,25 +71,12 @@ BACKBONES = {
         options=(("dtype", "bfloat16"), ("max_length", 512), ("batch_size", 8), ("max_new_tokens", 32)),
     ),
 }
-Name = Literal["vit", "vit_top", "smollm2"]
+Name = Literal["vit", "vit_blocks", "smollm2"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
-    """The study of a backbone: six methods with nine candidates each, the paper's mergers and three others."""
+    """The study of a backbone: six methods with as many candidates each, the paper's mergers and three others."""
     own = BACKBONES[name]
-    preset, training = PRESETS[own.preset], own.training
-    ft, smat, asam = (preset.methods[method] for method in ("ft", "smat", "asam"))
-    assert training.steps is not None
-    half = replace(training, steps=training.steps // 2)
-    lr, steps = Axis("lr", _about(own.lr)), Axis("steps", tuple(int(n) for n in _about(training.steps)))
-    grids = {
-        "FT": Grid(ft, training, lr, steps),
-        "FT, averaged": Grid(ft, training, lr, Axis("average", ("ema:0.98", "swa:25%", "swa:75%"))),
-        "SMAT": Grid(smat, training, lr, Axis("sigma", _about(own.sigma))),
-        "SMAT climbing": Grid(replaced(smat, climb="both", sigma=own.sigma), training, lr, Axis("rho", _about(0.5))),
-        "ASAM": Grid(asam, training, lr, Axis("rho", _about(0.5))),
-        "ASAM, half the steps": Grid(asam, half, lr, Axis("rho", _about(0.5))),
-    }
     given = {**dict(own.options), **options, "model": _absolute(model), "data": _absolute(data)}
     protocol = Protocol(
         name=f"{name}_onepass",
@@ -96,11 +85,49 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         tuning=own.tuning,
         evaluation=own.evaluation,
         options=tuple(given.items()),
-        mergers=(*preset.mergers.values(), TsvMerge(), IsoC(), Wudi()),
+        mergers=(*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi()),
         coefs=own.coefs,
         widen=True,
     )
-    return widening(protocol, grids)
+    return widening(protocol, _crosses(own) if own.small else _grids(own))
+
+
+def _grids(own: Backbone) -> dict[str, Grid]:
+    """All combinations of three learning rates with three values of another axis."""
+    training = own.training
+    ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
+    assert training.steps is not None
+    lr, steps, rho = Axis("lr", _about(own.lr)), Axis("steps", tuple(map(int, _about(training.steps)))), _about(0.5)
+    return {
+        "FT": Grid(ft, training, lr, steps),
+        "FT, averaged": Grid(ft, training, lr, Axis("average", ("ema:0.98", "swa:25%", "swa:75%"))),
+        "SMAT": Grid(smat, training, lr, Axis("sigma", _about(own.sigma))),
+        "SMAT climbing": Grid(replaced(smat, climb="both", sigma=own.sigma), training, lr, Axis("rho", rho)),
+        "ASAM": Grid(asam, training, lr, Axis("rho", rho)),
+        "ASAM, half the steps": Grid(asam, _half(training), lr, Axis("rho", rho)),
+    }
+
+
+def _crosses(own: Backbone) -> dict[str, Grid]:
+    """Five learning rates, or three and, at the middle one, two values more of another axis."""
+    training = own.training
+    ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
+    lr, rho = Axis("lr", _about(own.lr)), Axis("rho", _about(0.5))
+    wide = Axis("lr", tuple(sorted({*_about(own.lr / 2), *_about(own.lr * 2)})))
+    climbing = replaced(smat, climb="both", sigma=own.sigma)
+    return {
+        "FT": Grid(ft, training, wide, Axis("steps", (training.steps,))),
+        "SMAT": Grid(smat, training, lr, Axis("sigma", _about(own.sigma)), (own.lr, own.sigma)),
+        "SMAT climbing": Grid(climbing, training, lr, rho, (own.lr, 0.5)),
+        "MSAM": Grid(Msam(), training, lr, rho, (own.lr, 0.5)),
+        "ASAM": Grid(asam, training, lr, rho, (own.lr, 0.5)),
+        "ASAM, half the steps": Grid(asam, _half(training), lr, rho, (own.lr, 0.5)),
+    }
+
+
+def _half(training: Training) -> Training:
+    assert training.steps is not None
+    return replace(training, steps=training.steps // 2)
 
 
 def main(

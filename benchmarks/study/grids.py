@@ -21,8 +21,8 @@ class Axis(NamedTuple):
     values: tuple[Any, ...]
 
     def widened(self, chosen: Any) -> "Axis":
-        """The axis, extended by a factor of two beyond the edge that was chosen; unchanged if none was."""
-        if isinstance(chosen, str) or chosen not in (self.values[0], self.values[-1]):
+        """The axis, extended by a factor of two beyond the edge that was chosen; one value stays alone."""
+        if isinstance(chosen, str) or len(self.values) == 1 or chosen not in (self.values[0], self.values[-1]):
             return self
         beyond = chosen / 2 if chosen == self.values[0] else chosen * 2
         beyond = int(beyond) if isinstance(chosen, int) else float(f"{beyond:.{ROUNDED}g}")
@@ -30,17 +30,19 @@ class Axis(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A method with all combinations of two axes, the first one outermost."""
+    """A method with all combinations of two axes, the first one outermost, or with those of a cross."""
 
     method: MethodConfig
     training: Training
     first: Axis
     second: Axis
+    center: tuple[Any, Any] | None = None  # of the cross: values of the axes, one of which every candidate has
 
     def candidates(self) -> list[Candidate]:
         """The candidates in ascending order, so that of equal ones the smaller comes first."""
         return [self._candidate({self.first.field: a, self.second.field: b})
-                for a in self.first.values for b in self.second.values]  # fmt: skip
+                for a in self.first.values for b in self.second.values
+                if self.center is None or a == self.center[0] or b == self.center[1]]  # fmt: skip
 
     def widened(self, chosen: Candidate) -> "Grid":
         """The grid, extended on every axis at whose edge the choice lies; unchanged if it lies at none."""

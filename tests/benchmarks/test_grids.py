@@ -23,6 +23,13 @@ def test_candidates_are_all_combinations_in_ascending_order():
     assert GRID.candidates() == [place(lr, sigma) for lr in (1e-4, 2e-4) for sigma in (0.01, 0.02, 0.04)]
 
 
+def test_the_candidates_of_a_cross_share_one_value_with_its_center_and_an_arm_grows():
+    cross = Grid(SMAT, DIGITS.training, Axis("lr", (1e-4, 2e-4, 4e-4)), Axis("sigma", (0.01, 0.02)), (2e-4, 0.01))
+    own = [place(1e-4, 0.01), place(2e-4, 0.01), place(2e-4, 0.02), place(4e-4, 0.01)]
+    assert cross.candidates() == own
+    assert cross.widened(place(2e-4, 0.02)).candidates() == [*own[:3], place(2e-4, 0.04), own[3]]
+
+
 @pytest.mark.parametrize(
     ("values", "chosen", "wider"),
     [
@@ -30,6 +37,7 @@ def test_candidates_are_all_combinations_in_ascending_order():
         ((1e-4, 2e-4, 4e-4), 1e-4, (5e-5, 1e-4, 2e-4, 4e-4)),
         ((1e-4, 2e-4, 4e-4), 4e-4, (1e-4, 2e-4, 4e-4, 8e-4)),
         ((200, 400), 200, (100, 200, 400)),
+        ((400,), 400, (400,)),
         (("ema:0.98", "swa:25%"), "ema:0.98", ("ema:0.98", "swa:25%")),
     ],
 )
@@ -76,7 +84,7 @@ def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another()
     every["digits"] = digits_onepass.STUDY
     seen = set()
     for study in every.values():
-        assert {len(candidates) for candidates in study.protocol.grids.values()} == {9}
+        assert {len(candidates) for candidates in study.protocol.grids.values()} in ({9}, {5})
         own = {*study.protocol.tuning, *study.protocol.evaluation}
         assert len(own) == len(study.protocol.tuning) + len(study.protocol.evaluation)
         assert not own & seen
