@@ -1,5 +1,6 @@
 """What all tests share: the cache in a folder of the run, and no silent skips in CI."""
 
+import gc
 import os
 
 # one thread a worker: small tensors gain nothing from more, and workers share the cores
@@ -7,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+gc.disable()  # until all tests are collected: modules are not garbage
 
 # kernels are interpreted only if this is set when triton is first imported, which transformers.Trainer does too
 if not torch.cuda.is_available():
@@ -31,6 +34,25 @@ def _own_cache(tmp_path_factory):
     """Cached bases of the suites go to a folder of this run."""
     if "SMAT_FN_CACHE" not in os.environ:
         os.environ["SMAT_FN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of one file go to one worker, and all of tests/examples, so that no fixture is made twice."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
+
+    return Files(config, log)
+
+
+def pytest_collection_finish(session):
+    """Collect garbage from now on, but not often, and not among what the imports have left."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,9 +1,6 @@
 """--quiet and --json of every command: nothing on stderr but problems, one object on stdout."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from safetensors.torch import save_file
 
 from smat_fn import progress
 from smat_fn.scripts import outcome
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -121,17 +116,15 @@ def test_a_part_that_waits_makes_the_plot_of_its_experts(call, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_quiet_leaves_results_alone(models, tmp_path):
-    command = [sys.executable, str(ROOT / "merge.py"), "ta", "--coef", "1", *map(str, models), "--out"]
+def test_quiet_leaves_results_alone(call, models, tmp_path):
     loud, quiet = (
-        subprocess.run(
-            [*command, str(tmp_path / name), *more], capture_output=True, text=True, check=True, cwd=tmp_path
-        )
+        call("ta", "--coef", 1, *models, "--out", tmp_path / name, *more)
         for name, more in (("loud", []), ("quiet", ["--quiet"]))
     )
-    assert loud.stderr.startswith("merge.py ta: loading libraries\nmerging 2 experts by ta\n")
-    assert quiet.stderr == ""
-    assert quiet.stdout == loud.stdout.replace("loud", "quiet")
+    assert (loud[0], quiet[0]) == (None, None)
+    assert loud[1].err.startswith("merge.py ta: loading libraries\nmerging 2 experts by ta\n")
+    assert quiet[1].err == ""
+    assert quiet[1].out == loud[1].out.replace("loud", "quiet")
 
 
 def test_silence_reaches_bars_lines_and_other_packages(monkeypatch, capsys):
