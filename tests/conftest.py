@@ -55,6 +55,18 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """After each file: what it has imported is not looked through by the collections of the next."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect(1)
+        gc.freeze()
+
+
+def pytest_unconfigure(config):
+    """Let go of everything, or triton's bindings list what is left."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """In CI a skip for another reason than those allowed fails the run."""
