@@ -233,8 +233,8 @@ def test_the_rows_are_not_trivial():
 
 @pytest.mark.parametrize("use", COMPILED)
 def test_compiled_without_graph_breaks(compiler, monkeypatch, use):
-    # a third of the rounds to trace, which compiled loops do not follow; the next test and Inductor's take all
-    monkeypatch.setattr(random, "_ROUNDS", 3)
+    # a tenth of the rounds to trace, which compiled loops do not follow; the next test and Inductor's take all
+    monkeypatch.setattr(random, "_ROUNDS", 1)
     monkeypatch.setattr(random, "_leaf_table", random._leaf_table.__wrapped__)  # kept tables are of all rounds
     monkeypatch.setattr(compiled, "_off", True)
     actual, expected = COMPILED[use]
