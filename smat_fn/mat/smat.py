@@ -384,7 +384,7 @@ class Smat:
     noise: Noise | None = None
     """Distribution of the noise."""
     alpha_max: float | None = None
-    """Scale: alpha is uniform on [alpha_min, alpha_max]."""
+    """Scale: upper end of the range of alpha, instead of 1."""
     sigma_of: SigmaOf | None = None
     """Units of sigma: the weights, the RMS of the whole update so far, or the RMS of each parameter's update."""
     climb: Climb | None = None

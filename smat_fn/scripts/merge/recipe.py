@@ -243,7 +243,7 @@ def _gone(place: Path) -> bool:
 
 
 def _option_problems(merger: type[MergerConfig], options: Mapping[str, Any]) -> Iterator[str]:
-    """Of the options of a merger."""
+    """Errors for the options of a merger."""
     own, kinds = {f.name: f for f in fields(merger)}, get_type_hints(merger)
     for name, value in options.items():
         if name not in own:

@@ -35,7 +35,8 @@ class DataSettings:
     mask_prompt: bool = False
     """Language models: compute the loss on the answer only, not on the prompt."""
     train: Annotated[str | None, arg(help_behavior_hint="(default: preset, or all)")] = None
-    """Parameters to train: attention (query, key, value and output projections), or globs of names, by commas."""
+    """Parameters to train: attention (query, key, value and output projections), or globs of parameter names,
+    separated by commas."""
     suite_options: Annotated[
         cli.Values, arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)")
     ] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class OptimizerSettings:
     precision: Annotated[Precision | None, arg(help_behavior_hint=cli.open_at("the suite's dtype"))] = None
     """bf16 or fp32: everything in that dtype; mixed: fp32 parameters and optimizer, bf16 losses."""
     dropout: bool = False
-    """Enable the model's own dropout in training, drawn from the run's seed. Default: off (eval mode)."""
+    """Enable the model's own dropout in training, drawn from the run's seed; otherwise the model is in eval mode."""
     average: Annotated[str | None, arg(help_behavior_hint=cli.open_at("none"))] = None
     """Average the weights over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none. What is
     evaluated or kept before the average begins are the weights themselves."""
