@@ -1,7 +1,7 @@
 """How long torch.compile takes for SMAT on as many leaves as Llama-1B has: nodes of the graph, and CPU seconds.
 
-Every layer has the nine leaves of Llama's, all of few coordinates: neither the graph nor its code grows with the size of
-a leaf. Seconds count child processes, such as the C++ compiler. Caches on disk are off.
+Every layer has the nine leaves of Llama's, all of few coordinates: the graph does not grow with the size of a leaf.
+Seconds count child processes, such as the C++ compiler. Caches on disk are off.
 """
 
 import resource
@@ -74,10 +74,10 @@ def step(params: dict[str, Tensor]) -> Case:
 def leaves(layers: int) -> dict[str, Tensor]:
     """Small bfloat16 leaves with the names of Llama's."""
     square, wide = (HIDDEN, HIDDEN), (INNER, HIDDEN)
-    block = {f"self_attn.{name}_proj": square for name in "qkvo"}
+    block: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": square for name in "qkvo"}
     block |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": wide[::-1]}
     block |= {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
-    shapes = {"embed_tokens": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
     shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
     return {f"model.{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
