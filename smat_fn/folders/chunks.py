@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import compiled, errors, tree
-from ..merge.common import Merger, Piece, Rule, fields_of, groups, mask_keys
-from ..merge.looped import KINDS, Loop, Window
+from ..merge.parts.common import Merger, Piece, Rule, fields_of, groups, mask_keys
+from ..merge.parts.looped import KINDS, Loop, Window
 from .files import Identity
 from .reading import Folder
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import __version__, checkpoint, errors
-from ..merge.factors import Factors
+from ..merge.around.factors import Factors
 from .adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
 from .inputs import local_folder
 from .prepare import place_problems

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.mixture import fit_problems, origins, router_problems, scaled
+from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
 from ..merge.weight_average import WeightAverage
 from .beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .chunks import Job, Scratch, target
@@ -128,7 +128,7 @@ def merge_mixture(
     describe: Describe | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Write a mixture (`merge.mixture.mixture`) that ``MixtralForCausalLM.from_pretrained`` loads, as `merge_folders`.
+    """Write a mixture (`merge.around.mixture`) that ``MixtralForCausalLM.from_pretrained`` loads, as `merge_folders`.
 
     Bits are those of the experts, cast to ``out_dtype``; memory is that of one chunk and of the router.
 

@@ -21,7 +21,7 @@ import torch
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.common import Merger
+from ..merge.parts.common import Merger
 from .chunks import Job
 from .estimate import memory_problems
 from .files import Hashing, sampled

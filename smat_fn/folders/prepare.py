@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .. import checkpoint, errors, random
 from ..errors import problems_of
-from ..merge.coefs import Rules, coefs_of, matches
-from ..merge.common import Merger
-from ..merge.inputs import coef_problems, short
+from ..merge.parts.coefs import Rules, coefs_of, matches
+from ..merge.parts.common import Merger
+from ..merge.parts.inputs import coef_problems, short
 from ..merge.registry import tried
 from .beside import Files
 from .chunks import Job, Scratch, target, unlike

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checkpoint import INDEX, WEIGHTS
-from ..merge.inputs import short
+from ..merge.parts.inputs import short
 from .files import identity
 
 DTYPES = {

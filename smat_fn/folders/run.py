@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.common import Merger, Rule
+from ..merge.parts.common import Merger, Rule
 from .chunks import Job, Written, in_order, write_order
 from .estimate import memory_bound, memory_problems, seconds_of
 from .files import Hashing, changed, size_text

@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import checkpoint, errors
-from ..merge import common
-from ..merge.common import Merger, zeroed
 from ..merge.emr import magnitudes
-from ..merge.inputs import short
-from ..merge.masked import Masked
+from ..merge.parts import common
+from ..merge.parts.common import Merger, zeroed
+from ..merge.parts.inputs import short
+from ..merge.parts.masked import Masked
 from ..merge.weight_average import WeightAverage
 from .chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
 from .estimate import memory_bound, memory_problems

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import STATISTICS
-from ..merge.inputs import statistics_problems
+from ..merge.parts.inputs import statistics_problems
 from .inputs import local_folder
 from .reading import Folder, Store
 

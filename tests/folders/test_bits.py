@@ -37,7 +37,8 @@ from smat_fn.config import (
     Wudi,
 )
 from smat_fn.folders import chunks, merge_folders, run, survey
-from smat_fn.merge import BASELESS, common
+from smat_fn.merge import BASELESS
+from smat_fn.merge.parts import common
 
 CONFIGS = {
     "wa": WeightAverage(),

@@ -16,8 +16,8 @@ from ...folders import read_inputs
 from ...folders.inputs import repository_of
 from ...folders.stacks import folders_of, parts_of
 from ...folders.statistics import stale, without
-from ...merge.inputs import Leaves, flat_statistics
-from ...merge.per_expert import Weighted
+from ...merge.parts.inputs import Leaves, flat_statistics
+from ...merge.parts.per_expert import Weighted
 
 
 class Inputs(NamedTuple):

@@ -17,7 +17,7 @@ from ...folders import Report, chunk_of, local_folder, open_folder
 from ...folders.files import digests
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
-from ...merge.mixture import random_rows, rows
+from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
 from .commands import Moe
