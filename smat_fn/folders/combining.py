@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
-from .adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
-from .inputs import local_folder
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
+from .inputs.opening import local_folder
 from .prepare import place_problems
 from .writing import exclusive
 

@@ -71,6 +71,11 @@ def test_what_mergers_are_made_of_imports_no_merger_and_no_merger_what_is_around
     assert not {f"{m.stem}: {name}" for m in mergers for name in imported(m) if name.startswith("smat_fn.merge.around")}
 
 
+def test_reading_of_folders_imports_neither_merging_nor_writing_and_merging_of_leaves_no_writing():
+    assert not beyond("folders/inputs", "files")
+    assert not beyond("folders/streaming", "files", "inputs")
+
+
 def test_packages_are_attributes_after_import():
     names = ["lora", "parallel", "analyses", "ops", "integrations", "folders", "suites", "report", "errors"]
     code = f"import smat_fn; [getattr(smat_fn, name) for name in {names}]; print('ok')"

@@ -28,11 +28,11 @@ from ...folders import (
     plan,
     prepare,
 )
-from ...folders.chunks import Job
 from ...folders.files import UNITS, digests, size_text
-from ...folders.inputs import open_input
+from ...folders.inputs.opening import open_input
+from ...folders.inputs.stacks import parts_of
 from ...folders.several import is_several, merge_several, of_all_tasks, open_several, plan_several, prepare_several
-from ...folders.stacks import parts_of
+from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from .. import outcome
