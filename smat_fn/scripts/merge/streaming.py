@@ -147,8 +147,8 @@ def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan |
 
 
 def bytes_of(size: str) -> int:
-    """ "5GB", "200MB", "4KB" or a number of bytes. Raises: ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", size.strip().upper())
+    """ "5GB", "200MB", "4kB" or a number of bytes. Raises: ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]B)?", size.strip().upper().replace("K", "k"))
     if not found:
         raise ValueError(f"size {size!r} is not a size: write 5GB, 200MB or a number of bytes")
     return int(float(found[1]) * UNITS.get(found[2] or "", 1))
