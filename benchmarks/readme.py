@@ -326,15 +326,22 @@ def interval(result: dict[str, Any], label: str) -> str:
     return f"{found['mean']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f})" if found else "-"
 
 
+def in_words(merger: str) -> str:
+    """The name of a merger in a sentence, from that of `merge.py`."""
+    return {"wa": "averaging", "ta": "task arithmetic"}.get(merger) or merger.upper().replace("_", "-")
+
+
 def merge_sentence(result: dict[str, Any]) -> str:
     """Time and memory beside mergekit's, in two sentences."""
     rows = model_rows(result)
     inner, whole, memory = ([row[name] for row in rows] for name in ("time ratio", "command ratio", "memory ratio"))
+    least, most = (of(rows, key=lambda row: row["command ratio"])["merger"].split(",")[0] for of in (min, max))
     return (
-        f"A whole command, with start-up, hashing and model card, takes 1/{min(whole):.1f} (averaging) to "
-        f"1/{max(whole):.0f} (TIES) of the time of mergekit {result['mergekit'].split()[0]} on CPU; the merge itself "
-        f"takes 1/{min(inner):.1f} to 1/{max(inner):.0f} of its time and 1/{min(memory):.0f} to 1/{max(memory):.0f} of "
-        f"its memory ({result['experts']} experts of {result['MB of a model']} MB, {result['hardware']}: "
+        f"A whole command, with start-up, hashing and model card, takes 1/{min(whole):.1f} ({in_words(least)}) to "
+        f"1/{max(whole):.0f} ({in_words(most)}) of the time of mergekit {result['mergekit'].split()[0]} on CPU; "
+        f"the merge itself takes 1/{min(inner):.1f} to 1/{max(inner):.0f} of its time and "
+        f"1/{min(memory):.0f} to 1/{max(memory):.0f} of its memory ({result['experts']} experts of "
+        f"{result['MB of a model']} MB, {result['hardware']}: "
         "[table](docs/folders.md#memory-and-time)).\n"
     )
 
