@@ -51,7 +51,7 @@ class All:
 
     name: ClassVar[str] = "all"
     coef: Annotated[float | None, NONE] = None
-    """Coefficient gamma of every merger but wa, which has none. Without it, --search chooses one for each merger on dev."""
+    """Coefficient gamma of all mergers but wa, which has none. Without it, --search chooses one for each on dev."""
 
 
 if TYPE_CHECKING:
