@@ -93,7 +93,9 @@ def test_merge_writes_five_models_with_cards_and_says_coefficient_and_score(merg
         dev = sum(manifest["dev"].values()) / 2
         coef = manifest["hyperparameters"].get("coef")
         assert line == f"merged: {out / name}" + ("" if coef is None else f", coef {coef:g}") + f", dev {dev:.2f}"
-        assert sorted(p.name for p in (out / name).iterdir()) == ["README.md", "manifest.json", "model.safetensors"]
+        assert {p.name for p in (out / name).iterdir()} == {
+            "README.md", "manifest.json", "model.safetensors", "recipe.yml", "sources.json",
+        }  # fmt: skip
 
 
 def test_eval_prints_the_table_and_writes_report_and_plot(evaluated):
