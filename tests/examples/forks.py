@@ -4,6 +4,7 @@ python forks.py serve SOCKET               imports, prints a line when it listen
 python -I -S forks.py SOCKET SCRIPT WORD... runs the script there as __main__: own words, folder, environment, output
 """
 
+import gc
 import json
 import os
 import runpy
@@ -36,8 +37,11 @@ def ask(path: str, words: list[str]) -> int:
 
 def serve(path: str) -> None:
     """Forks a process for each command, one after another."""
+    gc.disable()
     for name in WARM:
         import_module(name)
+    gc.freeze()  # a fork that looks through the modules copies their memory
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack threads"
     with socket.socket(socket.AF_UNIX) as here:
         here.bind(path)
