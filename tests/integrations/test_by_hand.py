@@ -1,4 +1,4 @@
-"""`attach` against a loop of plain torch that copies theta~ into the weights: loss scaling, and dropout of attention."""
+"""`attach` against a loop by hand that copies theta~ into the weights: loss scaling, and dropout of attention."""
 
 import pytest
 import torch
