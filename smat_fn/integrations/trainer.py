@@ -24,6 +24,7 @@ from .checks import Options, leaves_of
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
+_RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
 
 
@@ -72,6 +73,7 @@ class Attached:
         if own.get(_HANDLE) is self:
             delattr(trainer, _HANDLE)
         trainer.remove_callback(self._callback)
+        trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
         self._own = {}
@@ -111,7 +113,7 @@ class Attached:
         return leaves
 
     def _where(self, model: nn.Module) -> Predicate:
-        return predicate(self._options.where) or block_linear(model)
+        return predicate(self._options.where) or block_linear(checks.bare(model))
 
     def _begin(self) -> None:
         """Training begins, with the model of now."""
@@ -125,9 +127,20 @@ class Attached:
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
+        self._remember(checks.record(self._options, base, self._where(model)))
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
         _LOG.info("%s", self._text)
+        if never := checks.never(self._options, self._trainer.state.global_step, self._trainer.state.max_steps):
+            _LOG.warning("%s", never)
+
+    def _remember(self, record: dict[str, Any]) -> None:
+        """In the state that every checkpoint holds, for a run that resumes from it."""
+        state = self._trainer.state
+        kept = state.stateful_callbacks
+        if state.global_step:
+            errors.raise_problems(checks.resume_problems(kept.get(_RECORD), record))
+        kept[_RECORD] = record
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
@@ -265,7 +278,9 @@ def attach(
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     model: Any = getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module):
+    if found := checks.not_a_trainer(trainer):
+        problems += found
+    elif not isinstance(model, nn.Module):
         problems.append(f"the trainer's model is {model!r}: attach needs a trainer with its model in place")
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(model))
@@ -273,6 +288,11 @@ def attach(
     if earlier is not None and earlier._model is model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
+    elif (base is None or base == "host") and trainer.state.global_step and trainer.model_init is None:
+        raise ValueError(
+            f"the trainer has trained for {trainer.state.global_step} steps, so that the weights of now are not the "
+            "pretrained ones: attach before train(), or give base="
+        )
     handle._attach(origin)
     return handle
 
