@@ -1,10 +1,11 @@
 """How long torch.compile takes for SMAT on as many leaves as Llama-1B has: nodes of the graph, and CPU seconds.
 
-Every layer has the nine leaves of Llama's, all of few coordinates: neither the graph nor its code grows with the size of
-a leaf. Seconds count child processes, such as the C++ compiler. Caches on disk are off.
+Every layer has the nine leaves of Llama's, all of few coordinates: the graph does not grow with the size of a leaf.
+Seconds count child processes, such as the C++ compiler. Caches on disk are off.
 """
 
 import resource
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,17 @@ def main(*, layers: tuple[int, ...] = LAYERS, out: Path = RESULTS, dry_run: bool
         out: file of the results.
         dry_run: trace without generating code, no result file.
     """
-    torch._inductor.config.force_disable_caches = True
-    torch._inductor.config.compile_threads = 1  # in this process
+    options = {"force_disable_caches": True, "compile_threads": 1}  # in this process
+    with warnings.catch_warnings(), torch._inductor.config.patch(options):
+        warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+        rows = measured(layers, dry_run)
+    if not dry_run:
+        timing.store(out, {**timing.describe("python -m benchmarks compiling"), "rows": rows})
+    print(timing.markdown(rows), flush=True)
+
+
+def measured(layers: tuple[int, ...], dry_run: bool) -> list[dict[str, Any]]:
+    """Rows of the table."""
     rows = []
     for name, make in (("simulate and reweight", simulation), ("a step of SMAT with AdamW", step)):
         for count in layers:
@@ -42,9 +52,7 @@ def main(*, layers: tuple[int, ...] = LAYERS, out: Path = RESULTS, dry_run: bool
             spent = {f"{backend}, CPU s": round(seconds(function, arguments, backend), 1) for backend in backends}
             rows.append({"what": name, "layers": count, "leaves": len(leaves(count)),
                          "nodes": nodes(function, arguments), **spent})  # fmt: skip
-    if not dry_run:
-        timing.store(out, {**timing.describe("python -m benchmarks compiling"), "rows": rows})
-    print(timing.markdown(rows), flush=True)
+    return rows
 
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -74,10 +82,10 @@ def step(params: dict[str, Tensor]) -> Case:
 def leaves(layers: int) -> dict[str, Tensor]:
     """Small bfloat16 leaves with the names of Llama's."""
     square, wide = (HIDDEN, HIDDEN), (INNER, HIDDEN)
-    block = {f"self_attn.{name}_proj": square for name in "qkvo"}
+    block: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": square for name in "qkvo"}
     block |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": wide[::-1]}
     block |= {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
-    shapes = {"embed_tokens": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
     shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
     return {f"model.{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 

@@ -69,9 +69,40 @@ def minilm_methods(result: dict[str, Any]) -> str:
 
 
 def digits_onepass(result: dict[str, Any]) -> str:
-    """One backward pass a step against two: differences from FT and from both of ASAM, then method by merger."""
+    """One backward pass a step against two, on digits."""
+    return (
+        f"{one_pass('digits_onepass', result)}\n"
+        f"Test score, mean over four tasks and {seeds(result)} ± standard deviation; differences are paired by seed. "
+        "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
+        "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds split "
+        "the same images anew, so intervals are optimistic; they are not corrected for their number. Training times "
+        f"are of a machine that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
+        f"{result['hardware']}.\n\n"
+        f"{by_merger(result['test'])}\n"
+        "The same scores by merger, mean over seeds; the best method of each merger is bold. FT takes twice the steps "
+        "of the others with Adam: its dev scores chose that.\n"
+    )
+
+
+def vit_blocks(result: dict[str, Any]) -> str:
+    """One backward pass a step against two, on two blocks of a ViT."""
+    return (
+        f"{one_pass('vit_blocks_onepass', result)}\n"
+        f"Test score, mean over six image tasks and {seeds(result)} ± standard deviation; differences are paired by "
+        "seed. Five or more candidates of every method were compared on dev of another seed, by a "
+        "[protocol](protocols/vit_blocks.md) fixed before the runs. Model and tasks are the same for all seeds, so "
+        "intervals do not cover their choice; they are not corrected for their number. Training times are of a machine "
+        f"that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
+        f"{result['hardware']}.\n\n"
+        f"{by_merger(result['test'])}\n"
+        "The same scores by merger, mean over seeds; the best method of each merger is bold.\n"
+    )
+
+
+def one_pass(name: str, result: dict[str, Any]) -> str:
+    """Passes, scores, differences from FT and from both of ASAM, and training times, by method."""
     test, rivals = result["test"], ("ASAM", "ASAM, half the steps")
-    seconds = training_seconds("digits_onepass")
+    seconds = training_seconds(name)
     lines = []
     for label, scores in test.items():
         ratio = mean(seconds[label][seed] / seconds["FT"][seed] for seed in result["seeds"])
@@ -80,18 +111,7 @@ def digits_onepass(result: dict[str, Any]) -> str:
         lines.append((label, str(passes(label)), *values))
     differences = (f"- {name} (95 %)" for name in ("FT", *rivals))
     head = "Method", "Passes a step", "Expert", "Mean of eight mergers", *differences, "Training time x FT"
-    return (
-        f"{table(head, lines)}\n"
-        f"Test score, mean over four tasks and {seeds(result)} ± standard deviation; differences are paired by seed. "
-        "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
-        "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds split "
-        "the same images anew, so intervals are optimistic; they are not corrected for their number. Training times "
-        f"are of a machine that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
-        f"{result['hardware']}.\n\n"
-        f"{by_merger(test)}\n"
-        "The same scores by merger, mean over seeds; the best method of each merger is bold. FT takes twice the steps "
-        "of the others with Adam: its dev scores chose that.\n"
-    )
+    return table(head, lines)
 
 
 def by_merger(test: dict[str, dict[str, list[float]]]) -> str:
@@ -306,15 +326,22 @@ def interval(result: dict[str, Any], label: str) -> str:
     return f"{found['mean']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f})" if found else "-"
 
 
+def in_words(merger: str) -> str:
+    """The name of a merger in a sentence, from that of `merge.py`."""
+    return {"wa": "averaging", "ta": "task arithmetic"}.get(merger) or merger.upper().replace("_", "-")
+
+
 def merge_sentence(result: dict[str, Any]) -> str:
     """Time and memory beside mergekit's, in two sentences."""
     rows = model_rows(result)
     inner, whole, memory = ([row[name] for row in rows] for name in ("time ratio", "command ratio", "memory ratio"))
+    least, most = (of(rows, key=lambda row: row["command ratio"])["merger"].split(",")[0] for of in (min, max))
     return (
-        f"A whole command, with start-up, hashing and model card, takes 1/{min(whole):.1f} (averaging) to "
-        f"1/{max(whole):.0f} (TIES) of the time of mergekit {result['mergekit'].split()[0]} on CPU; the merge itself "
-        f"takes 1/{min(inner):.1f} to 1/{max(inner):.0f} of its time and 1/{min(memory):.0f} to 1/{max(memory):.0f} of "
-        f"its memory ({result['experts']} experts of {result['MB of a model']} MB, {result['hardware']}: "
+        f"A whole command, with start-up, hashing and model card, takes 1/{min(whole):.1f} ({in_words(least)}) to "
+        f"1/{max(whole):.0f} ({in_words(most)}) of the time of mergekit {result['mergekit'].split()[0]} on CPU; "
+        f"the merge itself takes 1/{min(inner):.1f} to 1/{max(inner):.0f} of its time and "
+        f"1/{min(memory):.0f} to 1/{max(memory):.0f} of its memory ({result['experts']} experts of "
+        f"{result['MB of a model']} MB, {result['hardware']}: "
         "[table](docs/folders.md#memory-and-time)).\n"
     )
 
@@ -324,9 +351,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),
     "digits_onepass": ("docs/studies.md", digits_onepass),
+    "vit_blocks": ("docs/studies.md", vit_blocks),
     "digits_methods": ("docs/studies.md", digits_methods),
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),
     "merge": ("docs/folders.md", merge),
 }
-SOURCES = {"results": "digits_onepass", "merge_sentence": "merge"}
+SOURCES = {"results": "digits_onepass", "merge_sentence": "merge", "vit_blocks": "vit_blocks_onepass"}

@@ -114,11 +114,12 @@ def _crosses(own: Backbone) -> dict[str, Grid]:
     ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
     lr, rho = Axis("lr", _about(own.lr)), Axis("rho", _about(0.5))
     wide = Axis("lr", tuple(sorted({*_about(own.lr / 2), *_about(own.lr * 2)})))
-    climbing = replaced(smat, climb="both", sigma=own.sigma)
+    least = Axis("alpha_min", (0.25, 0.5, 1.0), most=1.0)
+    smat = replaced(smat, sigma=own.sigma)
     return {
         "FT": Grid(ft, training, wide, Axis("steps", (training.steps,))),
-        "SMAT": Grid(smat, training, lr, Axis("sigma", _about(own.sigma)), (own.lr, own.sigma)),
-        "SMAT climbing": Grid(climbing, training, lr, rho, (own.lr, 0.5)),
+        "SMAT": Grid(smat, training, lr, least, (own.lr, 1.0)),
+        "SMAT climbing": Grid(replaced(smat, climb="both", rho=0.5), training, lr, least, (own.lr, 1.0)),
         "MSAM": Grid(Msam(), training, lr, rho, (own.lr, 0.5)),
         "ASAM": Grid(asam, training, lr, rho, (own.lr, 0.5)),
         "ASAM, half the steps": Grid(asam, _half(training), lr, rho, (own.lr, 0.5)),

@@ -226,18 +226,12 @@ def check_apart(targets: Mapping[str, Tensor]) -> None:
         raise_problems(shortened(shared, "{} more leaves of out share memory"))
 
 
-def span_of(leaf: Tensor, *, whole: bool = False) -> tuple[str, int, int] | None:
-    """Device and addresses of a contiguous leaf, None for others and for those without memory of their own.
-
-    Args: whole: of others those of all their storage.
-    """
-    plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and (whole or leaf.is_contiguous())
+def span_of(leaf: Tensor) -> tuple[str, int, int] | None:
+    """Device and addresses of a contiguous leaf, None for others and for those without memory of their own."""
+    plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and leaf.is_contiguous()
     if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():
         return None
-    if leaf.is_contiguous():
-        return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
-    storage = leaf.untyped_storage()
-    return str(leaf.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

@@ -102,6 +102,12 @@ def matrices(path: str, leaf: Tensor) -> bool:
     return leaf.ndim > 1
 
 
+def block_prefix(path: str) -> str:
+    """The block that a leaf is in, up to its number, "layers.3" of "layers.3.mlp.weight"; "" outside of blocks."""
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if i and part.isdecimal()), "")
+
+
 def block_of(path: str) -> int | None:
     """The number of the block that a leaf is in: the first one between two dots, 3 of "layers.3.mlp.weight"."""
     return next((int(part) for part in path.split(".")[1:-1] if part.isdecimal()), None)

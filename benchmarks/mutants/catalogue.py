@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     # mergers
     *_of(
-        "merge/common.py",
+        "merge/parts/common.py",
         ("COEFS = tuple(i / 10 for i in range(1, 11))", "COEFS = tuple(i / 10 for i in range(0, 11))"),
         ("WIDE = tuple(i / 5 for i in range(1, 11))", "WIDE = tuple(i / 5 for i in range(1, 6))"),
         ("leaf.to(start.device, dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device, dtype)"),
@@ -345,7 +345,7 @@ MUTANTS = [
         ("orthonormal(right).mT).mul_(values.mean())", "orthonormal(right).mT).mul_(values.sum())"),
     ),
     *_of(
-        "merge/spectral.py",
+        "merge/parts/spectral.py",
         ("values.dtype) * values[0]", "values.dtype) * 0 * values[0]"),
         ("add(deltas).div_(len(deltas)) if others", "add(deltas) if others"),
     ),
@@ -420,7 +420,7 @@ MUTANTS = [
         ("last < 1", "last < 0"),
     ),
     *_of(
-        "merge/depth.py",
+        "merge/around/depth.py",
         ("total / size / len(flat)", "total / size"),
         ("parts[: place + 1]", "parts[:place]"),
         ('rest["*"] = low', 'rest["*"] = high'),
@@ -434,7 +434,7 @@ MUTANTS = [
         ("return keys ^ (", "return keys & ("),
     ),
     *_of(
-        "merge/factors.py",
+        "merge/around/factors.py",
         ("math.copysign(root, share)", "root"),
         ("count += agrees", "count += 1"),
         ("(total >= 0)", "(total > 0)"),
@@ -444,7 +444,7 @@ MUTANTS = [
         ("random.fold_in(random.fold_in(key, name), part)", "random.fold_in(key, name)"),
     ),
     *_of(
-        "merge/spaces.py",
+        "merge/around/spaces.py",
         ("factors.b.double() * factors.scale", "factors.b.double()"),
         ("real[:1] = True", "pass"),
         ("vector[module] * coef", "vector[module]"),
@@ -461,7 +461,7 @@ MUTANTS = [
         ("math.fsum(weights) if normalize else 1.0", "1.0 if normalize else math.fsum(weights)"),
     ),
     *_of(
-        "merge/coefs.py",
+        "merge/parts/coefs.py",
         (
             "(glob for glob in _table(rules) if fnmatchcase(path, glob))",
             "(glob for glob in reversed(_table(rules)) if fnmatchcase(path, glob))",
@@ -469,7 +469,7 @@ MUTANTS = [
         ("coef=coefs[path])[path]", "coef=1.0)[path]"),
     ),
     *_of(
-        "merge/select.py",
+        "merge/around/select.py",
         ("choose(sorted(coefs)", "choose(sorted(coefs, reverse=True)"),
         ("max(curve, key", "min(curve, key"),
         ("return ordered[0] / 2 if", "return ordered[0] / 4 if"),

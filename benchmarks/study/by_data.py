@@ -14,7 +14,7 @@ from smat_fn import checkpoint, merge
 from smat_fn.config import Fisher, RegMean
 from smat_fn.evaluate import Result, score_models
 from smat_fn.evaluate.results import EXPERT
-from smat_fn.merge.inputs import Leaves
+from smat_fn.merge.parts.inputs import Leaves
 from smat_fn.suites import Suite
 
 from .trial import Trial

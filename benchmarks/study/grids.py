@@ -19,14 +19,17 @@ class Axis(NamedTuple):
 
     field: str
     values: tuple[Any, ...]
+    most: float | None = None  # no value lies above it
 
     def widened(self, chosen: Any) -> "Axis":
-        """The axis, extended by a factor of two beyond the edge that was chosen; one value stays alone."""
+        """The axis, extended by a factor of two beyond the edge chosen, up to `most`; one value stays alone."""
         if isinstance(chosen, str) or len(self.values) == 1 or chosen not in (self.values[0], self.values[-1]):
             return self
         beyond = chosen / 2 if chosen == self.values[0] else chosen * 2
         beyond = int(beyond) if isinstance(chosen, int) else float(f"{beyond:.{ROUNDED}g}")
-        return Axis(self.field, tuple(sorted((*self.values, beyond))))
+        if self.most is not None and beyond > self.most:
+            return self
+        return self._replace(values=tuple(sorted((*self.values, beyond))))
 
 
 class Grid(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..merge.depth import block_of
+from ..where import block_of
 
 Updates: TypeAlias = tuple[str, Sequence[Tensor]]  # a leaf's path; the update of every expert, float32 (n,) each
 OUTSIDE = "outside"  # of blocks

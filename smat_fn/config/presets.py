@@ -11,9 +11,9 @@ from ..mat.finetune import Finetune
 from ..mat.mergopt import Mergopt
 from ..mat.orthoreg import Orthoreg
 from ..mat.smat import Smat
-from ..merge.common import Merger
 from ..merge.dare import Dare
 from ..merge.della import Della
+from ..merge.parts.common import Merger
 from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
 from ..merge.weight_average import WeightAverage

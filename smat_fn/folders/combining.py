@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import __version__, checkpoint, errors
-from ..merge.factors import Factors
-from .adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
-from .inputs import local_folder
+from ..merge.around.factors import Factors
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
+from .inputs.opening import local_folder
 from .prepare import place_problems
 from .writing import exclusive
 

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__, checkpoint, errors
-from .adapters import CONFIG, PREFIX, WEIGHTS
 from .files import digests
-from .inputs import open_inputs
-from .naming import namings
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS
+from .inputs.naming import namings
+from .inputs.opening import open_inputs
+from .inputs.reading import Folder, config_of
 from .prepare import place_problems
-from .reading import Folder, config_of
 from .writing import exclusive
 
 ROWS = 4096  # of a matrix that are in float64 at a time

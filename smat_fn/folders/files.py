@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 BLOCK = 1 << 16  # bytes that are read at a time
 SAMPLES = 256  # blocks that `sampled` reads: the first and the last are among them
-UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 class Identity(NamedTuple):

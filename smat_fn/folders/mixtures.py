@@ -12,16 +12,16 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.mixture import fit_problems, origins, router_problems, scaled
+from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
 from ..merge.weight_average import WeightAverage
-from .beside import CONFIG, TOKENIZER, Files, differences, files_of
-from .chunks import Job, Scratch, target
 from .files import identity
-from .inputs import open_input
+from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
+from .inputs.opening import open_input
+from .inputs.reading import Folder, Read, load_config
+from .inputs.vocabulary import HEAD, tokenizer_notes
 from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
-from .reading import Folder, Read, load_config
 from .run import Describe, Report, write_job
-from .vocabulary import HEAD, tokenizer_notes
+from .streaming.chunks import Job, Scratch, target
 from .writing import layout
 
 KINDS = "llama", "mistral"
@@ -128,7 +128,7 @@ def merge_mixture(
     describe: Describe | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Write a mixture (`merge.mixture.mixture`) that ``MixtralForCausalLM.from_pretrained`` loads, as `merge_folders`.
+    """Write a mixture (`merge.around.mixture`) that ``MixtralForCausalLM.from_pretrained`` loads, as `merge_folders`.
 
     Bits are those of the experts, cast to ``out_dtype``; memory is that of one chunk and of the router.
 

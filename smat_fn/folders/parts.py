@@ -21,13 +21,13 @@ import torch
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.common import Merger
-from .chunks import Job
-from .estimate import memory_problems
+from ..merge.parts.common import Merger
 from .files import Hashing, sampled
 from .prepare import Options, prepare
 from .run import Describe, Report, completed, kept_if_full, merge_shards, room_problems
-from .survey import Survey, trimmed_leaves
+from .streaming.chunks import Job
+from .streaming.estimate import memory_problems
+from .streaming.survey import Survey, trimmed_leaves
 from .writing import NOTE, PROGRESS, Shard, exclusive, locked, recover, take_place, whole, work_folder
 
 WAIT = 60.0  # seconds for what others do under the lock of the output folder, unless they complete it

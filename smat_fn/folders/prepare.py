@@ -10,20 +10,20 @@ from torch import Tensor
 
 from .. import checkpoint, errors, random
 from ..errors import problems_of
-from ..merge.coefs import Rules, coefs_of, matches
-from ..merge.common import Merger
-from ..merge.inputs import coef_problems, short
+from ..merge.parts.coefs import Rules, coefs_of, matches
+from ..merge.parts.common import Merger
+from ..merge.parts.inputs import coef_problems, short
 from ..merge.registry import tried
-from .beside import Files
-from .chunks import Job, Scratch, target, unlike
 from .files import identity
-from .inputs import open_inputs
-from .reading import Folder
-from .stacks import folders_of
-from .statistics import with_statistics
-from .tokens import Tokens
-from .vocabulary import Vocabulary
-from .whose import Whose
+from .inputs.beside import Files
+from .inputs.opening import open_inputs
+from .inputs.reading import Folder
+from .inputs.stacks import folders_of
+from .inputs.statistics import with_statistics
+from .inputs.tokens import Tokens
+from .inputs.vocabulary import Vocabulary
+from .inputs.whose import Whose
+from .streaming.chunks import Job, Scratch, target, unlike
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]

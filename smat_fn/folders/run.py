@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.common import Merger, Rule
-from .chunks import Job, Written, in_order, write_order
-from .estimate import memory_bound, memory_problems, seconds_of
+from ..merge.parts.common import Merger, Rule
 from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
-from .survey import Survey
+from .streaming.chunks import Job, Written, in_order, write_order
+from .streaming.estimate import memory_bound, memory_problems, seconds_of
+from .streaming.survey import Survey
 from .writing import (
     Shard,
     exclusive,

@@ -19,19 +19,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import checkpoint, errors
-from ..merge import common
-from ..merge.common import Merger, zeroed
 from ..merge.emr import magnitudes
-from ..merge.inputs import short
-from ..merge.masked import Masked
+from ..merge.parts import common
+from ..merge.parts.common import Merger, zeroed
+from ..merge.parts.inputs import short
+from ..merge.parts.masked import Masked
 from ..merge.weight_average import WeightAverage
-from .chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
-from .estimate import memory_bound, memory_problems
 from .files import Hashing, changed, identity
+from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
-from .reading import TASKS, Folder, Read, Store, indexed
 from .run import Describe, Plan, Report, planned, write_job
-from .survey import Survey
+from .streaming.chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
+from .streaming.estimate import memory_bound, memory_problems
+from .streaming.survey import Survey
 from .writing import Shard, finished_shards, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"

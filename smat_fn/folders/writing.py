@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checkpoint import write_text
 from .files import Hashing, digests, identity
-from .reading import DTYPES, WEIGHTS
+from .inputs.reading import DTYPES, WEIGHTS
 
 PROGRESS = "progress.json"
 NOTE = ".part-"  # begins the names of notes of parts: see `parts`

@@ -4,36 +4,16 @@ Every merger with a base is ``apply_vector(base, <name>_vector(...), coef=coef)`
 once; `apply_rules` takes a coefficient for each leaf. Experts are {name: tree} or a list of trees, whose names are
 their positions. ``MERGERS`` holds the option classes of the paper's five; those of ``MORE_MERGERS`` see one leaf at a
 time. The functions have the names of their modules: ``smat_fn.merge.ties`` is the function, and
-``from smat_fn.merge.ties import Ties`` takes from the module.
+``from smat_fn.merge.ties import Ties`` takes from the module. ``parts`` holds what mergers are made of and imports
+none of them; ``around`` holds what is done with any of them: coefficients, norms, adapters, mixtures of experts.
 """
 
+from ..where import block_of, block_prefix
 from .arcee_fusion import arcee_fusion
-from .breadcrumbs import breadcrumbs, breadcrumbs_vector
-from .cart import cart
-from .coefs import Rules, apply_rules, coef_of, coefs_of
-from .common import COEFS, WIDE, Merger, apply_vector, task_vector
-from .consensus import consensus, consensus_vector
-from .dare import dare, dare_vector
-from .dare_ties import dare_ties, dare_ties_vector
-from .della import della, della_vector
-from .depth import block_of, lines, lines_coefs, lines_low, lines_rules
-from .emr import emr, emr_vector
-from .factors import Factors, combine, truncated
-from .fisher import fisher, fisher_vector
-from .inputs import Experts, flat_statistics
-from .iso_c import iso_c, iso_c_vector
-from .iso_cts import iso_cts, iso_cts_vector
-from .karcher import karcher
-from .magmax import magmax, magmax_vector
-from .model_stock import model_stock, model_stock_ratios, model_stock_vector
-from .multislerp import multislerp, multislerp_vector
-from .norms import norms, shortening, unequal
-from .nuslerp import nuslerp, nuslerp_vector
-from .pcb import pcb, pcb_vector
-from .reg_mean import reg_mean, reg_mean_vector
-from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, tried, vector_by
-from .sce import sce, sce_vector
-from .select import (
+from .around.depth import lines, lines_coefs, lines_low, lines_rules
+from .around.factors import Factors, combine, truncated
+from .around.norms import norms, shortening, unequal
+from .around.select import (
     CALIBRATION_COEFS,
     DROP_PROBS,
     TIES_KEEPS,
@@ -41,14 +21,35 @@ from .select import (
     Selection,
     apply_blocks,
     beyond,
-    block_prefix,
     choose,
     edge_of,
     select_coef,
     select_coefs,
 )  # fmt: skip
+from .around.spaces import core_space, knots
+from .breadcrumbs import breadcrumbs, breadcrumbs_vector
+from .cart import cart
+from .consensus import consensus, consensus_vector
+from .dare import dare, dare_vector
+from .dare_ties import dare_ties, dare_ties_vector
+from .della import della, della_vector
+from .emr import emr, emr_vector
+from .fisher import fisher, fisher_vector
+from .iso_c import iso_c, iso_c_vector
+from .iso_cts import iso_cts, iso_cts_vector
+from .karcher import karcher
+from .magmax import magmax, magmax_vector
+from .model_stock import model_stock, model_stock_ratios, model_stock_vector
+from .multislerp import multislerp, multislerp_vector
+from .nuslerp import nuslerp, nuslerp_vector
+from .parts.coefs import Rules, apply_rules, coef_of, coefs_of
+from .parts.common import COEFS, WIDE, Merger, apply_vector, task_vector
+from .parts.inputs import Experts, flat_statistics
+from .pcb import pcb, pcb_vector
+from .reg_mean import reg_mean, reg_mean_vector
+from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, tried, vector_by
+from .sce import sce, sce_vector
 from .slerp import slerp
-from .spaces import core_space, knots
 from .svc import svc, svc_vector
 from .tall_mask import tall_mask, tall_mask_vector
 from .task_arithmetic import task_arithmetic, task_arithmetic_vector

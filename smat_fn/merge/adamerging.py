@@ -9,8 +9,8 @@ from torch import Tensor
 from .. import errors, optim, random, tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, LossFn, Params
-from .common import apply_vector, delta_of
-from .inputs import Experts, Leaves, check
+from .parts.common import apply_vector, delta_of
+from .parts.inputs import Experts, Leaves, check
 
 
 class Adapted(NamedTuple):

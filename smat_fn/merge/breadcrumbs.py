@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params
-from . import looped
-from .common import Fuse, Mapped, Rule, add, merged, vector_function
-from .inputs import Experts
-from .per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts import looped
+from .parts.common import Fuse, Mapped, Rule, add, merged, vector_function
+from .parts.inputs import Experts
+from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 Count: TypeAlias = Literal["dropped", "kept"]
 

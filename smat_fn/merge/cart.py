@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .common import Mapped, Rule, add, merge_weights
-from .inputs import Experts, check_alone, coef_problems
-from .spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, other_problems
+from .parts.common import Mapped, Rule, add, merge_weights
+from .parts.inputs import Experts, check_alone, coef_problems
+from .parts.spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, other_problems
 
 
 def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[str] = ()) -> Params:

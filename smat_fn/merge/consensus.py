@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, Mapped, Merger, Piece, Rule, add, merged, vector_function, zeroed
-from .inputs import Experts
+from .parts.common import UNKNOWN, Mapped, Merger, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.inputs import Experts
 
 
 def consensus(base: Params, experts: Experts, *, coef: float, ratio: float, least: int = 2) -> Params:

@@ -11,10 +11,10 @@ from torch import Tensor
 from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
-from . import looped
-from .common import L1_NORMS, Mapped, Piece, Rule, add, merged, vector_function, zeroed
-from .inputs import Experts, drop_problems
-from .per_expert import NONE, Numbers, Part, Sparse, Sparsify
+from .parts import looped
+from .parts.common import L1_NORMS, Mapped, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.inputs import Experts, drop_problems
+from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify
 
 
 # over 60 lines: its docstring explains every argument

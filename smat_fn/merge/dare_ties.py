@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .. import random
 from ..types import Aggregate, Params
-from . import looped
-from .common import L1_NORMS, Mapped, Piece, Rule, agreeing, elected, merged, vector_function
 from .dare import dropped, sparse
-from .inputs import Experts, drop_problems
-from .per_expert import NONE, Numbers, Sparse, Sparsify
+from .parts import looped
+from .parts.common import L1_NORMS, Mapped, Piece, Rule, agreeing, elected, merged, vector_function
+from .parts.inputs import Experts, drop_problems
+from .parts.per_expert import NONE, Numbers, Sparse, Sparsify
 
 
 def dare_ties(

@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
-from . import looped
-from .common import (
+from .parts import looped
+from .parts.common import (
     BYTES_PER_COORDINATE,
     L1_NORMS,
     Mapped,
@@ -26,8 +26,8 @@ from .common import (
     vector_function,
     zeroed,
 )
-from .inputs import Experts, drop_problems
-from .per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.inputs import Experts, drop_problems
+from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
 

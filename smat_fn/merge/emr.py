@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, Mapped, Piece, Rule, add, halved, merged, vector_function, zeroed
-from .inputs import Experts
-from .masked import Masked
+from .parts.common import UNKNOWN, Mapped, Piece, Rule, add, halved, merged, vector_function, zeroed
+from .parts.inputs import Experts
+from .parts.masked import Masked
 from .tall_mask import place_of
 
 

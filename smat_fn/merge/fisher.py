@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from . import common
-from .common import UNKNOWN, WIDE, Mapped, Piece, Rule, apply_vector, halved, merge_pieces
-from .inputs import Experts, Leaves, check, coef_problems, flat_statistics
-from .per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
+from .parts import common
+from .parts.common import UNKNOWN, WIDE, Mapped, Piece, Rule, apply_vector, halved, merge_pieces
+from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
 
 
 def fisher(

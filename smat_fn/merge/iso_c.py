@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..types import Params
-from . import tall
-from .common import add, merged, vector_function
-from .inputs import Experts
-from .spectral import Mix, Others, Spectral, svd
+from .parts import tall
+from .parts.common import add, merged, vector_function
+from .parts.inputs import Experts
+from .parts.spectral import Mix, Others, Spectral, svd
 
 
 def iso_c(base: Params, experts: Experts, *, coef: float, others: Others = "mean", skip: Sequence[str] = ()) -> Params:

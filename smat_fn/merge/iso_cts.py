@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from . import tall
-from .common import add, merged, vector_function
-from .inputs import Experts
-from .spectral import Mix, Others, Spectral, leading, orthonormal, svd
+from .parts import tall
+from .parts.common import add, merged, vector_function
+from .parts.inputs import Experts
+from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, svd
 
 
 def iso_cts(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Rule, add, gram, merge_weights
-from .inputs import Experts, check_alone
+from .parts.common import Fuse, Mapped, Merger, Rule, add, gram, merge_weights
+from .parts.inputs import Experts, check_alone
 
 Products = list[list[float]]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, Mapped, Merger, Piece, Rule, merged, vector_function
-from .inputs import Experts
+from .parts.common import UNKNOWN, Mapped, Merger, Piece, Rule, merged, vector_function
+from .parts.inputs import Experts
 
 
 def magmax(base: Params, experts: Experts, *, coef: float) -> Params:

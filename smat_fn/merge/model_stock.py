@@ -6,8 +6,8 @@ from itertools import combinations
 from typing import ClassVar
 
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Rule, add, cosine, gram, merged, vector_function
-from .inputs import Experts, check, count_problems
+from .parts.common import Fuse, Mapped, Merger, Rule, add, cosine, gram, merged, vector_function
+from .parts.inputs import Experts, check, count_problems
 
 
 def model_stock(base: Params, experts: Experts, *, coef: float = 1.0, clamp: bool = True) -> Params:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
-from .inputs import Experts
+from .parts.common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
+from .parts.inputs import Experts
 from .weighted_average import given_weights
 
 Weights = Mapping[str, float] | Sequence[float]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
-from .inputs import Experts, count_problems
+from .parts.common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
+from .parts.inputs import Experts, count_problems
 
 Along: TypeAlias = Literal["leaf", "first", "last"]
 

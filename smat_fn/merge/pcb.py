@@ -9,9 +9,21 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from . import common
-from .common import UNKNOWN, WIDE, Mapped, Merger, Piece, Rule, add, apply_vector, compute_dtype, delta_of, merge_pieces
-from .inputs import Experts, Leaves, check, coef_problems
+from .parts import common
+from .parts.common import (
+    UNKNOWN,
+    WIDE,
+    Mapped,
+    Merger,
+    Piece,
+    Rule,
+    add,
+    apply_vector,
+    compute_dtype,
+    delta_of,
+    merge_pieces,
+)
+from .parts.inputs import Experts, Leaves, check, coef_problems
 
 _BINS = 1 << 16
 Scan: TypeAlias = Callable[[], Iterator[Tensor]]  # (experts, n), the same ones at each call

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
-from .inputs import Experts, Leaves, check, coef_problems, flat_statistics
-from .spectral import Others, other_problems, rest
+from .parts.common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
+from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.spectral import Others, other_problems, rest
 
 
 def reg_mean(

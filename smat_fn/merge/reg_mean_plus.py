@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from .. import errors, tree
 from ..types import Batch, LossFn, Params
-from .common import apply_vector
-from .inputs import Experts, Leaves, check
+from ..where import block_prefix
+from .parts.common import apply_vector
+from .parts.inputs import Experts, Leaves, check
 from .reg_mean import reg_mean_vector, scale_problems
-from .select import block_prefix
 from .statistics import input_grams
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .coefs import Rules, apply_rules
-from .common import Merger, apply_vector
-from .inputs import Experts, Leaves
+from .parts.coefs import Rules, apply_rules
+from .parts.common import Merger, apply_vector
+from .parts.inputs import Experts, Leaves
 
 _PAPER = "weight_average", "task_arithmetic", "ties", "dare", "della"  # the tables report their average
 _MORE = (

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Rule, add, merged, vector_function
-from .inputs import Experts
+from .parts.common import Fuse, Mapped, Merger, Rule, add, merged, vector_function
+from .parts.inputs import Experts
 
 
 def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:

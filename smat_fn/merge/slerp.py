@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .common import Fuse, Mapped, Merger, Rule, cosine, gram, merge_weights
-from .inputs import Experts, check_alone, coef_problems, count_problems
 from .nuslerp import between, shares_of
+from .parts.common import Fuse, Mapped, Merger, Rule, cosine, gram, merge_weights
+from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 

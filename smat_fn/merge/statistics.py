@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import random, tree
 from ..grad import ModuleLoss, value_and_grad
 from ..types import Batch, LossFn, Micro, Params
-from .inputs import Leaves
+from .parts.inputs import Leaves
 
 
 def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> Leaves:

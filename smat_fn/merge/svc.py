@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import Mapped, Rule, merged, vector_function
-from .inputs import Experts, count_problems
-from .spectral import Mix, OfMatrices, matrix_rule, other_problems
+from .parts.common import Mapped, Rule, merged, vector_function
+from .parts.inputs import Experts, count_problems
+from .parts.spectral import Mix, OfMatrices, matrix_rule, other_problems
 
 
 def svc(base: Params, experts: Experts, *, coef: float = 1.0, alpha: float = 1.0, skip: Sequence[str] = ()) -> Params:

@@ -7,10 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..types import Params
-from .common import UNKNOWN, Mapped, Piece, Rule, add, merged, vector_function, zeroed
 from .consensus import needs, ratio_problems
-from .inputs import Experts
-from .masked import Masked
+from .parts.common import UNKNOWN, Mapped, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.inputs import Experts
+from .parts.masked import Masked
 
 
 def tall_mask(base: Params, experts: Experts, *, task: str, ratio: float, coef: float = 1.0) -> Params:

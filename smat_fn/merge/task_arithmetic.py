@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..types import Aggregate, Params
-from . import looped
-from .common import Mapped, Rule, add, merged, vector_function
-from .inputs import Experts
-from .per_expert import NONE, Numbers, Weighted
+from .parts import looped
+from .parts.common import Mapped, Rule, add, merged, vector_function
+from .parts.inputs import Experts
+from .parts.per_expert import NONE, Numbers, Weighted
 
 
 def task_arithmetic(

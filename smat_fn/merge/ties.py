@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
-from . import looped
-from .common import (
+from .parts import looped
+from .parts.common import (
     CHUNK,
     Cut,
     InMemory,
@@ -28,8 +28,8 @@ from .common import (
     vector_function,
     zeroed,
 )
-from .inputs import Experts, Leaves, check
-from .per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.inputs import Experts, Leaves, check
+from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..types import Params
-from .common import Mapped, Merger, Rule, add, merge_weights
-from .inputs import Experts, check_alone
+from .parts.common import Mapped, Merger, Rule, add, merge_weights
+from .parts.inputs import Experts, check_alone
 
 
 def weight_average(experts: Experts) -> Params:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .coefs import Rules, coef_of
-from .common import Mapped, Merger, Rule, add, merge_weights
-from .inputs import Experts, check_alone
+from .parts.coefs import Rules, coef_of
+from .parts.common import Mapped, Merger, Rule, add, merge_weights
+from .parts.inputs import Experts, check_alone
 
 
 def weighted_average(

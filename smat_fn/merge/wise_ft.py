@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..types import Params
-from .common import Mapped, Merger, Rule, merged, vector_function
-from .inputs import Experts, count_problems
+from .parts.common import Mapped, Merger, Rule, merged, vector_function
+from .parts.inputs import Experts, count_problems
 
 
 def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .common import merged, vector_function
-from .inputs import Experts
-from .spectral import Mix, Others, Spectral, is_matrix
+from .parts.common import merged, vector_function
+from .parts.inputs import Experts
+from .parts.spectral import Mix, Others, Spectral, is_matrix
 
 
 def wudi(

@@ -390,10 +390,10 @@ def _targets(
     refuse_donation("out", True)
     targets = tree.flatten(out)
     tree.check_same(leaves, "the result", out=targets)
-    apart = _plainly_apart(targets, leaves, *others)
-    if not apart:
+    in_place = _in_place(targets, leaves, *others)
+    if not in_place:
         tree.check_apart(targets)
-    return targets, _direct(leaves, targets) and (apart or not _crossed(targets, leaves, *others))
+    return targets, in_place
 
 
 def check_devices(leaves: Mapping[str, Tensor], origins: Mapping[str, Tensor]) -> None:
@@ -408,54 +408,26 @@ def check_devices(leaves: Mapping[str, Tensor], origins: Mapping[str, Tensor]) -
     raise_problems(shortened(problems, "{} more leaves of base are elsewhere"))
 
 
-def _plainly_apart(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bool:
-    """Whether addresses alone show that no leaf is written over another: quick, for the buffers of every step."""
-    trees = [[own[path] for path in targets] for own in (targets, *inputs)]
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+def _in_place(targets: Mapping[str, Tensor], leaves: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> bool:
+    """Whether the operations may write into the targets: as the leaves are, and no leaf written over another."""
+    trees = [[own[path] for path in targets] for own in (targets, leaves, *others)]
+    if torch.compiler.is_compiling() or not all(
+        type(leaf) in tree.PLAIN and leaf.is_contiguous() for own in trees for leaf in own
+    ):
         return False
-    if not all(type(leaf) in tree.PLAIN and leaf.is_contiguous() for leaves in trees for leaf in leaves):
+    if any((to.dtype, to.device) != (leaf.dtype, leaf.device) for to, leaf in zip(*trees[:2], strict=True)):
         return False
-    starts = numpy.array([[leaf.data_ptr() for leaf in leaves] for leaves in trees])
-    stops = starts + numpy.array([[leaf.nbytes for leaf in leaves] for leaves in trees])
+    # addresses alone, for all leaves at once: this is asked at every step
+    starts = numpy.array([[leaf.data_ptr() for leaf in own] for own in trees])
+    stops = starts + numpy.array([[0 if leaf.is_meta else leaf.nbytes for leaf in own] for own in trees])
     order = starts[0].argsort()
     written, ends = starts[0][order], stops[0][order]
     if not order.size or (written[1:] < ends[:-1]).any():
         return False
     # its own memory is written as it is read; else, of the leaves written, the last that begins below its end decides
-    others = (starts[1:] != starts[0]) | (stops[1:] != stops[0])
+    others_own = (starts[1:] != starts[0]) | (stops[1:] != stops[0])
     before = numpy.searchsorted(written, stops[1:]) - 1
-    return not (others & (before >= 0) & (ends[before] > starts[1:])).any()
-
-
-def _crossed(targets: Mapping[str, Tensor], *inputs: Mapping[str, Tensor]) -> bool:
-    """Whether what is written for one coordinate would be read for another one after it."""
-    read, written = 1, 2
-    uses: dict[tuple[str, int, int, str], int] = {}
-    for kind, own in ((written, targets), *((read, leaves) for leaves in inputs)):
-        for path, leaf in own.items():
-            if (span := tree.span_of(leaf, whole=kind == read)) is not None:
-                uses[(*span, path)] = uses.get((*span, path), 0) | kind
-    place, ends = "", {read: 0, written: 0}
-    for (device, start, stop, _), kinds in sorted(uses.items()):
-        if device != place:
-            place, ends = device, {read: 0, written: 0}
-        # the same memory for the same leaf is one use of both kinds
-        if (kinds & read and start < ends[written]) or (kinds & written and start < ends[read]):
-            return True
-        ends = {kind: max(end, stop) if kinds & kind else end for kind, end in ends.items()}
-    return False
-
-
-def _direct(leaves: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
-    """Whether the operations write into the targets: contiguous tensors of the leaves' dtypes and devices."""
-    return (
-        bool(targets)
-        and not torch.compiler.is_compiling()
-        and all(
-            target.is_contiguous() and (target.dtype, target.device) == (leaves[path].dtype, leaves[path].device)
-            for path, target in targets.items()
-        )
-    )
+    return not (others_own & (before >= 0) & (ends[before] > starts[1:])).any()
 
 
 def _result(like: Params, values: Mapping[str, Tensor], out: Params | None, targets: Mapping[str, Tensor]) -> Params:

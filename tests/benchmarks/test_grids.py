@@ -45,6 +45,12 @@ def test_an_axis_grows_beyond_the_edge_that_was_chosen(values, chosen, wider):
     assert Axis("lr", values).widened(chosen) == Axis("lr", wider)
 
 
+def test_an_axis_stays_below_its_largest_value():
+    axis = Axis("alpha_min", (0.5, 1.0), most=1.0)
+    assert axis.widened(1.0) == axis
+    assert axis.widened(0.5).values == (0.25, 0.5, 1.0)
+
+
 def test_tuning_widens_until_no_choice_is_at_an_edge_and_the_choices_are_read_back(monkeypatch, tmp_path):
     study = grids.widening(digits_onepass.STUDY.protocol._replace(name=str(tmp_path / "try")), {"SMAT": GRID})
     asked, best = [], iter([place(2e-4, 0.02), place(4e-4, 0.02), place(4e-4, 0.02)])

@@ -447,6 +447,15 @@ def test_the_paragraph_goes_between_its_marks():
             readme.between(lost, "digits", "new\n")
 
 
+def test_the_sentence_on_merging_names_the_mergers_of_its_least_and_largest_ratio():
+    names = "time ratio", "command ratio", "memory ratio"
+    rows = [{"merger": name, **dict.fromkeys(names, ratio), "mergekit s": 1} for name, ratio in (
+        ("della", 5), ("ties, threshold per tensor", 3), ("dare_ties", 9), ("wa", 4)
+    )]  # fmt: skip
+    facts = {"mergekit": "0.1", "experts": 2, "MB of a model": 1, "hardware": "3 cores of Abacus"}
+    assert " takes 1/3.0 (TIES) to 1/9 (DARE-TIES) of the time " in readme.merge_sentence({"rows": rows, **facts})
+
+
 def test_a_benchmark_writes_results_table_and_readme(tmp_path, monkeypatch, capsys):
     models = ("expert:a", "wa", "ta", "ties", "dare", "della")
     rows = [

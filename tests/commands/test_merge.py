@@ -116,9 +116,9 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     first, memory, disk, time = printed.splitlines()
     assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
     assert memory == "  memory: at most 40 MiB beside mapped files"
-    assert disk.endswith("KB in 1 file")
+    assert disk.endswith("kB in 1 file")
     assert re.fullmatch(
-        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 KB to read, .*", time
+        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 kB to read, .*", time
     )
     _, code = call(*words, "--dry-run", "--window", "3")
     assert "take a smaller window" in code

@@ -108,7 +108,7 @@ def test_adapters_become_one(call, model, tmp_path):
     ):
         out = tmp_path / method
         said, code = call("adapters", "--experts", *names, "--method", method, *words, "--out", out)
-        assert (said, code) == (f"merged: {out}, 1 module of rank 4, 0.0 MB\n", None)
+        assert (said, code) == (f"merged: {out}, 1 module of rank 4, 160 bytes\n", None)
         assert (
             call("ta", "--coef", 1, "--base", base, "--experts", out, "--out", tmp_path / f"{method}-whole")[1] is None
         )

@@ -52,6 +52,30 @@ def test_packages_import_each_other_in_no_circle():
     assert order.index("merge") < order.index("folders") < order.index("scripts.merge")
 
 
+def beyond(folder, *allowed):
+    """Imports of a folder's modules that lie in its package, but not in the folder or in ``allowed``."""
+    package = f"smat_fn.{folder.split('/')[0]}"
+    mine = (f"smat_fn.{folder.replace('/', '.')}", *(f"{package}.{name}" for name in allowed))
+    return {
+        f"{file.stem}: {module}"
+        for file in (PACKAGE / folder).glob("*.py")
+        for module in imported(file)
+        if f"{module}.".startswith(f"{package}.") and not f"{module}.".startswith(tuple(f"{m}." for m in mine))
+    }
+
+
+def test_what_mergers_are_made_of_imports_no_merger_and_no_merger_what_is_around_them():
+    assert not beyond("merge/parts")
+    mergers = [*(PACKAGE / "merge").glob("[!_]*.py")]
+    assert len(mergers) > 30
+    assert not {f"{m.stem}: {name}" for m in mergers for name in imported(m) if name.startswith("smat_fn.merge.around")}
+
+
+def test_reading_of_folders_imports_neither_merging_nor_writing_and_merging_of_leaves_no_writing():
+    assert not beyond("folders/inputs", "files")
+    assert not beyond("folders/streaming", "files", "inputs")
+
+
 def test_packages_are_attributes_after_import():
     names = ["lora", "parallel", "analyses", "ops", "integrations", "folders", "suites", "report", "errors"]
     code = f"import smat_fn; [getattr(smat_fn, name) for name in {names}]; print('ok')"

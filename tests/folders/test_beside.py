@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import merge_folders, open_folder, plan
-from smat_fn.folders.stacks import parts_of, stack_of, stacked
+from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", _file)

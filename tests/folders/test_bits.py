@@ -36,8 +36,10 @@ from smat_fn.config import (
     WiseFt,
     Wudi,
 )
-from smat_fn.folders import chunks, merge_folders, run, survey
-from smat_fn.merge import BASELESS, common
+from smat_fn.folders import merge_folders, run
+from smat_fn.folders.streaming import chunks, survey
+from smat_fn.merge import BASELESS
+from smat_fn.merge.parts import common
 
 CONFIGS = {
     "wa": WeightAverage(),

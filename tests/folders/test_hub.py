@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn import checkpoint
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
-from smat_fn.folders.hub import push, push_problems
+from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.pushing import pushed
 

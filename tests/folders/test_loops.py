@@ -8,7 +8,8 @@ import torch
 
 from smat_fn import compiled
 from smat_fn.config import Breadcrumbs, Dare, DareTies, Della, TaskArithmetic, Ties
-from smat_fn.folders import chunks, merge_folders, ranks, survey
+from smat_fn.folders import merge_folders
+from smat_fn.folders.streaming import chunks, ranks, survey
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
 CONFIGS = {

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import families
 from smat_fn.folders import open_folder, place_of
-from smat_fn.folders.naming import namings
+from smat_fn.folders.inputs.naming import namings
 from smat_fn.scripts.merge.exporting import export_problems
 
 

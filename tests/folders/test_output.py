@@ -17,7 +17,8 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
-from smat_fn.folders import merge_folders, plan, run, survey, writing
+from smat_fn.folders import merge_folders, plan, run, writing
+from smat_fn.folders.streaming import survey
 
 TA = TaskArithmetic(coef=0.5)
 TIES = Ties(coef=0.5, keep=0.3, aggregate="sum", scope="global")

@@ -241,8 +241,8 @@ def test_mergers_say_themselves_what_does_not_fit(config, told, inputs, tmp_path
 def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folders, tmp_path, monkeypatch):
     trees = [{"embed.w": torch.ones(64, 32), "w": torch.eye(4)} for _ in range(3)]
     paths = folders.save_family(tmp_path, trees[0], dict(zip("ab", trees[1:], strict=True)))
-    monkeypatch.setattr("smat_fn.folders.estimate._available", lambda: (33 << 20) + 64 * 32 * 72 - 1)
-    monkeypatch.setattr("smat_fn.folders.estimate.FIXED", 33 << 20)
+    monkeypatch.setattr("smat_fn.folders.streaming.estimate._available", lambda: (33 << 20) + 64 * 32 * 72 - 1)
+    monkeypatch.setattr("smat_fn.folders.streaming.estimate.FIXED", 33 << 20)
     needed = (
         "tsv_merge needs 0.0 GiB of memory for 1 of the largest parameters.*skip, e.g. .*embed.*or use fewer workers"
     )

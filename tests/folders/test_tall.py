@@ -5,7 +5,8 @@ import torch
 
 from smat_fn.config import IsoC, IsoCts, TsvMerge
 from smat_fn.folders import merge_folders
-from smat_fn.merge import merge_by, tall
+from smat_fn.merge import merge_by
+from smat_fn.merge.parts import tall
 
 KINDS = [TsvMerge(coef=0.5), IsoC(coef=0.5), IsoCts(coef=0.5)]
 

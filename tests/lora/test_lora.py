@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from smat_fn import draw, lora, materialise, optim, random, value_and_grad
 from smat_fn.folders import open_folder
-from smat_fn.folders.adapters import open_adapter
+from smat_fn.folders.inputs.adapters import open_adapter
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import smat
 from smat_fn.models.pretrained import checkpoint_blocks

@@ -9,7 +9,7 @@ from smat_fn.grad import ModuleLoss
 from smat_fn.merge import reg_mean
 from smat_fn.merge.adamerging import adamerging, entropy
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
-from smat_fn.merge.select import block_prefix
+from smat_fn.where import block_prefix
 
 GENERATOR = torch.Generator().manual_seed(9)
 

@@ -9,10 +9,7 @@ import torch
 from smat_fn import merge, random, tree
 
 KEY = random.key(5)
-NOT_MERGERS = {"select", "coefs", "common", "inputs", "registry", "spectral", "depth", "norms", "per_expert", "tall"}
-NOT_MERGERS |= {"masked", "mixture"}  # of a model for each task, of MLPs side by side
-NOT_MERGERS |= {"factors", "spaces"}  # of adapters
-NOT_MERGERS |= {"looped", "statistics", "adamerging", "reg_mean_plus"}  # they need data
+OTHERS = {"registry", "statistics", "adamerging", "reg_mean_plus"}  # the last two need data: no options of merge_by
 
 
 def some(experts, count):
@@ -227,7 +224,7 @@ def same(left, right):
 
 
 def test_every_merger_file_has_an_entry():
-    files = {p.stem for p in Path(merge.__file__).parent.glob("*.py") if not p.stem.startswith("_")} - NOT_MERGERS
+    files = {p.stem for p in Path(merge.__file__).parent.glob("*.py") if not p.stem.startswith("_")} - OTHERS
     assert files == set(RUNS)
     classes = [*merge.MERGERS, *merge.MORE_MERGERS]
     assert sorted(files) == sorted(merger.__module__.rpartition(".")[2] for merger in classes)
@@ -332,7 +329,7 @@ def test_nested_trees_keep_their_structure(run, family):
 def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     base, experts = family()
     whole = run(base, experts, KEY)
-    monkeypatch.setattr("smat_fn.merge.common.CHUNK", chunk)
+    monkeypatch.setattr("smat_fn.merge.parts.common.CHUNK", chunk)
     same(run(base, experts, KEY), whole)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from smat_fn import random
 from smat_fn.merge import Factors, combine, truncated
-from smat_fn.merge.factors import METHODS, RULES
+from smat_fn.merge.around.factors import METHODS, RULES
 
 WEIGHTS = {"x": 0.7, "y": -0.4, "z": 1.3}
 KEY = random.key(3)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from smat_fn import merge, random
 from smat_fn.config import Breadcrumbs, Dare, DareTies, Della, TaskArithmetic, Ties
 from smat_fn.folders import merge_folders
-from smat_fn.merge import common
-from smat_fn.merge.per_expert import combined
+from smat_fn.merge.parts import common
+from smat_fn.merge.parts.per_expert import combined
 
 RECIPES = Path(__file__).parents[1] / "scripts" / "merge" / "make_recipes.py"
 _spec = importlib.util.spec_from_file_location("make_recipes", RECIPES)

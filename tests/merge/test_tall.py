@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from smat_fn.config import IsoC, IsoCts, TsvMerge
-from smat_fn.merge import merge_by, tall
-from smat_fn.merge.common import InMemory
-from smat_fn.merge.spectral import svd
+from smat_fn.merge import merge_by
+from smat_fn.merge.parts import tall
+from smat_fn.merge.parts.common import InMemory
+from smat_fn.merge.parts.spectral import svd
 
 KINDS = [
     TsvMerge(coef=0.5), TsvMerge(coef=0.5, share=0.2), IsoC(coef=0.5), IsoCts(coef=0.5), IsoCts(coef=0.5, common=1.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smat_fn.folders.naming import namings
-from smat_fn.folders.reading import open_folder
+from smat_fn.folders.inputs.naming import namings
+from smat_fn.folders.inputs.reading import open_folder
 from smat_fn.models import causal_lm, clip, encoder, image_classifier, pretrained, seq2seq
 
 MARK = "from pathlib import Path\nPath({!r}).touch()\nclass Own:\n    pass\n"

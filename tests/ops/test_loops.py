@@ -11,7 +11,7 @@ import torch
 from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
-from smat_fn.merge.looped import Window, masked
+from smat_fn.merge.parts.looped import Window, masked
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal

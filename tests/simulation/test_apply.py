@@ -13,7 +13,6 @@ from smat_fn.mat import smat
 from smat_fn.simulation import NOISES, draw, materialise, naive, participation, reweight, simulate
 from smat_fn.simulation import state as state_module
 from smat_fn.testing import assert_trees_equal, random_tree
-from smat_fn.tree import check_apart
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = {"one": (1,), "scalar": (), "w7": (7,), "w8": (2, 4), "w63": (7, 9), "empty": (0, 3)}
@@ -310,23 +309,31 @@ def test_leaves_of_out_that_share_memory_are_refused_before_anything_is_written(
     assert_trees_equal(merge.apply_vector(tied, vector, coef=1.0, out=columns), {"a": one + 1, "b": one + 1})
 
 
-def test_addresses_alone_tell_the_usual_buffers_apart_and_never_those_that_overlap():
-    lengths, flat = {"a": 3, "b": 1, "c": 4, "none": 0}, torch.zeros(24)
-    rng, told = random_module.Random(0), 0
+def test_results_are_written_in_place_unless_a_leaf_lies_over_another():
+    lengths, flat, told = {"a": 3, "b": 1, "c": 4, "none": 0}, torch.zeros(24), 0
+    rng = random_module.Random(0)
+
+    def cut(own):
+        return {path: flat[own[path] : own[path] + size] for path, size in lengths.items()}
+
+    def over(path, start, other, to):
+        return max(start, to) < min(start + lengths[path], to + lengths[other])
+
     for _ in range(2000):
-        cut = [
-            {path: flat[(start := rng.randrange(20)) : start + size] for path, size in lengths.items()} for _ in "ab"
-        ]
-        targets, inputs = {path: rng.choice(cut)[path] for path in lengths}, cut[0]
-        if state_module._plainly_apart(targets, inputs):
-            told += 1
-            check_apart(targets)
-            assert not state_module._crossed(targets, inputs)
+        at = [{path: rng.randrange(20) for path in lengths} for _ in "ab"]
+        targets = {path: rng.choice(at)[path] for path in lengths}
+        pairs = [(path, other, to) for path in lengths for other, to in targets.items()]
+        crossed = any(over(path, targets[path], other, to) for path, other, to in pairs if path != other)
+        crossed |= any(over(p, at[0][p], q, to) for p, q, to in pairs if (p, at[0][p]) != (q, to))
+        found = state_module._in_place(cut(targets), cut(at[0]))
+        assert not (found and crossed)
+        told += found
     assert told > 50
     own, others = ({path: torch.zeros(size) for path, size in lengths.items()} for _ in "ab")
-    assert state_module._plainly_apart(own, own)
-    assert state_module._plainly_apart(own, others, own)
-    assert not state_module._plainly_apart(own, {**own, "a": own["c"][1:]})
+    assert state_module._in_place(own, own)
+    assert state_module._in_place(own, others, own)
+    assert not state_module._in_place(own, {**own, "a": own["c"][1:]})
+    assert not state_module._in_place(own, {**own, "a": own["a"].double()})
 
 
 def test_a_base_without_memory_is_refused_and_not_read_as_whatever_is_there():

@@ -14,7 +14,7 @@ from .commands import RUNS, Shared
 if TYPE_CHECKING:
     from ...analyses.interference import Updates
     from ...analyses.results import Result
-    from ...folders.reading import Folder
+    from ...folders.inputs.reading import Folder
 
 PIECE = 1 << 20  # coordinates read together
 
@@ -67,8 +67,8 @@ def rows_of(
     """
     from ...analyses.interference import as_rows
     from ...analyses.interference import interference as compute
-    from ...folders.inputs import open_inputs
-    from ...folders.whose import Whose
+    from ...folders.inputs.opening import open_inputs
+    from ...folders.inputs.whose import Whose
     from ..merge.inputs import by_name
 
     known, problems = by_name(base, experts, None)

@@ -13,8 +13,8 @@ from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ...folders import Combined
 from ...folders import merge_adapters as write
 from ...folders.files import digests
-from ...merge.factors import Factors, option_problems
-from ...merge.masked import Masked
+from ...merge.around.factors import Factors, option_problems
+from ...merge.parts.masked import Masked
 from .card import CARD, adapter_card
 from .commands import MergeAdapters
 from .finished import hashes, sources_text

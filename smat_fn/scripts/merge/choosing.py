@@ -12,7 +12,7 @@ from ... import checkpoint, merge
 from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...folders.prepare import buffers_note
-from ...merge.inputs import Leaves
+from ...merge.parts.inputs import Leaves
 from ...types import Params
 from .inputs import Inputs, mask_key, read_statistics
 

@@ -63,6 +63,7 @@ def export(args: Export) -> None:
     """Write the whole model and print its size."""
     import torch
 
+    from ...folders.files import size_text
     from .exporting import export
     from .streaming import bytes_of
 
@@ -79,7 +80,7 @@ def export(args: Export) -> None:
     )
     rounded = f"rounding is {report.rounding_ratio:.2%} of the change" if report.rounding_ratio else "bit for bit"
     outcome.add("written", args.out)
-    print(f"exported: {args.out}, {report.bytes / 1e6:.1f} MB, {rounded}")
+    print(f"exported: {args.out}, {size_text(report.bytes)}, {rounded}")
     for note in report.notes:
         print(f"note: {note}")
 
@@ -107,6 +108,7 @@ def extract_lora(args: ExtractLora) -> None:
     import torch
 
     from ...folders import extract_lora
+    from ...folders.files import size_text
     from .inputs import manifest_of
 
     torch.set_num_threads(args.threads)
@@ -122,7 +124,7 @@ def extract_lora(args: ExtractLora) -> None:
     for line in summary(made):
         print(line)
     outcome.add("written", args.out)
-    print(f"extracted: {args.out}, rank {args.rank}, {made.bytes / 1e6:.1f} MB, relative error {made.error:.2e} in all")
+    print(f"extracted: {args.out}, rank {args.rank}, {size_text(made.bytes)}, relative error {made.error:.2e} in all")
 
 
 def summary(made: "Extracted") -> Iterator[str]:
@@ -196,6 +198,7 @@ def merge_adapters(args: MergeAdapters) -> None:
     """Write the adapter and print its ranks."""
     import torch
 
+    from ...folders.files import size_text
     from .adapters import merge
 
     torch.set_num_threads(args.threads)
@@ -206,7 +209,7 @@ def merge_adapters(args: MergeAdapters) -> None:
         lacking = _count(made.partial, "module", "modules")
         print(f"note: {lacking} of some adapters alone, merged from those: {_some(made.partial)}")
     outcome.add("merged", {"folder": args.out})
-    print(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {made.bytes / 1e6:.1f} MB")
+    print(f"merged: {args.out}, {_count(made.ranks, 'module', 'modules')} of {what}, {size_text(made.bytes)}")
 
 
 def _count(things: Collection[object], one: str, several: str) -> str:

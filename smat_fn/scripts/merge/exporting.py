@@ -10,8 +10,8 @@ from torch import Tensor
 from ... import checkpoint, errors
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
-from ...folders.adapters import is_adapter
-from ...folders.reading import Folder
+from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
 from .card import CARD, exported_card
 from .finished import hashes, sources_text

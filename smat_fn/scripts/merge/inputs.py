@@ -13,11 +13,11 @@ from ... import checkpoint, errors, lora, random, tree
 from ...config import MergerConfig
 from ...errors import problems_of
 from ...folders import read_inputs
-from ...folders.inputs import repository_of
-from ...folders.stacks import folders_of, parts_of
-from ...folders.statistics import stale, without
-from ...merge.inputs import Leaves, flat_statistics
-from ...merge.per_expert import Weighted
+from ...folders.inputs.opening import repository_of
+from ...folders.inputs.stacks import folders_of, parts_of
+from ...folders.inputs.statistics import stale, without
+from ...merge.parts.inputs import Leaves, flat_statistics
+from ...merge.parts.per_expert import Weighted
 
 
 class Inputs(NamedTuple):

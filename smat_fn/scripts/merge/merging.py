@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -12,12 +13,15 @@ from ... import checkpoint, errors, merge, random
 from ...config import MergerConfig, Ties, settings
 from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
+from ...folders import SHARD_SIZE
+from ...folders.inputs.stacks import parts_of
 from ...suites import SUITES, Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, total, with_buffers
 from .finished import differences, is_merged, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, find_inputs, load_inputs, missing_of, read_statistics
+from .recipe_write import written
 from .snapshots import choose_snapshot
 
 __all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "summary"]
@@ -132,7 +136,7 @@ def merge_run(
                 own = facts[config.name]
                 if chosen:
                     own |= sources_of(base, snapshots[chosen["index"]], merged_of, seed, suite) | {"snapshot": chosen}
-                _write(folder, config, kept[folder], merged_of, overwrite=overwrite, facts=own)
+                _write(folder, config, kept[folder], base, merged_of, overwrite=overwrite, facts=own)
             for line in summary({folder: kept[folder]}):
                 report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
@@ -304,9 +308,16 @@ def sources_of(
 
 
 def _write(
-    folder: Path, config: MergerConfig, merged: Merged, inputs: Inputs, *, overwrite: bool, facts: Mapping[str, Any]
+    folder: Path,
+    config: MergerConfig,
+    merged: Merged,
+    base: Path,
+    inputs: Inputs,
+    *,
+    overwrite: bool,
+    facts: Mapping[str, Any],
 ) -> None:
-    """Save a merged model with its manifest, which includes ``facts``, and its model card."""
+    """Save a merged model with its manifest, which includes ``facts``, its model card and its recipe."""
     config = merged.calibration.config if merged.calibration else config
     facts = {
         **facts,
@@ -333,5 +344,30 @@ def _write(
         tried = total(merged.tried, *([found.tried] if found else []))
         facts["tried"] = {name: round(value, 3) for name, value in tried._asdict().items()}
     manifest, places = checkpoint.without_places(checkpoint.describe(merged.params, **facts))
-    files = {CARD: card(manifest), **({checkpoint.SOURCES: sources_text({}, places)} if places else {})}
+    files = {CARD: card(manifest), checkpoint.SOURCES: sources_text(_files_of(base, inputs), places)}
+    if inputs.lines is None:  # LiNeS on disk multiplies coefficients, here vectors: the last bits differ
+        files[checkpoint.RECIPE] = _recipe(config, merged, base, inputs, facts["merge_seed"])
     checkpoint.save_expert(folder, merged.params, manifest, overwrite=overwrite, files=files)
+
+
+def _recipe(config: MergerConfig, merged: Merged, base: Path, inputs: Inputs, seed: int) -> str:
+    """The recipe from which `merge.py` repeats the merge that was chosen, in one file too."""
+    if merged.coef is not None and merged.layers is None:
+        config = replace(config, coef=merged.coef)  # type: ignore[call-arg]
+    coefs = None if merged.layers is None else globs(merged.layers.coefs)
+    size = max(SHARD_SIZE, sum(leaf.nbytes for leaf in merged.params.values()))
+    return written(config, base, inputs.places, coefs, {"seed": seed, "shard_size": size})
+
+
+def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:
+    """A file in every folder that was merged, for `SOURCES`; a repository has its name in the recipe."""
+    given = {"base": base, **{f"expert {name!r}": path for name, path in inputs.places.items()}}
+    return {
+        label: [
+            file
+            for folder in ([part.path for part in parts_of(path)] or [path])
+            if folder.is_dir()
+            for file in sorted(found for found in folder.iterdir() if found.is_file())[:1]
+        ]
+        for label, path in given.items()
+    }

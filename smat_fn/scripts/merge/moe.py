@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ... import checkpoint, random
 from ...folders import Report, chunk_of, local_folder, open_folder
-from ...folders.files import digests
+from ...folders.files import digests, size_text
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
-from ...merge.mixture import random_rows, rows
+from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
 from .commands import Moe
@@ -184,7 +184,7 @@ def make(args: Moe) -> Iterator[str]:
         notes=notes,
     )
     outcome.add("merged", {"folder": args.out, "kept": False})
-    yield f"merged: {args.out}, {len(paths)} experts, {asked.per_token} a token, {report.bytes / 1e6:.1f} MB"
+    yield f"merged: {args.out}, {len(paths)} experts, {asked.per_token} a token, {size_text(report.bytes)}"
     yield from (f"note: {note}" for note in report.notes)
 
 

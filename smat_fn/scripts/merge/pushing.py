@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ... import checkpoint, errors
-from ...folders import hub
+from ...folders.inputs import hub
 
 
 def pushed(repository: str | None, *, public: bool, count: int) -> Callable[[Path], Iterable[str]]:

@@ -14,7 +14,7 @@ import yaml
 from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
-from ...folders.stacks import parts_of, stack_of
+from ...folders.inputs.stacks import parts_of, stack_of
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
 from .recipe_write import OWN

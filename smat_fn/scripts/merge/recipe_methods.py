@@ -22,8 +22,8 @@ from ...config import (
     Ties,
     WeightedAverage,
 )
-from ...merge.coefs import coef_of
 from ...merge.nuslerp import Along
+from ...merge.parts.coefs import coef_of
 from ...merge.weighted_average import no_sum
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ... import errors
 from ...config import MergerConfig
-from ...folders.beside import TOKENIZER, files_of
-from ...folders.inputs import local_folder, open_input
-from ...folders.stacks import Part, is_first, layer_of, layers_of, stack_of
+from ...folders.inputs.beside import TOKENIZER, files_of
+from ...folders.inputs.opening import local_folder, open_input
+from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves

@@ -8,8 +8,8 @@ import yaml
 
 from ... import __version__
 from ...config import MergerConfig
-from ...folders.inputs import repository_of
-from ...folders.stacks import parts_of, stack_of
+from ...folders.inputs.opening import repository_of
+from ...folders.inputs.stacks import parts_of, stack_of
 
 OWN = (
     "base", "experts", "coef", "seed", "semantics", "out_dtype", "shard_size", "vocabulary", "device",

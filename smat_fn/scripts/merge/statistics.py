@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ... import checkpoint, errors, lora, random
 from ...checkpoint import STATISTICS
 from ...data.batching import split_rows
-from ...merge.inputs import Leaves
+from ...merge.parts.inputs import Leaves
 from ...merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from ...suites import Suite
 from ...suites.suite import EncoderSuite

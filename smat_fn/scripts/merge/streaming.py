@@ -28,11 +28,11 @@ from ...folders import (
     plan,
     prepare,
 )
-from ...folders.chunks import Job
 from ...folders.files import UNITS, digests, size_text
-from ...folders.inputs import open_input
+from ...folders.inputs.opening import open_input
+from ...folders.inputs.stacks import parts_of
 from ...folders.several import is_several, merge_several, of_all_tasks, open_several, plan_several, prepare_several
-from ...folders.stacks import parts_of
+from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from .. import outcome
@@ -147,8 +147,8 @@ def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan |
 
 
 def bytes_of(size: str) -> int:
-    """ "5GB", "200MB", "4KB" or a number of bytes. Raises: ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", size.strip().upper())
+    """ "5GB", "200MB", "4kB" or a number of bytes. Raises: ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]B)?", size.strip().upper().replace("K", "k"))
     if not found:
         raise ValueError(f"size {size!r} is not a size: write 5GB, 200MB or a number of bytes")
     return int(float(found[1]) * UNITS.get(found[2] or "", 1))

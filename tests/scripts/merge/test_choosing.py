@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smat_fn import checkpoint, merge, random
 from smat_fn.config import DIGITS, Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Scorer
-from smat_fn.merge import common as _common
+from smat_fn.merge.parts import common as _common
 from smat_fn.scripts.merge import choosing, merging
 from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
 from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run

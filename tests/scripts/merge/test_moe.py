@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from smat_fn import random
 from smat_fn.folders.mixtures import merge_mixture, open_models
-from smat_fn.merge.mixture import mixture, random_rows, rows
+from smat_fn.merge.around.mixture import mixture, random_rows, rows
 from smat_fn.scripts.merge import commands, moe
 from smat_fn.scripts.merge.finished import verify
 from smat_fn.scripts.merge.recipe import load as load_recipe

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..merge.inputs import Leaves, fit_problems
+from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .heads import apart
 from .hub import header_problems, local_folder, repository_of

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint import STATISTICS
-from ..merge import common
-from ..merge.common import Cut, Piece, add, delta_of, gram_of
-from ..merge.looped import votes as votes_of
-from ..merge.per_expert import NONE, Numbers, number
-from ..merge.ties import bands_of, trimmed, votes
+from ...checkpoint import STATISTICS
+from ...merge.parts import common
+from ...merge.parts.common import Cut, Piece, add, delta_of, gram_of
+from ...merge.parts.looped import votes as votes_of
+from ...merge.parts.per_expert import NONE, Numbers, number
+from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
     SPAN,
     Job,

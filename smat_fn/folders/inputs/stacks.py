@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import errors
+from ... import errors
 from .reading import Folder, config_of
 
 COUNTS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"  # what config.json calls the number of layers

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from .. import errors, tree
-from ..errors import problems_of
-from ..types import Params
+from ... import errors, tree
+from ...errors import problems_of
+from ...types import Params
 
 Experts: TypeAlias = Mapping[str, Params] | Sequence[Params]
 Leaves: TypeAlias = dict[str, Tensor]

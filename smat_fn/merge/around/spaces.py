@@ -7,12 +7,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .. import errors
-from .common import Merger
+from ... import errors
+from ..parts.common import Merger
+from ..parts.inputs import coef_problems, key_problems
+from ..parts.spectral import is_real
+from ..registry import vector_by
 from .factors import Factors, truncated
-from .inputs import coef_problems, key_problems
-from .registry import vector_by
-from .spectral import is_real
 
 Adapters: TypeAlias = Mapping[str, Mapping[str, Factors]]  # by expert, by module
 Basis: TypeAlias = tuple[Tensor, Tensor | None]  # (outputs, k), and (l, inputs) where inputs have coordinates too

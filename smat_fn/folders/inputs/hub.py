@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..merge.inputs import Leaves, fit_problems
-from ..progress import downloading
+from ...merge.parts.inputs import Leaves, fit_problems
+from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
 from .towers import part_config
 from .vocabulary import HEAD, by_token

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import errors
+from ... import errors
 from .beside import TOKENIZER, Files, files_of
 from .reading import Folder, Read, config_of
 from .vocabulary import by_token

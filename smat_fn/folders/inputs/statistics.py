@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .. import checkpoint
-from ..checkpoint import STATISTICS
-from ..merge.inputs import statistics_problems
-from .inputs import local_folder
+from ... import checkpoint
+from ...checkpoint import STATISTICS
+from ...merge.parts.inputs import statistics_problems
+from .opening import local_folder
 from .reading import Folder, Store
 
 

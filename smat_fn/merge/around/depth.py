@@ -6,11 +6,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from .. import errors
-from ..types import Params
-from ..where import block_of, by_depth
-from .inputs import Experts, Leaves, check, coef_problems
-from .task_arithmetic import task_arithmetic_vector
+from ... import errors
+from ...types import Params
+from ...where import block_of, by_depth
+from ..parts.inputs import Experts, Leaves, check, coef_problems
+from ..task_arithmetic import task_arithmetic_vector
 
 Depth: TypeAlias = Callable[[str], int | None]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from .. import compiled
-from ..merge.looped import sources
+from ... import compiled
+from ...merge.parts.looped import sources
 from .chunks import SPAN, Job, parts_of, spans
 
 SMALL = 1 << 15  # coordinates that are sorted rather than counted

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import errors, random, tree
+from ... import errors, random, tree
 
 RULES = "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"
 METHODS = (*RULES, "cat", "svd", *(f"{rule}_svd" for rule in RULES[1:]))

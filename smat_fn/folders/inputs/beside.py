@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..errors import problems_of
+from ...errors import problems_of
 from .reading import PIPELINE, config_of, load_config
 from .towers import compared
 

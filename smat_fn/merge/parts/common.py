@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import errors, random, tree
-from ..compiled import array, loops_for
-from ..errors import problems_of
-from ..ops.cpu import centered_fields
-from ..types import Params, Scope
+from ... import errors, random, tree
+from ...compiled import array, loops_for
+from ...errors import problems_of
+from ...ops.cpu import centered_fields
+from ...types import Params, Scope
 from .inputs import Experts, Leaves, check, coef_problems, derivative_problems, key_problems, kind_problems
 from .looped import Loop
 

@@ -6,8 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..types import Params
-from .common import COEFS, apply_vector
+from ...types import Params
+from ...where import block_prefix
+from ..parts.common import COEFS, apply_vector
 
 T = TypeVar("T")
 
@@ -89,12 +90,6 @@ class Layered(NamedTuple):
     coefs: dict[str, float]  # by block, "" outside of blocks
     score: float
     curve: tuple[tuple[str, float, float], ...]
-
-
-def block_prefix(path: str) -> str:
-    """The block that a leaf is in, up to its number, "layers.3" of "layers.3.mlp.weight"; "" outside of blocks."""
-    parts = path.split(".")
-    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if i and part.isdecimal()), "")
 
 
 def apply_blocks(base: Params, vector: Mapping[str, Tensor], coefs: Mapping[str, float]) -> Params:

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..compiled import array
-from ..ops.cpu import place
+from ...compiled import array
+from ...ops.cpu import place
 
 KINDS = torch.float32, torch.bfloat16  # that the loops read and write
 NEVER = 1 << 62  # a position that no coordinate has

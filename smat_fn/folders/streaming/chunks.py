@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .. import compiled, errors, tree
-from ..merge.common import Merger, Piece, Rule, fields_of, groups, mask_keys
-from ..merge.looped import KINDS, Loop, Window
-from .files import Identity
-from .reading import Folder
+from ... import compiled, errors, tree
+from ...merge.parts.common import Merger, Piece, Rule, fields_of, groups, mask_keys
+from ...merge.parts.looped import KINDS, Loop, Window
+from ..files import Identity
+from ..inputs.reading import Folder
 
 T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..checkpoint import INDEX, WEIGHTS
-from ..merge.inputs import short
-from .files import identity
+from ...checkpoint import INDEX, WEIGHTS
+from ...merge.parts.inputs import short
+from ..files import identity
 
 DTYPES = {
     "F64": torch.float64,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .. import errors, tree
-from ..merge.factors import Factors
+from ... import errors, tree
+from ...merge.around.factors import Factors
 from .reading import INDEX, Folder, Read, Store, foreign
 from .reading import WEIGHTS as MODEL
 

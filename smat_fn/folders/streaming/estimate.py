@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..merge.common import BYTES_PER_COORDINATE, row_length
+from ...merge.parts.common import BYTES_PER_COORDINATE, row_length
+from ..inputs.reading import Folder
 from .chunks import Job, in_order, write_order
-from .reading import Folder
 from .survey import Survey
 
 FIXED = 32 << 20  # histograms, headers, allocator

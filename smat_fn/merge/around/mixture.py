@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import errors, random, tree
-from ..types import Params
-from .inputs import Experts, short
+from ... import errors, random, tree
+from ...types import Params
+from ..parts.inputs import Experts, short
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PARTS = {"mlp.gate_proj.weight": "w1", "mlp.down_proj.weight": "w2", "mlp.up_proj.weight": "w3"}

@@ -1,0 +1,1 @@
+"""Work around mergers: coefficients by dev data or depth, norms of task vectors, adapters, mixtures of experts."""

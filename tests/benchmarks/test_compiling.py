@@ -1,0 +1,19 @@
+"""What a benchmark says of compiled graphs."""
+
+import pytest
+
+from benchmarks import compiling
+
+
+@pytest.mark.slow
+def test_nodes_of_the_simulation_hardly_grow_with_the_number_of_leaves(capsys, tmp_path):
+    compiling.main(layers=(1, 2), dry_run=True, out=tmp_path / "none.json")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [
+        [what, str(layers), str(leaves)]
+        for what in ("simulate and reweight", "a step of SMAT with AdamW")
+        for layers, leaves in ((1, 11), (2, 20))
+    ]
+    few, many, *_ = (int(row[3]) for row in rows)
+    assert 0 < many - few <= 5 * 9
+    assert not list(tmp_path.iterdir())
