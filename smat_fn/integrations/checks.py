@@ -97,11 +97,24 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     return found
 
 
-def not_a_trainer(trainer: Any) -> list[str]:
-    """The error for models, arguments and whatever else has no methods to replace."""
-    if all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):
+def model_problems(trainer: Any) -> list[str]:
+    """Errors for what is not a trainer (a model, arguments), and for one without a model."""
+    if not all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):
+        return [f"trainer is a {type(trainer).__name__}: give the transformers.Trainer (or TRL's) of the model"]
+    model: Any = getattr(trainer, "model", None)
+    if not isinstance(model, nn.Module):
+        return [f"the trainer's model is {model!r}: attach needs a trainer with its model in place"]
+    return []
+
+
+def trained_problems(trainer: Any) -> list[str]:
+    """The error for a copy of weights that the trainer has trained already; ``model_init`` makes new ones."""
+    if not (steps := trainer.state.global_step) or trainer.model_init is not None:
         return []
-    return [f"trainer is a {type(trainer).__name__}: give the transformers.Trainer (or TRL's) that trains the model"]
+    return [
+        f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: attach "
+        "before train(), or give base="
+    ]
 
 
 def never(options: Options, start: int, stop: int) -> str:

@@ -268,8 +268,8 @@ def attach(
 
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, weights sharded by FSDP or DeepSpeed, optimizers that step inside the backward pass,
-            and trainers with a loop of their own; while training, parameters that were frozen, unfrozen or replaced.
+            with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass, trainers that have
+            a loop of their own, or trained before; in training, other parameters, or a checkpoint of another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -277,22 +277,15 @@ def attach(
     problems = options.problems()
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
-    model: Any = getattr(trainer, "model", None)
-    if found := checks.not_a_trainer(trainer):
-        problems += found
-    elif not isinstance(model, nn.Module):
-        problems.append(f"the trainer's model is {model!r}: attach needs a trainer with its model in place")
+    problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
-    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(model))
+    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
     handle = Attached(trainer, options, base)
-    if earlier is not None and earlier._model is model and earlier._own:
+    if earlier is not None and earlier._model is trainer.model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
-    elif (base is None or base == "host") and trainer.state.global_step and trainer.model_init is None:
-        raise ValueError(
-            f"the trainer has trained for {trainer.state.global_step} steps, so that the weights of now are not the "
-            "pretrained ones: attach before train(), or give base="
-        )
+    elif base is None or isinstance(base, str):
+        errors.raise_problems(checks.trained_problems(trainer))
     handle._attach(origin)
     return handle
 
