@@ -120,5 +120,9 @@ class Suite(Protocol):
         """(task, key, step) -> the rows of the task's training split that ``batch`` is made of."""
 
     @property
+    def train_rows(self) -> Callable[[str], dict[str, Any]] | None:
+        """(task) -> its training rows: "from", a file or a source, "count", and "hash", which edited rows change."""
+
+    @property
     def dev_batches(self) -> Callable[[str], list[Micro]] | None:
         """(task) -> its dev split as batches of the loss."""

@@ -118,6 +118,12 @@ def _columns(rows: list[dict[str, Any]], wanted: tuple[tuple[str, ...], ...], wh
     return found[0], found[1]  # type: ignore[return-value]
 
 
+def place_of(source: str) -> str:
+    """The file of a task's training rows, or the hub's dataset."""
+    folder = Path(source).expanduser()
+    return next((str(file) for suffix in SUFFIXES if (file := folder / f"train{suffix}").is_file()), source)
+
+
 def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
     raw, problems = {}, []
     for split, spellings in SPLITS.items():

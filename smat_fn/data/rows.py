@@ -131,6 +131,14 @@ def take(rows: Rows, indices: Sequence[int]) -> Rows:
     return ImageRows(rows.images.take(chosen, axis=0), rows.labels[chosen], rows.class_names)
 
 
+def place_of(source: str | Path, task: str, split: str) -> str:
+    """The file that `load_rows` reads, or the source and the part of it."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return f"{source} ({task}, {split})"
+    return str(_find(path, task, split) if path.is_dir() else path)
+
+
 def _find(source: Path, task: str, split: str) -> Path:
     home = source / task
     for name in SPELLINGS.get(split, (split,)):

@@ -1,5 +1,6 @@
 """Checks of a trainer, its model and theta_0 for `attach`, and the line that describes the simulated steps."""
 
+import hashlib
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors, tree
 from ..mat.smat import is_simulated
@@ -23,6 +25,7 @@ __all__ = ["Options", "leaves_of", "mask_problems"]
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
+_SAMPLED = 64  # values of a parameter by which another theta_0 is told
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -61,9 +64,81 @@ class Options:
         return draw(key, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=self.noise)
 
 
+def record(options: Options, base: Mapping[str, Tensor], where: Predicate) -> dict[str, Any]:
+    """JSON values that a run must share to resume from a checkpoint; theta_0 by some values, whatever their dtype."""
+    masked, sampled = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    for path, leaf in sorted(base.items()):
+        masked.update(f"{path}:{where(path, leaf)};".encode())
+        count = min(leaf.numel(), _SAMPLED)
+        places = torch.arange(count, device=leaf.device) * leaf.numel() // max(count, 1)
+        sampled.update(path.encode() + leaf.detach().flatten()[places].double().cpu().numpy().tobytes())
+    numbers = {name: getattr(options, name) for name in ("alpha_min", "drop_prob", "sigma", "period", "noise")}
+    return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": sampled.hexdigest()}
+
+
+def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """Errors for a checkpoint of a run with other settings or another theta_0; None: it was not SMAT's."""
+    names = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}
+    found = [
+        f"{names.get(name, name)} was {stored[name]} when the checkpoint was saved, is {value}"
+        for name, value in now.items()
+        if stored is not None and stored.get(name, value) != value
+    ]
+    if found and stored is not None and stored.get("theta_0") != now["theta_0"]:
+        found.append(
+            "theta_0 is a copy of the weights at attach: build the model as then, from the same pretrained weights and "
+            "not from a checkpoint (call transformers.set_seed before adapters or heads are made), or give base="
+        )
+    if found:
+        found.append(
+            "attach with the arguments of then; to resume with others from here on, delete 'smat_fn' in the "
+            "checkpoint's trainer_state.json"
+        )
+    return found
+
+
+def model_problems(trainer: Any) -> list[str]:
+    """Errors for what is not a trainer (a model, arguments), and for one without a model."""
+    if not all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):
+        return [f"trainer is a {type(trainer).__name__}: give the transformers.Trainer (or TRL's) of the model"]
+    model: Any = getattr(trainer, "model", None)
+    if not isinstance(model, nn.Module):
+        return [f"the trainer's model is {model!r}: attach needs a trainer with its model in place"]
+    return []
+
+
+def trained_problems(trainer: Any) -> list[str]:
+    """The error for a copy of weights that the trainer has trained already; ``model_init`` makes new ones."""
+    if not (steps := trainer.state.global_step) or trainer.model_init is not None:
+        return []
+    return [
+        f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: attach "
+        "before train(), or give base="
+    ]
+
+
+def never(options: Options, start: int, stop: int) -> str:
+    """The warning for a training without a simulated step, an empty text otherwise."""
+    steps = range(start, min(stop, start + options.period))
+    if options.off or any(is_simulated(step, options.period) for step in steps):
+        return ""
+    return f"SMAT: no step is simulated, period is {options.period} and training ends after step {stop}: lower period"
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module without wrappers that put a prefix before its parameters' names, on which draws depend."""
+    while True:
+        if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
+            module = inner
+        elif isinstance(module, nn.DataParallel | DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
 def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters by name, tied ones once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {name: p for name, p in bare(module).named_parameters() if p.requires_grad}
 
 
 def describe(options: Options, leaves: Mapping[str, Tensor], where: Predicate) -> str:
@@ -121,8 +196,16 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     away = [
         f"parameter {path!r} is a {type(p).__name__}, sharded" for path, p in leaves.items() if hasattr(p, "to_local")
     ]
-    away += [f"parameter {path!r} is on the meta device, offloaded" for path, p in leaves.items() if p.is_meta]
-    problems += errors.shortened(away, "{} more parameters are not whole in this process")
+    if away:
+        problems += errors.shortened(away, "{} more parameters are not whole in this process")
+        problems.append("load the model whole in every process")
+    meta = [path for path, p in leaves.items() if p.is_meta]
+    if meta:
+        names = ", ".join(errors.shortened(list(map(repr, meta)), "{} more"))
+        problems.append(
+            f"offloaded to host memory or disk by device_map, on the meta device here: {names}: use a device_map of "
+            "devices alone, or train fewer parameters"
+        )
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper holds it
     inside = [f"optim={name!r}"] if made is None and (name.endswith("layerwise") or name in ("lomo", "adalomo")) else []
@@ -169,6 +252,11 @@ def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str)
 def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[str, Tensor]) -> list[str]:
     """Errors for a theta_0 of other names or shapes, and for one that would follow the training."""
     problems = errors.problems_of(tree.check_same, leaves, "the trainer's model", base=base)
+    if set(base) - set(leaves):
+        problems.append(
+            "base holds the trained parameters alone, tied ones once: {name: p.detach().clone() for name, p in "
+            "pretrained.named_parameters() if p.requires_grad}"
+        )
     problems += errors.problems_of(tree.check_floating, base, "base")
     live = sorted(_extent(p) for p in model.parameters())
     shared = []

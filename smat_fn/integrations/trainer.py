@@ -24,6 +24,7 @@ from .checks import Options, leaves_of
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
+_RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
 
 
@@ -72,6 +73,7 @@ class Attached:
         if own.get(_HANDLE) is self:
             delattr(trainer, _HANDLE)
         trainer.remove_callback(self._callback)
+        trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
         self._own = {}
@@ -111,7 +113,7 @@ class Attached:
         return leaves
 
     def _where(self, model: nn.Module) -> Predicate:
-        return predicate(self._options.where) or block_linear(model)
+        return predicate(self._options.where) or block_linear(checks.bare(model))
 
     def _begin(self) -> None:
         """Training begins, with the model of now."""
@@ -125,9 +127,20 @@ class Attached:
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
+        self._remember(checks.record(self._options, base, self._where(model)))
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
         _LOG.info("%s", self._text)
+        if never := checks.never(self._options, self._trainer.state.global_step, self._trainer.state.max_steps):
+            _LOG.warning("%s", never)
+
+    def _remember(self, record: dict[str, Any]) -> None:
+        """In the state that every checkpoint holds, for a run that resumes from it."""
+        state = self._trainer.state
+        kept = state.stateful_callbacks
+        if state.global_step:
+            errors.raise_problems(checks.resume_problems(kept.get(_RECORD), record))
+        kept[_RECORD] = record
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
@@ -255,8 +268,8 @@ def attach(
 
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, weights sharded by FSDP or DeepSpeed, optimizers that step inside the backward pass,
-            and trainers with a loop of their own; while training, parameters that were frozen, unfrozen or replaced.
+            with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass, trainers that have
+            a loop of their own, or trained before; in training, other parameters, or a checkpoint of another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -264,15 +277,15 @@ def attach(
     problems = options.problems()
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
-    model: Any = getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module):
-        problems.append(f"the trainer's model is {model!r}: attach needs a trainer with its model in place")
+    problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
-    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(model))
+    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
     handle = Attached(trainer, options, base)
-    if earlier is not None and earlier._model is model and earlier._own:
+    if earlier is not None and earlier._model is trainer.model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
+    elif base is None or isinstance(base, str):
+        errors.raise_problems(checks.trained_problems(trainer))
     handle._attach(origin)
     return handle
 

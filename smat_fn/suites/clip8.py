@@ -20,7 +20,7 @@ from ..checkpoint import fingerprint
 from ..data import pixels
 from ..data.batching import batch_indices
 from ..data.cache import cached, versions
-from ..data.rows import ImageRows, load_rows, take
+from ..data.rows import ImageRows, load_rows, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
@@ -160,6 +160,14 @@ class Clip8(EncoderSuite):
     def batch(self, task: str, key: Tensor, step: int) -> Batch:
         self.check(task)
         return self._some(task, "train", batch_indices(key, self.examples(task), self.batch_size, step))
+
+    @remembered
+    def train_rows(self, task: str) -> dict[str, Any]:
+        self.check(task)
+        rows = self._rows[task, "train"]
+        facts = {"images": pixels.content(rows.images), "labels": rows.labels.tolist()}
+        place = place_of(self.options.data, task, "train")
+        return {"from": place, "count": len(rows.labels), "hash": content_key(facts)}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data.cache import cached, versions
-from ..data.labelled import load_task, take
+from ..data.labelled import load_task, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
@@ -174,6 +174,14 @@ class ShortText(EncoderSuite):
                 few = Texts(batch.tokens[own], batch.owners[own] - start, batch.labels[start:stop])
                 found.append(Micro(few, stop - start))
         return found
+
+    @remembered
+    def train_rows(self, task: str) -> dict[str, Any]:
+        self.check(task)
+        own, limit = self._data[task].splits["train"], self.options.rows
+        texts, labels = own.texts[:limit], own.labels[:limit]
+        facts = {"texts": texts, "labels": labels}
+        return {"from": place_of(self.options.source(task)), "count": len(labels), "hash": content_key(facts)}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

@@ -85,6 +85,7 @@ class BaseSuite:
     score_tensor: Any = None
     split: Any = None
     batch_rows: Any = None
+    train_rows: Any = None
     dev_batches: Any = None
 
     def __init__(self, **members: Any) -> None:

@@ -25,7 +25,7 @@ from ..data import chat, pairs, text
 from ..data.batching import batch_indices
 from ..data.cache import cached, versions
 from ..data.pixels import HELD
-from ..data.rows import Conversation, TextRows, load_conversations, load_rows
+from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of
 from ..errors import check_member, count_problem, problems_of
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
@@ -252,6 +252,14 @@ class Trace(BaseSuite):
     def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
         self.check(task)
         return batch_indices(key, len(self._examples(task)), self.options.batch_size, step).tolist()
+
+    @remembered
+    def train_rows(self, task: str) -> dict[str, Any]:
+        self.check(task)
+        key = task, "train"
+        rows = self._chats[key] if self.options.chat else self._rows[key]
+        place = place_of(self.options.data, task, SPLITS["train"])
+        return {"from": place, "count": len(self._rows[key].answers), "hash": content_key({"rows": rows})}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

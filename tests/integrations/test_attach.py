@@ -10,6 +10,7 @@ from torch import nn
 
 from smat_fn import optim, random
 from smat_fn.grad import ModuleLoss
+from smat_fn.integrations import checks
 from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
 from smat_fn.simulation import simulate
@@ -516,7 +517,7 @@ def alpha_of(step):
 
 def test_one_line_says_at_the_start_what_is_masked(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="smat_fn")
-    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=1)
+    trainer = trainer_of(tiny_llama(), tmp_path, max_steps=4)
     handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 4})
     assert not caplog.records
     trainer.train()
@@ -686,3 +687,20 @@ def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp
         found.append(copies(trainer.model))
     assert {leaf.dtype for leaf in found[1].values()} == {torch.bfloat16}
     assert all(torch.equal(leaf, found[1][name]) for name, leaf in found[0].items())
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "DP"])
+def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_path):
+    # the Trainer looks for columns in the signature of forward, which wrappers hide
+    trainer = own_trainer(wrap(tiny_llama()), tmp_path, remove_unused_columns=False)
+    handle = attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS)
+    assert "_orig_mod" not in repr(handle)
+    assert "module." not in repr(handle)
+    trainer.train()
+    assert same(checks.bare(trainer.model), by_build(tiny_llama()))
+
+
+def test_a_state_dict_with_tied_weights_twice_is_refused_with_what_to_give(tmp_path):
+    given = {name: leaf.clone() for name, leaf in tiny_llama().state_dict().items()}
+    with pytest.raises(ValueError, match=r"'lm_head.weight' that .* lacks; base holds .* tied ones once"):
+        attach(own_trainer(tiny_llama(), tmp_path), key=KEY, base=given, **STRENGTHS)

@@ -394,3 +394,16 @@ def test_the_presets_name_the_papers_data():
     for name in ("clip-vit-b32", "clip-vit-l14"):
         assert PRESETS[name].suite == "clip8"
         assert task_names("clip8", **PRESETS[name].options) == EIGHT
+
+
+def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, tmp_path):
+    write_task(tmp_path, "shapes", NAMES["shapes"])
+    file = tmp_path / "shapes" / "train.npz"
+    own = load(data=str(tmp_path)).train_rows("shapes")
+    assert own == {**suite.train_rows("shapes"), "from": str(file)}
+    assert own["count"] == SIZES["train"]
+    found = arrays(tmp_path, "shapes", "train")
+    found["images"][3, 0, 0, 0] ^= 1
+    np.savez(file, **found)
+    edited = load(data=str(tmp_path)).train_rows("shapes")
+    assert edited["hash"] != own["hash"]

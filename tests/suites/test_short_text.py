@@ -489,3 +489,15 @@ def test_an_encoder_of_texts_of_one_length_is_told_with_its_reason(load, folders
     write_model(tmp_path / "model", kind="nystromformer", **options)
     with pytest.raises(ValueError, match=r"a NystromformerModel fails on texts of up to \d+ tokens .*one length alone"):
         load(model=str(tmp_path / "model"), train_layers=None)
+
+
+def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, folders, tmp_path):
+    write(tmp_path / "tone", {f"{split}.json": rows("tone", split) for split in SIZES})
+    file = tmp_path / "tone" / "train.json"
+    own = load(data=str(tmp_path)).train_rows("tone")
+    assert own == {**suite.train_rows("tone"), "from": str(file)}
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps([{**found[0], "text": "otherwise"}, *found[1:]]))
+    edited = load(data=str(tmp_path)).train_rows("tone")
+    assert edited["count"] == own["count"] == len(found)
+    assert edited["hash"] != own["hash"]

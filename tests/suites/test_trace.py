@@ -555,3 +555,40 @@ def test_a_run_on_states_goes_on_from_its_snapshot_to_the_same_bits(top, cache, 
     expected, found = (checkpoint.load_leaves(folder)[0] for folder in (whole, expert))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], leaf) for name, leaf in expected.items())
+
+
+def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, tmp_path):
+    write_rows(tmp_path, "FOMC")
+    file = tmp_path / "FOMC" / "train.json"
+    own = load(data=str(tmp_path)).train_rows("FOMC")
+    assert own == {**suite.train_rows("FOMC"), "from": str(file)}
+    assert own["count"] == 11
+    few = load(data=str(tmp_path), rows=5).train_rows("FOMC")
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([*rows[:7], {**rows[7], "answer": "C"}, *rows[8:]]))
+    assert load(data=str(tmp_path)).train_rows("FOMC")["hash"] != own["hash"]
+    assert load(data=str(tmp_path), rows=5).train_rows("FOMC") == few  # the edited row is not trained on
+
+
+def test_a_run_does_not_resume_on_edited_training_rows(load, tmp_path):
+    data = write_rows(tmp_path / "rows", "FOMC")
+    file, out = data / "FOMC" / "train.json", tmp_path / "run"
+    training = Training(steps=2, lr=1e-3)
+
+    def train(**options):
+        suite = load(data=str(data))
+        return train_run(suite, Finetune(), training, RunOptions(out, suite.tasks, 3, **options))
+
+    train()
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([{**row, "answer": "C"} for row in rows]))
+    with pytest.raises(ValueError, match=f"{file} changed since FOMC in {out} was begun: it held 11 rows of hash .*"):
+        train(resume=True)
+    file.write_text(json.dumps(rows, indent=2))  # the same rows, written otherwise
+    train(resume=True)
+    manifest = out / "FOMC" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    assert facts.pop("train_rows") == load(data=str(data)).train_rows("FOMC")
+    manifest.write_text(json.dumps(facts))  # as earlier code wrote it
+    file.write_text(json.dumps(rows[:9]))
+    train(resume=True)

@@ -196,6 +196,9 @@ def _experts(
         **({"sigma_from": sigma_from} if sigma_from else {}),
     }
     found = {task: {**facts, "training": numbers(own, world)} for task, (own, _) in plans.items()}
+    if (rows := getattr(suite, "train_rows", None)) is not None:
+        for task in plans:
+            found[task]["train_rows"] = rows(task)
     return [Expert(task, *plan, json.loads(json.dumps(found[task]))) for task, plan in plans.items()]
 
 
@@ -321,18 +324,27 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
 
 
 def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
-    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings."""
-    problems = []
+    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows."""
+    problems, edited = [], []
     for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         found = checkpoint.load_manifest(path) if path.exists() else None if last is None else last.settings
-        if found is not None and (differ := snapshots.differences(found, facts)):
+        if found is None:
+            continue
+        rows, now = ({"hash": None, **(settings.get("train_rows") or {})} for settings in (found, facts))
+        if rows["hash"] is not None and now["hash"] not in (None, rows["hash"]):
+            was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
+            edited.append(f"{now['from']} changed since {task} in {out} was begun: it held {was}, now {has}")
+        others = {name: value for name, value in facts.items() if name != "train_rows"}
+        if differ := snapshots.differences(found, others):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
-    errors.raise_problems(problems)
+    if edited:
+        edited.append("put the old rows back, or choose another --out, or begin anew with --overwrite")
+    errors.raise_problems(problems + edited)
 
 
 def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:

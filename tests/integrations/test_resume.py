@@ -1,0 +1,141 @@
+"""What would silently be another run is an error or a line: resumed, trained before, without simulated steps."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from smat_fn import random
+from smat_fn.integrations.trainer import attach
+
+from .test_attach import copies, own_trainer, same
+from .test_trainer import KEY, STEPS, STRENGTHS, tiny_llama, trainer_of
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+OFTEN = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with its checkpoints, to be read only."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = own_trainer(tiny_llama(), folder, **OFTEN)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    return folder, copies(trainer.model)
+
+
+def resume(folder, out, module=None, **changed):
+    trainer = own_trainer(tiny_llama() if module is None else module, out)
+    attach(trainer, **{"key": KEY, **STRENGTHS, **changed})
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer.model
+
+
+def test_a_resumed_run_has_the_settings_of_the_one_that_was_stopped(whole, tmp_path):
+    folder, weights = whole
+    assert same(resume(folder, tmp_path), weights)
+    other = {"key": random.key(4), "sigma": 0.01, "period": 3, "where": lambda path, p: "mlp" in path}
+    with pytest.raises(ValueError, match=r"key was \[.*\] when the checkpoint was saved, is \[") as error:
+        resume(folder, tmp_path, **other)
+    for text in ("sigma was 0.02", "is 0.01", "period was 2", "hash of the masked parameters", "delete 'smat_fn' in"):
+        assert text in str(error.value)
+    assert "theta_0" not in str(error.value)
+
+
+def test_a_resumed_run_has_the_theta_0_of_the_one_that_was_stopped(whole, tmp_path):
+    folder, weights = whole
+
+    def later():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
+
+    with pytest.raises(ValueError, match=r"hash of theta_0 was .*build the model as then.*or give base="):
+        resume(folder, tmp_path, later())
+    assert same(resume(folder, tmp_path, later(), base=copies(tiny_llama())), weights)
+    wide = {name: leaf.double() for name, leaf in copies(tiny_llama()).items()}
+    resume(folder, tmp_path, base=wide)  # the same values in another dtype
+
+
+def test_a_checkpoint_without_a_record_is_accepted(whole, tmp_path):
+    folder, _ = whole
+    (tmp_path / "checkpoint-2").mkdir()
+    for file in (folder / "checkpoint-2").iterdir():
+        (tmp_path / "checkpoint-2" / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("smat_fn")["sigma"] == 0.02
+    path.write_text(json.dumps(state))
+    assert same(resume(tmp_path, tmp_path, period=100, key=random.key(9)), copies(by_plain(folder, tmp_path)))
+
+
+def by_plain(folder, out):
+    trainer = own_trainer(tiny_llama(), out, **OFTEN)
+    attach(trainer, key=KEY, **STRENGTHS).detach()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer.model
+
+
+def test_checkpoints_after_detach_say_nothing_of_smat(tmp_path):
+    class Leave(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                handle.detach()
+
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[Leave()], **OFTEN)
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    states = [json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text()) for step in (2, 4)]
+    assert ["smat_fn" in state["stateful_callbacks"] for state in states] == [True, False]
+
+
+def test_weights_that_the_trainer_has_trained_are_not_taken_for_pretrained_ones(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    trainer.train()
+    for base in (None, "host"):
+        with pytest.raises(ValueError, match=f"has trained for {STEPS} steps.*attach before train.*or give base="):
+            attach(trainer, key=KEY, base=base, **STRENGTHS)
+    attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS).detach()
+    again = own_trainer(None, tmp_path, more={"model_init": tiny_llama})
+    again.train()
+    attach(again, key=KEY, **STRENGTHS)  # the next training has a new model
+    again.train()
+
+
+@pytest.mark.parametrize("what", [tiny_llama, lambda: transformers.TrainingArguments(use_cpu=True), dict, lambda: None])
+def test_what_is_not_a_trainer_is_named(what):
+    given = what()
+    with pytest.raises(ValueError, match=f"trainer is a {type(given).__name__}: give the transformers.Trainer"):
+        attach(given, key=KEY)
+
+
+@pytest.mark.parametrize(("period", "warned"), [(STEPS, False), (STEPS + 1, True)])
+def test_a_training_without_a_simulated_step_says_so(period, warned, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="smat_fn")
+    trainer = trainer_of(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS | {"period": period})
+    trainer.train()
+    text = f"no step is simulated, period is {period} and training ends after step {STEPS}"
+    assert (text in caplog.text) is warned
+
+
+def test_offloaded_parameters_are_listed_in_one_sentence_with_the_way_out(tmp_path):
+    trainer = trainer_of(tiny_llama(), tmp_path)
+    trainer.model.model.layers.to("meta")
+    with pytest.raises(ValueError, match=r"on the meta device here: 'model.layers.0.*more: use a device_map") as error:
+        attach(trainer, key=KEY, **STRENGTHS)
+    assert str(error.value).count("meta") == 1
+
+
+def test_record_tells_an_other_value_in_a_small_parameter_and_in_a_large_one():
+    from smat_fn.integrations.checks import Options, record
+
+    options = Options(KEY, None, 0.2, 0.5, 0.02, 2, "uniform")
+    base = {"small": torch.zeros(3), "large": torch.zeros(100, 100), "none": torch.zeros(0)}
+    hashes = {record(options, base, lambda path, p: True)["theta_0"]}
+    for path, place in (("small", 2), ("large", 0)):
+        other = {**base, path: base[path].clone()}
+        other[path].view(-1)[place] = 1e-30
+        hashes.add(record(options, other, lambda path, p: True)["theta_0"])
+    assert len(hashes) == 3
