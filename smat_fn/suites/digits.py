@@ -7,11 +7,8 @@ head of class means. Dev and test images are only ever scored.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -90,25 +87,14 @@ class DigitsOptions(SuiteOptions):
 
 def splits(seed: int) -> dict[str, Examples]:
     """Train, dev and test examples of a seed: disjoint, together all 1,797 digits."""
-    pixels, digits = _digits()
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
     images = rearrange(torch.tensor(pixels, dtype=torch.float32), "n (h w) -> n h w", h=8) / 16
     labels = torch.tensor(digits, dtype=torch.int64)
     order = permutation(random.fold_in(random.key(seed), "split"), len(labels))
     parts = order.split(list(SIZES.values()))
     return {name: Examples(images[part], labels[part]) for name, part in zip(SIZES, parts, strict=True)}
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """``load_digits(return_X_y=True)`` of scikit-learn, read from its file: importing it takes 0.8 s."""
-    spec = find_spec("sklearn")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-        if file.exists():
-            table = np.loadtxt(file, delimiter=",")
-            return table[:, :-1], table[:, -1].astype(int)
-    from sklearn.datasets import load_digits
-
-    return load_digits(return_X_y=True)
 
 
 def class_means(module: nn.Module, examples: Examples) -> Tensor:

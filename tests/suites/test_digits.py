@@ -261,16 +261,3 @@ def test_bad_recipes_are_refused_all_at_once():
         ValueError, match=r"pretrain_steps is 0\.5.*images_per_task is 1001.*logit_scale is nan.*decay is -1"
     ):
         DigitsOptions(images_per_task=1001, pretrain_steps=0.5, logit_scale=math.nan, pretrain_decay=-1)
-
-
-def test_images_are_those_of_scikit_learn(monkeypatch):
-    from sklearn.datasets import load_digits
-
-    expected = load_digits(return_X_y=True)
-    for name, found in (("file", digits._digits()), ("package", None)):
-        if found is None:
-            monkeypatch.setattr(digits, "find_spec", lambda name: None)  # as where the file is not in its place
-            found = digits._digits()
-        for left, right in zip(found, expected, strict=True):
-            assert left.dtype == right.dtype, name
-            assert (left == right).all(), name
