@@ -84,21 +84,6 @@ def digits_onepass(result: dict[str, Any]) -> str:
     )
 
 
-def vit_blocks(result: dict[str, Any]) -> str:
-    """One backward pass a step against two, on two blocks of a ViT."""
-    return (
-        f"{one_pass('vit_blocks_onepass', result)}\n"
-        f"Test score, mean over six image tasks and {seeds(result)} ± standard deviation; differences are paired by "
-        "seed. Five or more candidates of every method were compared on dev of another seed, by a "
-        "[protocol](protocols/vit_blocks.md) fixed before the runs. Model and tasks are the same for all seeds, so "
-        "intervals do not cover their choice; they are not corrected for their number. Training times are of a machine "
-        f"that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
-        f"{result['hardware']}.\n\n"
-        f"{by_merger(result['test'])}\n"
-        "The same scores by merger, mean over seeds; the best method of each merger is bold.\n"
-    )
-
-
 def one_pass(name: str, result: dict[str, Any]) -> str:
     """Passes, scores, differences from FT and from both of ASAM, and training times, by method."""
     test, rivals = result["test"], ("ASAM", "ASAM, half the steps")
@@ -351,10 +336,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),
     "digits_onepass": ("docs/studies.md", digits_onepass),
-    "vit_blocks": ("docs/studies.md", vit_blocks),
     "digits_methods": ("docs/studies.md", digits_methods),
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),
     "merge": ("docs/folders.md", merge),
 }
-SOURCES = {"results": "digits_onepass", "merge_sentence": "merge", "vit_blocks": "vit_blocks_onepass"}
+SOURCES = {"results": "digits_onepass", "merge_sentence": "merge"}

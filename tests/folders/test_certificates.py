@@ -274,7 +274,7 @@ def test_a_disk_that_is_too_small_and_one_that_fills_up(inputs, whole, tmp_path,
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-        with pytest.raises(ValueError, match=r"has 100 bytes free, [\d.]+ (bytes|KB) are needed"):
+        with pytest.raises(ValueError, match=r"has 100 bytes free, [\d.]+ (bytes|kB) are needed"):
             merge_folders(TA, *inputs, tmp_path / "out", **OPTIONS)
     assert leftovers(tmp_path) == []
 
