@@ -105,7 +105,7 @@ class Breadcrumbs(Sparse):
     drop_largest: float
     """Fraction of each parameter to drop, largest magnitudes first."""
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     count: Count = "dropped"
     """Round down the number of dropped coordinates, or, as in mergekit, of kept ones."""
     aggregate: Aggregate = field(default="sum", kw_only=True)

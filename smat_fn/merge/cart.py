@@ -72,7 +72,7 @@ class Cart(OfMatrices):
     function = staticmethod(cart)
     based = False
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     share: float = 0.08
     """Share of the singular values of every difference that is kept."""
     skip: tuple[str, ...] = ()

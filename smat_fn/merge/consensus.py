@@ -62,7 +62,7 @@ class Consensus(Merger):
     ratio: float
     """An expert needs a coordinate if its change exceeds this factor times the sum of the others' changes."""
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     least: int = 2
     """Minimum number of experts that must need a coordinate; it is dropped otherwise."""
 

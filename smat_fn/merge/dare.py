@@ -88,7 +88,7 @@ class Dare(Sparse):
     random = True
     semantics: ClassVar = {"mergekit": L1_NORMS}
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     drop_prob: float | None = None
     """Probability of removing a coordinate."""
     aggregate: Aggregate = field(default="sum", kw_only=True)

@@ -56,7 +56,7 @@ class DareTies(Sparse):
     drop_prob: float
     """Probability of removing a coordinate."""
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     aggregate: Aggregate = "sum"
     """Sum or mean of the agreeing entries."""
 

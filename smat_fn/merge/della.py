@@ -163,7 +163,7 @@ class Della(Sparse):
     random = True
     semantics: ClassVar = {"mergekit": L1_NORMS}
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     drop_prob: float | None = None
     """Mean probability of removing a coordinate."""
     window: float | None = None

@@ -128,7 +128,7 @@ class Fisher(Weighted):
     grid: ClassVar = WIDE
     selects: ClassVar = ("weights_from",)
     coef: float | None = None
-    """gamma; 1 is the source's weighted mean. The presets have none: set it, or use --search."""
+    """gamma; 1 is the source's weighted mean. Presets have none: set it, or use --search."""
     weights_from: Literal["fisher", "adam"] = "fisher"
     """Each expert's fisher.safetensors (merge.py statistics), or the second moments of `train.py --keep-moments`."""
     normalize: bool = True

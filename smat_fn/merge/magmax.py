@@ -37,7 +37,7 @@ class MagMax(Merger):
     name = "magmax"
     semantics: ClassVar = {"mergekit": UNKNOWN}
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
 
     def rule(self, leaves: Mapped) -> Rule:
         return Rule(lambda _: fuse)

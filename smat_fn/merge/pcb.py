@@ -172,7 +172,7 @@ class Pcb(Merger):
     semantics: ClassVar = {"mergekit": UNKNOWN}
     grid: ClassVar = WIDE
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     ratio: float = 0.1
     """Share of every expert's coordinates that is merged."""
     clip: float = 1e-4

@@ -87,7 +87,7 @@ class RegMean(Merger):
     semantics: ClassVar = {"mergekit": UNKNOWN}
     grid: ClassVar = WIDE
     coef: float | None = None
-    """gamma; 1 is the source's. The presets have none: set it, or use --search."""
+    """gamma; 1 is the source's. Presets have none: set it, or use --search."""
     scale: float = 0.9
     """Factor of the off-diagonal entries of Gram matrices."""
     others: Others = "mean"

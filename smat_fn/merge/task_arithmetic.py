@@ -38,7 +38,7 @@ class TaskArithmetic(Weighted):
 
     name = "ta"
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     aggregate: Aggregate = field(default="sum", kw_only=True)
     """Sum of the weighted changes, or their mean over the weights."""
 

@@ -211,7 +211,7 @@ class Ties(Sparse):
         "original": {"aggregate": "mean", "scope": "global"},
     }
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     keep: float | None = None
     """Density: fraction of coordinates that stays, by magnitude (--density too)."""
     aggregate: Aggregate | None = None

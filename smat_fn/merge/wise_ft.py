@@ -24,7 +24,7 @@ class WiseFt(Merger):
 
     name = "wise_ft"
     coef: float | None = None
-    """gamma, 0 gives the base, 1 the expert. The presets have none: set it, or use --search."""
+    """gamma, 0 gives the base, 1 the expert. Presets have none: set it, or use --search."""
 
     def problems(self, experts: Experts) -> list[str]:
         return count_problems(experts, "wise_ft", least=1, most=1)

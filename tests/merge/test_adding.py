@@ -101,7 +101,7 @@ def test_a_file_and_a_line_are_a_merger(family, tmp_path):
         return done.stdout
 
     python("-c", IN_PYTHON, *names)
-    assert "gamma. The presets have none" in python("merge.py", "median", "--help")
+    assert "gamma, the factor of the merged update" in python("merge.py", "median", "--help")
     python("merge.py", "median", "--base", "base", "--experts", *names, "--coef", "0.5", "--out", "cli")
     memory = load_file(tmp_path / "memory.safetensors")
     for folder in ("folders", "cli/median"):

@@ -142,7 +142,7 @@ class Spectral(OfMatrices):
 
     grid: ClassVar = WIDE
     coef: float | None = None
-    """gamma. The presets have none: set it, or choose it on dev with --search."""
+    """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     others: Others = "mean"
     """Leaves that are not matrices: the mean of the task vectors, or no change."""
     skip: tuple[str, ...] = ()
