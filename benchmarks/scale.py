@@ -100,7 +100,7 @@ def main(
     Args:
         rows: sequences a batch.
         length: tokens a sequence.
-        dtypes: of parameters and optimizer; rows of others stay in the file, if they are of such a machine and setting.
+        dtypes: of parameters and optimizer; rows of other dtypes stay in the file if machine and settings are equal.
         rounds: periods of each method that count; two more of each warm up.
         threads: of torch; default: its own choice.
         dry_run: a tiny model, no result file.

@@ -216,7 +216,7 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
 
 def check_apart(targets: Mapping[str, Tensor]) -> None:
     """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
-    spans = sorted((*span, path) for path, leaf in targets.items() if (span := span_of(leaf)) is not None)
+    spans = sorted((*span, path) for path, leaf in targets.items() if (span := _span_of(leaf)) is not None)
     shared = [
         f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
         for (device, _, stop, first), (other, start, _, second) in pairwise(spans)
@@ -226,7 +226,7 @@ def check_apart(targets: Mapping[str, Tensor]) -> None:
         raise_problems(shortened(shared, "{} more leaves of out share memory"))
 
 
-def span_of(leaf: Tensor) -> tuple[str, int, int] | None:
+def _span_of(leaf: Tensor) -> tuple[str, int, int] | None:
     """Device and addresses of a contiguous leaf, None for others and for those without memory of their own."""
     plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and leaf.is_contiguous()
     if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():

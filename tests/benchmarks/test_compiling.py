@@ -1,4 +1,4 @@
-"""What a benchmark says of compiled graphs."""
+"""The benchmark of compile times: nodes of its graphs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What would silently be another run is an error or a line: resumed, trained before, without simulated steps."""
+"""Runs that are resumed wrongly, trained before, or have no simulated step are an error or a warning."""
 
 import json
 import logging
