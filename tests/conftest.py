@@ -26,7 +26,7 @@ SHAPES = {  # every kind of shape that a merger must accept
     "empty": (0, 4),
     "void": (3, 0),
 }
-ALLOWED_SKIPS = ("no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "slow")
+ALLOWED_SKIPS = ("no GPU", "no Chromium", "no ../shared", "mergekit is not installed", "TRL is not installed", "slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
