@@ -13,7 +13,7 @@ BENCHMARKS = {
     "digits-onepass": "one backward pass a step against two, by docs/protocols/digits_onepass.md (hours on 2 cores)",
     "digits-mergers": "the methods chosen there by every merger without data, a heat map (half an hour on 2 cores)",
     "digits-data-mergers": "the same experts by the mergers that need data, in the same heat map (an hour on one core)",
-    "studies": "the same on pretrained backbones, docs/protocols/backbones.md and vit_blocks.md (--dry-run: minutes)",
+    "studies": "the same on pretrained backbones, docs/protocols/{backbones,vit_blocks,text}.md (--dry-run: minutes)",
     "screening": "many training methods on digits, a first look by docs/protocols/screening.md (hours on 2 cores)",
     "minilm-methods": "all methods on a pretrained text encoder, by docs/protocols/minilm.md (hours on 2 cores)",
     "cpu": "the operations on one CPU thread, and both gradient engines (about 3 minutes)",

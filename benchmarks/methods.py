@@ -64,6 +64,7 @@ class Protocol(NamedTuple):
     options: Options = ()  # of the suite, beside and over those of the preset
     tuned_on: Options = ()  # the same, for tuning alone
     mergers: tuple[MergerConfig, ...] = ()  # none: the paper's five, as in the preset
+    others: tuple[MergerConfig, ...] = ()  # scored in the evaluation beside them, in no mean and no choice
     coefs: tuple[float, ...] = ()  # none: the grid of each merger
     widen: bool = False  # the search of coefficients goes on beyond them
 
@@ -79,7 +80,8 @@ class Protocol(NamedTuple):
     def trial(self, label: str, candidate: Candidate, seed: int, *, tuning: bool = False) -> Trial:
         """The trial of a candidate."""
         own = {**dict(self.options), **dict(self.tuned_on if tuning else ())}
-        return Trial(label, self.preset, *candidate, seed, tuple(own.items()), self.mergers, self.coefs, self.widen)
+        mergers = self.mergers if tuning else (*self.mergers, *self.others)
+        return Trial(label, self.preset, *candidate, seed, tuple(own.items()), mergers, self.coefs, self.widen)
 
 
 def replaced(method: MethodConfig, **hyperparameters: Any) -> MethodConfig:

@@ -1,4 +1,4 @@
-"""One backward pass against two on pretrained backbones, by docs/protocols/backbones.md and vit_blocks.md.
+"""One backward pass against two on pretrained backbones: backbones.md, vit_blocks.md and text.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -15,6 +15,7 @@ from tyro.conf import Positional
 from smat_fn import machine
 from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
 
+from .digits_mergers import MERGERS
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
 from .study.grids import Axis, Grid, Widening, widening
 from .study.trial import time_kinds
@@ -31,9 +32,11 @@ class Backbone(NamedTuple):
     sigma: float
     tuning: tuple[int, ...]
     evaluation: tuple[int, ...]
-    options: Options
+    options: Options = ()
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
     small: bool = False  # five candidates a method in place of nine
+    tuned_on: Options = ()  # options of the suite in tuning
+    others: bool = False  # evaluation scores every merger that needs no data
 
 
 BACKBONES = {
@@ -61,6 +64,18 @@ BACKBONES = {
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
         small=True,
     ),
+    "text": Backbone(
+        "minilm",
+        Training(steps=600, lr=2e-4, optimizer="adam", schedule="cosine"),
+        lr=2e-4,
+        sigma=2.5e-3,
+        tuning=(231,),
+        evaluation=(241, 242, 243, 244, 245),
+        coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
+        small=True,
+        tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
+        others=True,
+    ),
     "smollm2": Backbone(
         "llama-3.2-1b",
         Training(steps=200, lr=4e-5, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
@@ -71,13 +86,15 @@ BACKBONES = {
         options=(("dtype", "bfloat16"), ("max_length", 512), ("batch_size", 8), ("max_new_tokens", 32)),
     ),
 }
-Name = Literal["vit", "vit_blocks", "smollm2"]
+Name = Literal["vit", "vit_blocks", "text", "smollm2"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
     """The study of a backbone: six methods with as many candidates each, the paper's mergers and three others."""
     own = BACKBONES[name]
     given = {**dict(own.options), **options, "model": _absolute(model), "data": _absolute(data)}
+    mergers = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
+    names = {merger.name for merger in mergers}
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -85,9 +102,11 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         tuning=own.tuning,
         evaluation=own.evaluation,
         options=tuple(given.items()),
-        mergers=(*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi()),
+        mergers=mergers,
+        others=tuple(merger for merger in MERGERS if own.others and merger.name not in names),
         coefs=own.coefs,
         widen=True,
+        tuned_on=() if options else own.tuned_on,
     )
     return widening(protocol, _crosses(own) if own.small else _grids(own))
 

@@ -1,15 +1,17 @@
 """Grids of candidates that widen at their edges, and the forecast of a study's minutes."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks import digits_onepass, studies
+from benchmarks import digits_onepass, methods, studies
 from benchmarks.methods import Candidate
 from benchmarks.study import grids
 from benchmarks.study.grids import Axis, Grid
 from smat_fn.config import DIGITS, Training
+from smat_fn.evaluate import Result
+from smat_fn.evaluate.results import EXPERT
 
 SMAT = DIGITS.methods["smat"]
 GRID = Grid(SMAT, DIGITS.training, Axis("lr", (1e-4, 2e-4)), Axis("sigma", (0.01, 0.02, 0.04)))
@@ -95,6 +97,28 @@ def test_every_method_of_a_study_has_as_many_candidates_and_no_seed_of_another()
         assert len(own) == len(study.protocol.tuning) + len(study.protocol.evaluation)
         assert not own & seen
         seen |= own
+
+
+def test_mergers_beside_the_eight_are_scored_in_the_evaluation_and_enter_no_mean(tmp_path, monkeypatch):
+    protocol = studies.study("text", "/model", "/data", {}).protocol
+    candidate = protocol.grids["FT"][0]
+    tuning, evaluation = (protocol.trial("FT", candidate, 1, tuning=stage) for stage in (True, False))
+    assert tuning.facts()["suite"]["tasks"] == ("trec", "banking77", "clinc150")
+    assert "tasks" not in evaluation.facts()["suite"]
+    eight, every = ([config.name for config in trial.merging()] for trial in (tuning, evaluation))
+    assert len(eight) == 8
+    assert every[:8] == eight
+    assert len(set(every)) == len(every) == 19
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    (tmp_path / methods.RESULTS).mkdir(parents=True)
+    names = [*every, f"{EXPERT}trec"]
+    rows = [Result("FT", name, "trec", "test", 10.0 if name in eight else 90.0, 1) for name in names]
+    found = {"test": [asdict(row) for row in rows], "label": "FT", "trial": {**candidate.facts(), "seed": 1}}
+    found |= {name: None for name in ("five", "coefs", "training_seconds", "seconds", "peak_bytes")}
+    methods.publish(protocol._replace(grids={"FT": [candidate]}), {(1, "FT"): found}, {})
+    stored = json.loads(protocol.file(".json").read_text())
+    assert stored["test"]["FT"]["All"] == [10.0]
+    assert stored["test"]["FT"]["CART"] == [90.0]
 
 
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
