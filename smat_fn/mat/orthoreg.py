@@ -105,7 +105,7 @@ def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None
 
 def _sum(terms: list[Tensor]) -> Tensor:
     # leaves may lie on several devices
-    return functools.reduce(lambda total, term: total + term.to(total.device), terms) if terms else torch.zeros(())
+    return functools.reduce(lambda total, term: total + term.to(total.device), terms) if terms else torch.zeros((), dtype=torch.float32)
 
 
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
