@@ -189,11 +189,32 @@ def _differences(reference: Mapping[str, Any], name: str, other_name: str, other
     return found + shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
 
 
-def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """Gradients of a loss in leaves of autograd, in their order; zero in those that it does not touch."""
+def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = False) -> Sequence[Tensor]:
+    """Gradients of a loss in leaves of autograd, in their order; zero in those that it does not touch.
+
+    Raises: ValueError, where ``touched``, for a loss that has a gradient, but in none of the leaves.
+    """
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
-    return torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    if touched and all(grad is None for grad in found):
+        raise ValueError(
+            f"the loss has a gradient, but in none of the {len(leaves)} parameters given to it: it must run at its "
+            "first argument, as smat_fn.grad.ModuleLoss(module, loss) does, and not at a module's own weights"
+        )
+    return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves.values(), strict=True)]
+
+
+def versions(leaves: Mapping[str, Tensor]) -> dict[str, int]:
+    """How often leaves were written to; of none inside transforms, nor of tensors of inference mode."""
+    if transformed():
+        return {}
+    return {path: leaf._version for path, leaf in leaves.items() if not leaf.is_inference()}
+
+
+def written(leaves: Mapping[str, Tensor], before: Mapping[str, int]) -> list[str]:
+    """Paths of the leaves that were written to since ``before``, their `versions`."""
+    return [path for path, now in versions(leaves).items() if before.get(path, now) != now]
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed
+from ..errors import shortened
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
 from .modules import ModuleLoss, takes_key
@@ -66,6 +67,7 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
             leaves = {path: _recorded(leaf).detach().requires_grad_() for path, leaf in flat.items()}
+            before = tree.versions(leaves)
             if inference:
                 args = pytree.tree_map_only(Tensor, _recorded, args)
 
@@ -75,7 +77,12 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
                 )
             else:
                 loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
-                grads = tree.gradients(loss, leaves)
+                grads = tree.gradients(loss, leaves, touched=True)
+            if changed := tree.written(leaves, before):
+                raise ValueError(
+                    f"the loss wrote into the parameters given to it ({', '.join(shortened(changed, '{} more'))}), "
+                    "which are the state's own: leave them as they are; an nn.Embedding writes unless max_norm is None"
+                )
             value = loss.detach(), detached(aux)
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 

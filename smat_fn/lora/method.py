@@ -9,6 +9,7 @@ from .. import random, tree
 from ..grad import ModuleLoss, keyed, reparametrised
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
+from ..mat.step import unchanged
 from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
@@ -85,10 +86,13 @@ def build(
         ValueError: lists every bad argument, and in ``init`` for adapters of other names or shapes.
     """
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
-    at_simulated = simulated_gradient(
-        None, base, engine=options.get("engine", "autograd"),
-        loss_at=lambda drawn: keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where))),
-    )  # fmt: skip
+    check_base = unchanged(base)
+
+    def loss_at(drawn: Draw) -> LossFn:
+        check_base()
+        return keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)))
+
+    at_simulated = simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=loss_at)
     adapted = {path: base[path] for path in lora.paths}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
