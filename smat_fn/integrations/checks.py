@@ -72,7 +72,7 @@ def record(options: Options, base: Mapping[str, Tensor], where: Predicate) -> di
     """JSON values that a run must share to resume from a checkpoint; theta_0 by some values, whatever their dtype."""
     masked = hashlib.blake2b(digest_size=8)
     for path, leaf in sorted(base.items()):
-        masked.update(f"{path}:{where(path, leaf)};".encode())
+        masked.update(f"{path}:{bool(where(path, leaf))};".encode())
     numbers = {name: getattr(options, name) for name in ("alpha_min", "drop_prob", "sigma", "period", "noise")}
     return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
 

@@ -14,7 +14,10 @@ from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
 from .adapters import Lora, expand, init
+from .dropout import dropout_of
 from .per_module import PerModule
+
+_DROPOUT = "give lora.with_dropout(loss_fn, base, lora, p), or dataclasses.replace(lora, dropout=0.0)"
 
 
 def with_lora(
@@ -83,8 +86,11 @@ def build(
         `ModuleLoss`, and no optimizer state for them.
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` for adapters of other names or shapes.
+        ValueError: lists every bad argument, and a dropout of ``lora`` that the loss lacks; in ``init`` for adapters of
+            other names or shapes.
     """
+    silent = lora.dropout and dropout_of(loss_fn) is None
+    problems = [f"lora.dropout is {lora.dropout}, but the loss drops nothing: {_DROPOUT}"] if silent else []
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
     check_base = unchanged(base)
 
@@ -96,5 +102,5 @@ def build(
     adapted = {path: base[path] for path in lora.paths}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
-        problems=mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
+        problems=problems + mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
     )  # fmt: skip

@@ -235,7 +235,7 @@ def build_from(
         wrong = mask_problems(where, tree.flatten(like), drop_prob)
     found += wrong
     if not (isinstance(period, int) and not isinstance(period, bool) and period >= 1):
-        found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+        found.append(f"period is {period!r}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
     if not isinstance(antithetic, bool):

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -183,9 +184,9 @@ def key_of(key: Tensor, step: int | Tensor) -> Tensor:
 def check_not_negative(**numbers: float | Tensor) -> list[str]:
     """Errors for hyperparameters that are not finite or negative; tensors inside transforms are not looked at."""
     return [
-        f"{name} is {value}, must be finite and not negative"
+        f"{name} is {value!r}, must be finite and not negative"
         for name, value in numbers.items()
-        if not (unread(value) or (math.isfinite(value) and value >= 0))
+        if not (unread(value) or (isinstance(value, Real | Tensor) and math.isfinite(value) and value >= 0))
     ]
 
 

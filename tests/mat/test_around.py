@@ -1,5 +1,7 @@
 """What surrounds a step in a user's program: autocast, modules whose weights change, losses of other weights."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,21 @@ def test_nothing_to_train_is_refused(name):
     frozen = {name: p for name, p in net().requires_grad_(False).named_parameters() if p.requires_grad}
     with pytest.raises(ValueError, match="params has no leaf"):
         method(name, bowl, optim.adam(1e-2), frozen).init(frozen)
+
+
+def test_a_predicate_may_return_what_is_true_or_not():
+    module = net()
+    base = copies(module)
+
+    def trained(where):
+        own = smat.build(ModuleLoss(module, squares), optim.adam(1e-2), base, where=where, period=1)
+        return own.update(KEY, own.init({name: leaf + 1 for name, leaf in base.items()}), BATCH)[0].params
+
+    assert_bits(trained(lambda path, leaf: re.search(r"weight", path)), trained(lambda path, leaf: "weight" in path))
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "rho", "lam"])
+def test_a_number_of_another_type_is_named(name):
+    base = copies(net())
+    with pytest.raises(ValueError, match="is '1'"):
+        smat.build(bowl, optim.adam(1e-2), base, **{name: "1"})
