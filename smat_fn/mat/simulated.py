@@ -171,7 +171,7 @@ class SimulatedWeights:
                 base = self._base
                 if self._host is not None:
                     base = self._host.take()
-                    self._buffer = {path: _place(base[path], weight) for path, weight in weights.items()}
+                    self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
                 with torch.no_grad():
                     states = self._buffer if self._switch else weights
                     simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
@@ -367,6 +367,12 @@ def _empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
 def _place(base: Tensor, leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The memory of a buffered theta_0 for theta~; a base of another dtype cannot hold it."""
     return base if base.dtype == (dtype or leaf.dtype) else _empty(leaf, dtype=dtype)
+
+
+def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
+    # a gradient takes the strides of what the parameter holds, and torch's fused optimizers those of the parameter
+    place = _place(base, weight)
+    return place if place.stride() == weight.stride() else torch.empty_like(weight)
 
 
 def _simulate_rounded(

@@ -751,6 +751,21 @@ def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp
     assert all(torch.equal(leaf, found[1][name]) for name, leaf in found[0].items())
 
 
+@pytest.mark.parametrize("base", [None, "host"])
+def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base, tmp_path):
+    ends = []
+    for strided in (False, True):
+        model = tiny_llama()
+        projection = model.model.layers[0].self_attn.q_proj
+        if strided:
+            projection.weight = nn.Parameter(projection.weight.detach().T.contiguous().T)
+        trainer = own_trainer(model, tmp_path, optim="adamw_torch_fused")
+        attach(trainer, key=KEY, base=base, **STRENGTHS)
+        trainer.train()
+        ends.append(copies(model))
+    assert same(model, ends[0])
+
+
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "DP"])
 def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_path):
     # the Trainer looks for columns in the signature of forward, which wrappers hide
