@@ -1,12 +1,13 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
@@ -77,7 +78,8 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
                 )
             else:
                 loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
-                grads = tree.gradients(loss, leaves, touched=True)
+                with _refusing_recomputation():
+                    grads = tree.gradients(loss, leaves, touched=True)
             if changed := tree.written(leaves, before):
                 raise ValueError(
                     f"the loss wrote into the parameters given to it ({', '.join(shortened(changed, '{} more'))}), "
@@ -87,6 +89,26 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 
     return run
+
+
+@contextmanager
+def _refusing_recomputation() -> Iterator[None]:
+    """Raises: ValueError for layers that the backward pass runs again, where weights given to the loss are gone."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        inside = torch._C._current_graph_task_id() != -1  # in this thread, of a backward pass
+        if inside and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"gradient checkpointing runs a {type(module).__name__} again in the backward pass, at the module's "
+                "own weights instead of those given to the loss: give value_and_grad or the method a "
+                "smat_fn.grad.ModuleLoss(module, loss) itself, or switch checkpointing off"
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _recorded(tensor: Tensor) -> Tensor:

@@ -273,8 +273,7 @@ def attach(
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
             with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass, trainers that have
-            a loop of their own, or models that were trained before; in training, other parameters, a checkpoint of
-            another run, and a write to weights that hold theta~.
+            a loop of their own, or models trained before; in training, other parameters, or a checkpoint of another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -284,15 +283,14 @@ def attach(
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
-    options = options.plain()
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
-    handle = Attached(trainer, options, base)
+    handle = Attached(trainer, options.plain(), base)
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
-        known = _ORIGINS.get(checks.bare(trainer.model))
-        errors.raise_problems(checks.trained_problems(trainer) or checks.origin_problems(known, origin))
+        found = checks.trained_problems(trainer)
+        errors.raise_problems(found or checks.origin_problems(_ORIGINS.get(checks.bare(trainer.model)), origin))
     handle._attach(origin)
     return handle
 

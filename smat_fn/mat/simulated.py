@@ -324,7 +324,7 @@ class _Rebuilt(SimulatedGradient):
                     rebuilding(module, leaves, states),
                 ):
                     loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
-                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                    grads = tree.gradients(loss, leaves)
             finally:
                 source.rewind()
             return (loss.detach(), detached(aux)), dict(zip(leaves, grads, strict=True))

@@ -125,6 +125,8 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, 
 
     def run(key: Tensor, state: Any, batch: Batch) -> Any:
         random.check_key(key)
+        if not hasattr(state, "opt_state"):
+            raise ValueError(f"state is a {type(state).__name__}: give what the method's init or update returned")
         parts = micro_batches(batch)
         if parts is None:
             return update(key, state, Keyed(batch, key, state.step, 0))

@@ -179,3 +179,9 @@ def test_a_number_of_another_type_is_named(name):
     base = copies(net())
     with pytest.raises(ValueError, match="is '1'"):
         smat.build(bowl, optim.adam(1e-2), base, **{name: "1"})
+
+
+def test_parameters_in_the_place_of_a_state_are_told():
+    base = copies(net())
+    with pytest.raises(ValueError, match="state is a dict: give what the method's init or update returned"):
+        smat.build(bowl, optim.adam(1e-2), base).update(KEY, base, BATCH)
