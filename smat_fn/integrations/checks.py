@@ -118,18 +118,16 @@ def model_problems(trainer: Any) -> list[str]:
     return []
 
 
-def trained_problems(trainer: Any) -> list[str]:
-    """The error for a copy of weights that the trainer has trained already; ``model_init`` makes new ones."""
-    if not (steps := trainer.state.global_step) or trainer.model_init is not None:
-        return []
-    return [
-        f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: attach "
-        "before train(), or give base="
-    ]
+def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: str | None) -> list[str]:
+    """The error for a copy of weights that this trainer, or another one, has trained already.
 
-
-def origin_problems(known: str | None, origin: Mapping[str, Tensor]) -> list[str]:
-    """The error for a copy of weights that another trainer has trained; known: hash of the theta_0 of then."""
+    Args: origin: the weights of now; known: hash of the theta_0 from which the model was trained with SMAT before.
+    """
+    if (steps := trainer.state.global_step) and trainer.model_init is None:  # which makes new ones
+        return [
+            f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: "
+            "attach before train(), or give base="
+        ]
     if known is None or (not any(leaf.is_meta for leaf in origin.values()) and known == hash_of(origin)):
         return []
     return [

@@ -273,7 +273,7 @@ def attach(
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
             with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass, trainers that have
-            a loop of their own, or models trained before; in training, other parameters, or a checkpoint of another run.
+            a loop of their own, or trained before; in training, other parameters, or a checkpoint of another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -289,8 +289,7 @@ def attach(
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
-        found = checks.trained_problems(trainer)
-        errors.raise_problems(found or checks.origin_problems(_ORIGINS.get(checks.bare(trainer.model)), origin))
+        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
     handle._attach(origin)
     return handle
 
