@@ -52,7 +52,7 @@ class Options:
         return found
 
     def plain(self) -> "Options":
-        """The same in Python's numbers, for logs and checkpoints: numpy's and tensors are no JSON."""
+        """The same in Python's numbers, for logs and checkpoints, whose JSON cannot hold those of numpy."""
         return replace(self, alpha_min=float(self.alpha_min), drop_prob=float(self.drop_prob), sigma=float(self.sigma))
 
     @property

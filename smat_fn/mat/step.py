@@ -49,7 +49,7 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
 
 
 def unchanged(base: Params) -> Callable[[], None]:
-    """A check that nobody wrote into theta_0, which a module that is loaded or trained shares with its parameters.
+    """A check that theta_0 was not written to, as happens where a module that is loaded or trained shares its memory.
 
     Raises: ValueError that lists leaves written to since.
     """
