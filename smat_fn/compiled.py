@@ -8,7 +8,7 @@ One rule for what the package keeps between calls: numbers, numpy arrays, and te
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -109,6 +109,13 @@ def valueless() -> bool:
         return True
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def unrounded(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in the dtype of what is multiplied, inside a ``torch.autocast`` of the caller too."""
+    kind = device.type
+    rounded = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if rounded else nullcontext()
 
 
 def unread(value: object) -> bool:

@@ -189,11 +189,52 @@ def _differences(reference: Mapping[str, Any], name: str, other_name: str, other
     return found + shortened(unknown, f"{other_name} has {{}} more leaves that {name} lacks")
 
 
-def gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """Gradients of a loss in leaves of autograd, in their order; zero in those that it does not touch."""
+def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = False) -> Sequence[Tensor]:
+    """Gradients of a loss in leaves of autograd, in their order; zero in those that it does not touch.
+
+    Raises: ValueError for checkpointing that hides leaves, and where ``touched``, for a loss that has a gradient, but
+        in none of the leaves.
+    """
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
-    return torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    if any(grad is None for grad in found) and _reentrant(loss):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True hides the parameters of its layers, whose gradients would "
+            "be zero: take use_reentrant=False"
+        )
+    if touched and all(grad is None for grad in found):
+        raise ValueError(
+            f"the loss has a gradient, but in none of the {len(leaves)} parameters given to it: it must run at its "
+            "first argument, as smat_fn.grad.ModuleLoss(module, loss) does, and not at a module's own weights"
+        )
+    return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, leaves.values(), strict=True)]
+
+
+def _reentrant(loss: Tensor) -> bool:
+    """Whether a graph has a node of reentrant checkpointing; walks through all of it."""
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        left += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def versions(leaves: Mapping[str, Tensor]) -> dict[str, int]:
+    """How often leaves were written to; of none inside transforms, nor of tensors of inference mode."""
+    if transformed():
+        return {}
+    return {path: leaf._version for path, leaf in leaves.items() if not leaf.is_inference()}
+
+
+def written(leaves: Mapping[str, Tensor], before: Mapping[str, int]) -> list[str]:
+    """Paths of the leaves that were written to since ``before``, their `versions`."""
+    return [path for path, now in versions(leaves).items() if before.get(path, now) != now]
 
 
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:

@@ -201,8 +201,11 @@ def _looked_at(module: nn.Module, found: list[str]) -> str:
 
 def _linear_weights(layer: nn.Module) -> Iterator[nn.Parameter]:
     own = dict(layer.named_parameters(recurse=False))
-    if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+    if (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D") and "weight" in own:
         yield own["weight"]
+    elif isinstance(layer, nn.Linear):  # pruned, or a weight or spectral norm: the matrix has another name
+        shape = layer.out_features, layer.in_features
+        yield from (p for p in layer.parameters() if tuple(p.shape) == shape)
     elif isinstance(layer, nn.MultiheadAttention):
         yield from (p for name, p in own.items() if name.endswith("proj_weight"))
     elif not isinstance(layer, _CONVOLUTIONS):

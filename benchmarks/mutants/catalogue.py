@@ -230,7 +230,7 @@ MUTANTS = [
     ),
     *_of(
         "optim/adam.py",
-        ("float(step), device", "float(step + 1), device"),
+        ("float(step), dtype", "float(step + 1), dtype"),
         ("AdamState(state.step + 1, mu, nu)", "AdamState(state.step + 1, nu, mu)"),
         ("beta1=betas[0]", "beta1=betas[1]"),
         ("0 <= b < 1", "0 <= b <= 1"),

@@ -1,16 +1,18 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed
+from ..errors import shortened
 from ..types import Aux, Batch, Engine, LossFn, Params
 from .master_weights import MasterWeights, with_master_weights
 from .modules import ModuleLoss, takes_key
@@ -66,6 +68,7 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
             leaves = {path: _recorded(leaf).detach().requires_grad_() for path, leaf in flat.items()}
+            before = tree.versions(leaves)
             if inference:
                 args = pytree.tree_map_only(Tensor, _recorded, args)
 
@@ -75,11 +78,37 @@ def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux],
                 )
             else:
                 loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
-                grads = tree.gradients(loss, leaves)
+                with _refusing_recomputation():
+                    grads = tree.gradients(loss, leaves, touched=True)
+            if changed := tree.written(leaves, before):
+                raise ValueError(
+                    f"the loss wrote into the parameters given to it ({', '.join(shortened(changed, '{} more'))}), "
+                    "which are the state's own: leave them as they are; an nn.Embedding writes unless max_norm is None"
+                )
             value = loss.detach(), detached(aux)
         return value, tree.unflatten(params, dict(zip(leaves, grads, strict=True)))
 
     return run
+
+
+@contextmanager
+def _refusing_recomputation() -> Iterator[None]:
+    """Raises: ValueError for layers that the backward pass runs again, where weights given to the loss are gone."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        inside = torch._C._current_graph_task_id() != -1  # in this thread, of a backward pass
+        if inside and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"gradient checkpointing runs a {type(module).__name__} again in the backward pass, at the module's "
+                "own weights instead of those given to the loss: give value_and_grad or the method a "
+                "smat_fn.grad.ModuleLoss(module, loss) itself, or switch checkpointing off"
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _recorded(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class Options:
         found += errors.problems_of(tree.predicate, self.where)
         return found
 
+    def plain(self) -> "Options":
+        """The same in Python's numbers, for logs and checkpoints, whose JSON cannot hold those of numpy."""
+        return replace(self, alpha_min=float(self.alpha_min), drop_prob=float(self.drop_prob), sigma=float(self.sigma))
+
     @property
     def off(self) -> bool:
         """Whether every step is clean: theta~ would differ from theta by rounding alone."""
@@ -66,14 +70,21 @@ class Options:
 
 def record(options: Options, base: Mapping[str, Tensor], where: Predicate) -> dict[str, Any]:
     """JSON values that a run must share to resume from a checkpoint; theta_0 by some values, whatever their dtype."""
-    masked, sampled = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    masked = hashlib.blake2b(digest_size=8)
     for path, leaf in sorted(base.items()):
-        masked.update(f"{path}:{where(path, leaf)};".encode())
+        masked.update(f"{path}:{bool(where(path, leaf))};".encode())
+    numbers = {name: getattr(options, name) for name in ("alpha_min", "drop_prob", "sigma", "period", "noise")}
+    return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
+
+
+def hash_of(base: Mapping[str, Tensor]) -> str:
+    """A hash of some values of every parameter, whatever their dtype."""
+    sampled = hashlib.blake2b(digest_size=8)
+    for path, leaf in sorted(base.items()):
         count = min(leaf.numel(), _SAMPLED)
         places = torch.arange(count, device=leaf.device) * leaf.numel() // max(count, 1)
         sampled.update(path.encode() + leaf.detach().flatten()[places].double().cpu().numpy().tobytes())
-    numbers = {name: getattr(options, name) for name in ("alpha_min", "drop_prob", "sigma", "period", "noise")}
-    return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": sampled.hexdigest()}
+    return sampled.hexdigest()
 
 
 def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
@@ -107,13 +118,21 @@ def model_problems(trainer: Any) -> list[str]:
     return []
 
 
-def trained_problems(trainer: Any) -> list[str]:
-    """The error for a copy of weights that the trainer has trained already; ``model_init`` makes new ones."""
-    if not (steps := trainer.state.global_step) or trainer.model_init is not None:
+def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: str | None) -> list[str]:
+    """The error for a copy of weights that this trainer, or another one, has trained already.
+
+    Args: origin: the weights of now; known: hash of the theta_0 from which the model was trained with SMAT before.
+    """
+    if (steps := trainer.state.global_step) and trainer.model_init is None:  # which makes new ones
+        return [
+            f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: "
+            "attach before train(), or give base="
+        ]
+    if known is None or (not any(leaf.is_meta for leaf in origin.values()) and known == hash_of(origin)):
         return []
     return [
-        f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: attach "
-        "before train(), or give base="
+        "the model was trained with SMAT before, so that its weights of now are not the pretrained ones: build it anew "
+        "from these (as where a notebook's cell makes the trainer again), or give base="
     ]
 
 
@@ -187,6 +206,7 @@ def no_training_step(trainer: Any) -> str:
 def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[str]:
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
+    problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
     kinds = "fsdp", "fsdp_xla", "deepspeed"
     problems += [
         f"the trainer shards its weights by {name}: attach cannot switch them"

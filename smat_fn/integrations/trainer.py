@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from .checks import Options, leaves_of
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
+_ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
 
 
@@ -127,7 +129,9 @@ class Attached:
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
-        self._remember(checks.record(self._options, base, self._where(model)))
+        record = checks.record(self._options, base, self._where(model))
+        self._remember(record)
+        _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
         _LOG.info("%s", self._text)
@@ -280,12 +284,12 @@ def attach(
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
-    handle = Attached(trainer, options, base)
+    handle = Attached(trainer, options.plain(), base)
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
         origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
-        errors.raise_problems(checks.trained_problems(trainer))
+        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
     handle._attach(origin)
     return handle
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, random, tree
+from ..compiled import unrounded
 from ..where import block_linear
 
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
@@ -170,5 +171,6 @@ def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lor
 def delta_of(adapters: Mapping[str, Tensor], path: str, leaf: Tensor, lora: Lora) -> Tensor:
     """``s B A`` of a weight ``leaf``, laid out as it is, in float32 (float64 for one in float64)."""
     kind, layer = tree.compute_dtype(leaf), layer_of(path)
-    delta = lora.scaling * (adapters[layer + B].to(kind) @ adapters[layer + A].to(kind))
+    with unrounded(leaf.device):
+        delta = lora.scaling * (adapters[layer + B].to(kind) @ adapters[layer + A].to(kind))
     return delta.T if path in lora.transposed else delta

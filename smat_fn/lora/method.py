@@ -9,11 +9,15 @@ from .. import random, tree
 from ..grad import ModuleLoss, keyed, reparametrised
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
+from ..mat.step import unchanged
 from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
 from .adapters import Lora, expand, init
+from .dropout import dropout_of
 from .per_module import PerModule
+
+_DROPOUT = "give lora.with_dropout(loss_fn, base, lora, p), or dataclasses.replace(lora, dropout=0.0)"
 
 
 def with_lora(
@@ -82,15 +86,21 @@ def build(
         `ModuleLoss`, and no optimizer state for them.
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` for adapters of other names or shapes.
+        ValueError: lists every bad argument, and a dropout of ``lora`` that the loss lacks; in ``init`` for adapters of
+            other names or shapes.
     """
+    silent = lora.dropout and dropout_of(loss_fn) is None
+    problems = [f"lora.dropout is {lora.dropout}, but the loss drops nothing: {_DROPOUT}"] if silent else []
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
-    at_simulated = simulated_gradient(
-        None, base, engine=options.get("engine", "autograd"),
-        loss_at=lambda drawn: keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where))),
-    )  # fmt: skip
+    check_base = unchanged(base)
+
+    def loss_at(drawn: Draw) -> LossFn:
+        check_base()
+        return keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)))
+
+    at_simulated = simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=loss_at)
     adapted = {path: base[path] for path in lora.paths}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
-        problems=mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
+        problems=problems + mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
     )  # fmt: skip

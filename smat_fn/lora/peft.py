@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ def save_peft(
 
 
 def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
-    """Adapters that `save_peft` wrote, and what they are.
+    """Adapters that `save_peft` wrote, or PEFT with these options, and what they are.
 
-    Raises: ValueError for a folder without adapters, and for options of PEFT other than those of `save_peft`.
+    Raises: ValueError for a folder without adapters, for options of PEFT other than those of `save_peft`, and for
+        tensors of other kinds (adapters of embeddings, trained tokens).
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
@@ -69,16 +70,33 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         other.append("bias")
     errors.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
     adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
-    paths = (*(name + WEIGHT for name in config["target_modules"]), *(config.get("target_parameters") or ()))
+    whole = tuple(name for name in adapters if not name.endswith((A, B)))
+    saved = [f".{module}." for module in config.get("modules_to_save") or ()]
+    problems = [
+        f"{folder}: {name!r} belongs neither to an adapter of a linear layer nor to modules_to_save"
+        for name in whole
+        if not any(module in f".{name}" for module in saved)
+    ]
+    errors.raise_problems(errors.shortened(problems, f"{folder}: {{}} more tensors of other kinds"))
+    paths = _paths(config, [name.removesuffix(A) for name in adapters if name.endswith(A)])
     return adapters, Lora(
         paths,
         config["r"],
         config["lora_alpha"],
         bool(config.get("use_rslora")),
         frozenset(paths if config.get("fan_in_fan_out") else ()),
-        tuple(name for name in adapters if not name.endswith((A, B))),
+        whole,
         float(config.get("lora_dropout") or 0.0),
     )
+
+
+def _paths(config: Mapping[str, Any], layers: Sequence[str]) -> tuple[str, ...]:
+    """The weights of the layers that have adapters, in the configuration's order where it names whole paths."""
+    targets, parameters = config["target_modules"], config.get("target_parameters") or ()
+    own = {layer_of(path): path for path in parameters}
+    found = {own.get(layer, layer + WEIGHT): None for layer in layers}
+    named = (*(name + WEIGHT for name in targets or () if isinstance(targets, list)), *parameters)
+    return named if set(named) == found.keys() else tuple(found)
 
 
 def load_expert(path: str | Path, base: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -51,7 +51,10 @@ def build(
         dtype = tree.compute_dtype(g)
         return (g.to(dtype) + pull * (theta.to(dtype) - theta_0.to(dtype))).to(g.dtype)
 
+    check_base = step.unchanged(base)
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        check_base()
         loss, aux, grads = step.accumulate(at, state.params, batch)
         grads = tree.tree_map(pulled, grads, state.params, base)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import no_grad, transformed
+from ..compiled import no_grad, transformed, unrounded
 from ..errors import raise_problems
 from ..grad import keyed, value_and_grad
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -63,7 +63,10 @@ def build(
     at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None
 
+    check_base = step.unchanged(base)
+
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
+        check_base()
         loss, aux, grads = step.accumulate(at, state.params, batch)
         value, pull = penalty_and_grad(state.params, base, where=picked)
         flat = tree.flatten(grads)
@@ -94,7 +97,8 @@ def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None
     for path, delta in _updates(params, base, where).items():
         excess = _excess(delta)
         terms.append(torch.linalg.matrix_norm(excess))
-        product = excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess
+        with unrounded(delta.device):
+            product = excess @ delta if delta.shape[0] < delta.shape[1] else delta @ excess
         if transformed():
             positive = terms[-1] > 0
             pull[path] = product * torch.where(positive, 2 / torch.where(positive, terms[-1], 1.0), 0.0)
@@ -105,7 +109,8 @@ def penalty_and_grad(params: Params, base: Params, *, where: Where | None = None
 
 def _sum(terms: list[Tensor]) -> Tensor:
     # leaves may lie on several devices
-    return functools.reduce(lambda total, term: total + term.to(total.device), terms) if terms else torch.zeros(())
+    none = torch.zeros((), dtype=torch.float32)
+    return functools.reduce(lambda total, term: total + term.to(total.device), terms) if terms else none
 
 
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
@@ -118,7 +123,8 @@ def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Ten
 
 
 def _excess(delta: Tensor) -> Tensor:
-    gram = delta @ delta.T if delta.shape[0] < delta.shape[1] else delta.T @ delta
+    with unrounded(delta.device):
+        gram = delta @ delta.T if delta.shape[0] < delta.shape[1] else delta.T @ delta
     return gram - torch.eye(len(gram), dtype=delta.dtype, device=delta.device)
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from .. import ops, tree
 from ..compiled import no_grad, transformed
+from ..errors import shortened
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase
-from .step import Gradient, accumulate
+from .step import Gradient, accumulate, unchanged
 
 Result = tuple[Tensor, Aux, Params]
 
@@ -170,7 +171,7 @@ class SimulatedWeights:
                 base = self._base
                 if self._host is not None:
                     base = self._host.take()
-                    self._buffer = {path: _place(base[path], weight) for path, weight in weights.items()}
+                    self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
                 with torch.no_grad():
                     states = self._buffer if self._switch else weights
                     simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
@@ -178,7 +179,14 @@ class SimulatedWeights:
             if self._switch:
                 for path, p in self._parameters.items():
                     p.data = self._buffer[path]
+            torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
+            before = tree.versions(self._parameters)
             yield
+            if changed := tree.written(self._parameters, before):
+                raise ValueError(
+                    f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), "
+                    "and the end of the simulated pass would undo it: update weights before or after, at theta"
+                )
         except BaseException:
             self._drawn = None  # another try begins with other weights
             raise
@@ -189,6 +197,7 @@ class SimulatedWeights:
                         p.data = kept[path]
                     else:
                         weights[path].copy_(kept[path])
+            torch.clear_autocast_cache()
             self._kept = {}
 
     @contextmanager
@@ -196,11 +205,13 @@ class SimulatedWeights:
         """Put theta back into switched parameters for a block inside `at`."""
         for path, weight in self._kept.items():
             self._parameters[path].data = weight
+        torch.clear_autocast_cache()
         try:
             yield
         finally:
             for path in self._kept:
                 self._parameters[path].data = self._buffer[path]
+            torch.clear_autocast_cache()
 
     def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
         """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
@@ -228,9 +239,10 @@ class _Fresh(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._rounding = value_and_grad(loss_fn, engine=engine)
-        self._base, self._where = base, where
+        self._base, self._where, self._check_base = base, where, unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        self._check_base()
         if transformed():
             return accumulate(self._rounding, simulate(params, self._base, drawn, where=self._where), batch)
         leaves, base, states = tree.flatten(params), tree.flatten(self._base), dict[str, Tensor]()
@@ -286,10 +298,12 @@ class _Rebuilt(SimulatedGradient):
         self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
         self._dtype = loss_fn.dtype if isinstance(loss_fn, MasterWeights) else None
         self._source: ResidentBase | StreamedBase | None = None
+        self._check_base = (lambda: None) if streamed else unchanged(base)  # which keeps base
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         _refuse("stream" if self._streamed else "recompute")
         self._loss_fn.check(params)
+        self._check_base()
         if self._source is None:
             kind = StreamedBase if self._streamed else ResidentBase
             self._source, self._base = kind(tree.flatten(self._base), params), None
@@ -310,7 +324,7 @@ class _Rebuilt(SimulatedGradient):
                     rebuilding(module, leaves, states),
                 ):
                     loss, aux = loss_and_aux(self._loss_fn.loss(module, batch))
-                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                    grads = tree.gradients(loss, leaves)
             finally:
                 source.rewind()
             return (loss.detach(), detached(aux)), dict(zip(leaves, grads, strict=True))
@@ -353,6 +367,12 @@ def _empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
 def _place(base: Tensor, leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The memory of a buffered theta_0 for theta~; a base of another dtype cannot hold it."""
     return base if base.dtype == (dtype or leaf.dtype) else _empty(leaf, dtype=dtype)
+
+
+def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
+    # a gradient takes the strides of what the parameter holds, and torch's fused optimizers those of the parameter
+    place = _place(base, weight)
+    return place if place.stride() == weight.stride() else torch.empty_like(weight)
 
 
 def _simulate_rounded(

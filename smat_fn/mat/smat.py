@@ -76,7 +76,7 @@ def literal_step(
     """
     params, gradient = state.params, value_and_grad(keyed(loss_fn), engine=engine)
     batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
-    simulated, scale = is_simulated(state.step, period), torch.ones(())
+    simulated, scale = is_simulated(state.step, period), torch.ones((), dtype=torch.float32)
     if simulated:
         drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
         scale = drawn.scale
@@ -235,7 +235,7 @@ def build_from(
         wrong = mask_problems(where, tree.flatten(like), drop_prob)
     found += wrong
     if not (isinstance(period, int) and not isinstance(period, bool) and period >= 1):
-        found.append(f"period is {period}, must be an integer of at least 1 (1 simulates every step)")
+        found.append(f"period is {period!r}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
     if not isinstance(antithetic, bool):
@@ -292,7 +292,7 @@ def build_from(
         weights = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
-        scale = torch.ones(()) if drawn is None else drawn.scale
+        scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
         return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
 
     return Method(init, step.with_keys(update))

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed, unread, valueless
+from ..errors import shortened
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -33,6 +35,8 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
 
     def start(params: Params) -> State:
         leaves = tree.flatten(params)
+        if not leaves:
+            raise ValueError("params has no leaf, so that nothing would be trained: are all parameters frozen?")
         tree.check_floating(leaves, "params")
         origins = tree.flatten(base)
         tree.check_floating(origins, "base")
@@ -42,6 +46,25 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
         return State(params, optimizer.init(params), tree.counter(0, params))
 
     return start
+
+
+def unchanged(base: Params) -> Callable[[], None]:
+    """A check that theta_0 was not written to, as happens where a module that is loaded or trained shares its memory.
+
+    Raises: ValueError that lists leaves written to since.
+    """
+    leaves = tree.flatten(base)
+    before = tree.versions(leaves)
+
+    def check() -> None:
+        if changed := tree.written(leaves, before):
+            raise ValueError(
+                f"base was written to since the method was built ({', '.join(shortened(changed, '{} more'))}), so that "
+                "theta_0 is no longer what it was: give copies, {name: p.detach().clone() for name, p in "
+                "module.named_parameters()}"
+            )
+
+    return check
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:
@@ -102,6 +125,8 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, 
 
     def run(key: Tensor, state: Any, batch: Batch) -> Any:
         random.check_key(key)
+        if not hasattr(state, "opt_state"):
+            raise ValueError(f"state is a {type(state).__name__}: give what the method's init or update returned")
         parts = micro_batches(batch)
         if parts is None:
             return update(key, state, Keyed(batch, key, state.step, 0))
@@ -161,9 +186,9 @@ def key_of(key: Tensor, step: int | Tensor) -> Tensor:
 def check_not_negative(**numbers: float | Tensor) -> list[str]:
     """Errors for hyperparameters that are not finite or negative; tensors inside transforms are not looked at."""
     return [
-        f"{name} is {value}, must be finite and not negative"
+        f"{name} is {value!r}, must be finite and not negative"
         for name, value in numbers.items()
-        if not (unread(value) or (math.isfinite(value) and value >= 0))
+        if not (unread(value) or (isinstance(value, Real | Tensor) and math.isfinite(value) and value >= 0))
     ]
 
 

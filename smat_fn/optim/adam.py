@@ -123,7 +123,7 @@ def _build(
         leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
         tree.check_same(leaves, "params", grads=flat_grads)
         flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
-        counts = _counts(state.step, [leaf.device if fused else None for leaf in leaves.values()])
+        counts = _counts(state.step, [leaf.device if fused else torch.device("cpu") for leaf in leaves.values()])
         function(
             list(leaves.values()),
             [_laid_out(flat_grads[p], leaf) for p, leaf in leaves.items()],
@@ -150,9 +150,12 @@ def _build(
 
 
 def _counts(step: int, devices: Sequence[torch.device | None]) -> list[Tensor]:
-    """A counter a tensor, since torch increments every one in place: entries of one vector a device."""
+    """A counter a tensor, since torch increments every one in place: entries of one vector a device.
+
+    float32 on these devices, whatever torch's defaults are: bfloat16 does not count beyond 256.
+    """
     rows = {
-        device: iter(torch.full((number,), float(step), device=device).unbind())
+        device: iter(torch.full((number,), float(step), dtype=torch.float32, device=device).unbind())
         for device, number in Counter(devices).items()
     }
     return [next(rows[device]) for device in devices]

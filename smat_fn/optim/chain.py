@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -90,5 +91,6 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
 
 def check_max_norm(max_norm: float | None) -> None:
     """Raises: ValueError unless max_norm is None or positive and finite."""
-    if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
-        raise ValueError(f"max_norm is {max_norm}, must be positive and finite, or None for no clipping")
+    number = isinstance(max_norm, Real | Tensor)
+    if max_norm is not None and not (number and math.isfinite(max_norm) and max_norm > 0):
+        raise ValueError(f"max_norm is {max_norm!r}, must be positive and finite, or None for no clipping")

@@ -1,6 +1,7 @@
 """The two losses of the SMAT objective and their mixture, as loss functions."""
 
 from collections.abc import Callable
+from numbers import Real
 
 from torch import Tensor
 
@@ -51,5 +52,5 @@ def mixed_loss(loss_fn: LossFn, lam: Number, *, where: Where | None = None) -> S
 
 def check_lam(lam: Number) -> None:
     """Raises: ValueError for lam outside [0, 1]."""
-    if not (unread(lam) or 0 <= lam <= 1):
-        raise ValueError(f"lam is {lam}, the weight of the simulated loss must lie in [0, 1]")
+    if not (unread(lam) or (isinstance(lam, Real | Tensor) and 0 <= lam <= 1)):
+        raise ValueError(f"lam is {lam!r}, the weight of the simulated loss must lie in [0, 1]")

@@ -355,7 +355,7 @@ def parts_of(
         streams, scale, dropped, sigma = (field.to(device, non_blocking=device.type == "cuda") for field in fields)
         noise = draw.noise if draw.noise.device == device else table_on(draw.noise, device)
         numbers = Numbers(streams, scale, dropped, sigma, noise)
-        masked = [picks is None or picks(path, leaves[path]) for path in paths]
+        masked = [picks is None or bool(picks(path, leaves[path])) for path in paths]
         yield Part(paths, numbers, masked, [starts.get(path, 0) for path in paths])
 
 

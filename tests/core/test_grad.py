@@ -339,12 +339,19 @@ def test_a_tied_weight_is_one_leaf_that_collects_both_gradients():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, *, reentrant=False):
         super().__init__()
-        self.inner, self.head, self.on = mlp(), nn.Linear(3, 3), True
+        self.inner, self.head, self.on, self.reentrant = mlp(), nn.Linear(3, 3), True, reentrant
 
     def forward(self, x):
-        return self.head(checkpoint(self.inner, x, use_reentrant=False) if self.on else self.inner(x))
+        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant) if self.on else self.inner(x))
+
+
+def test_reentrant_checkpointing_is_refused():
+    module, (x, y) = Checkpointed(reentrant=True), CASES["mlp"][2]
+    loss = grad.ModuleLoss(module, mlp_loss)
+    with pytest.raises(ValueError, match="use_reentrant=True hides the parameters of its layers"):
+        grad.value_and_grad(loss, engine="autograd")(away(module), x.clone().requires_grad_(), y)
 
 
 def plain_and_checkpointed(case):
@@ -370,7 +377,10 @@ def test_gradient_checkpointing_changes_no_bit(case):
     assert torch.equal(value, want)
     assert all(torch.equal(g, want_grads[name]) for name, g in grads.items())
 
-    # the trap: a backward outside the swap recomputes on the module's own weights, in silence
+    # a backward outside the swap recomputes on the module's own weights: torch does so in silence
+    around = grad.ModuleLoss(module, loss)
+    with pytest.raises(ValueError, match="again in the backward pass, at the module's own weights"):
+        grad.value_and_grad(lambda *given: around(*given), engine="autograd")(params, *args)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
     outside = functional_call(_Run(module, loss), {f"module.{n}": v for n, v in leaves.items()}, args)
     wrong = dict(zip(leaves, torch.autograd.grad(outside, list(leaves.values())), strict=True))

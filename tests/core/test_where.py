@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from smat_fn import where
 
@@ -226,6 +227,26 @@ def test_tokens_and_positions_are_no_stacked_experts():
     assert picked(where.block_linear(module), module) == {"layers.0.linear_attn.weight"}
     module.layers = nn.ModuleList([nn.ModuleDict({"mlp": Stacked()}), nn.ModuleDict({"mlp": Stacked()})])
     assert picked(where.block_linear(module), module) == in_blocks("layers", ["mlp.up"])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_matrix_that_pruning_or_a_norm_keeps_under_another_name():
+    def blocks():
+        return nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(2))
+
+    norms = nn.utils.parametrizations
+    kinds = {
+        "weight_orig": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "weight_v": nn.utils.weight_norm,
+        "parametrizations.weight.original1": norms.weight_norm,
+        "parametrizations.weight.original": norms.spectral_norm,
+    }
+    for name, change in kinds.items():
+        module = blocks()
+        change(module[0][1])
+        own = {f"{i}.{j}.weight" for i in range(2) for j in range(2)} - {"0.1.weight"} | {f"0.1.{name}"}
+        assert where.block_linear(module).names == own
+        assert own <= dict(module.named_parameters()).keys()
 
 
 def test_attention_of_torch_itself():

@@ -1,9 +1,11 @@
 """`attach` is SMAT or an error: models that come later, second attaches, shared memory, other loops and optimizers."""
 
 import gc
+import json
 import logging
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -240,6 +242,66 @@ def test_a_second_attach_replaces_the_first_and_keeps_its_base(tmp_path):
     third.detach()
     assert {name: getattr(trainer, name) for name in names} == plain
     assert not set(vars(trainer)) & {*names, "_smat_attached"}
+
+
+def test_a_model_that_another_trainer_has_trained_needs_its_base(tmp_path):
+    model = tiny_llama()
+    pretrained = copies(model)
+    trainer = own_trainer(model, tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)  # not trained yet
+    trainer.train()
+    trainer = own_trainer(model, tmp_path)  # a notebook's cell run again
+    with pytest.raises(ValueError, match="the model was trained with SMAT before"):
+        attach(trainer, key=KEY, **STRENGTHS)
+    attach(trainer, key=KEY, base=pretrained, **STRENGTHS)
+    model.load_state_dict(pretrained, strict=False)  # a head tied to the embedding is not in it
+    trainer = own_trainer(model, tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    assert same(model, by_build(tiny_llama()))
+
+
+@pytest.mark.parametrize("kind", [numpy.float32, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_those_of_checkpoints_too(kind, tmp_path):
+    model = tiny_llama()
+    numbers = {name: kind(value) if isinstance(value, float) else value for name, value in STRENGTHS.items()}
+    trainer = own_trainer(model, tmp_path, save_strategy="steps", save_steps=2)
+    handle = attach(trainer, key=KEY, **numbers)
+    trainer.train()
+    assert "Scale alpha from 0.200000002" in repr(handle)
+    kept = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]["smat_fn"]
+    assert [kept[name] for name in ("alpha_min", "drop_prob", "sigma")] == [
+        float(n) for n in list(numbers.values())[:3]
+    ]
+
+
+class Stepping(transformers.Trainer):
+    """Updates the weights by itself, before the backward pass."""
+
+    def compute_loss(self, model, *args, **options):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+        return super().compute_loss(model, *args, **options)
+
+
+def test_an_update_that_the_end_of_a_simulated_step_would_undo_is_refused(tmp_path):
+    model = tiny_llama()
+    trainer = trainer_of(model, tmp_path, kind=Stepping, max_steps=3, **SGD)
+    weights = Weights()
+    trainer.add_callback(weights)
+    attach(trainer, key=KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match="written to while they held theta~"):
+        trainer.train()
+    assert same(model, weights.seen[0])  # step 1 is the first simulated one
+
+
+def test_a_complex_parameter_is_told_at_attach(tmp_path):
+    model = tiny_llama()
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="'phase' of the trainer's model has dtype complex64"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1, 0)])
@@ -687,6 +749,21 @@ def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp
         found.append(copies(trainer.model))
     assert {leaf.dtype for leaf in found[1].values()} == {torch.bfloat16}
     assert all(torch.equal(leaf, found[1][name]) for name, leaf in found[0].items())
+
+
+@pytest.mark.parametrize("base", [None, "host"])
+def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base, tmp_path):
+    ends = []
+    for strided in (False, True):
+        model = tiny_llama()
+        projection = model.model.layers[0].self_attn.q_proj
+        if strided:
+            projection.weight = nn.Parameter(projection.weight.detach().T.contiguous().T)
+        trainer = own_trainer(model, tmp_path, optim="adamw_torch_fused")
+        attach(trainer, key=KEY, base=base, **STRENGTHS)
+        trainer.train()
+        ends.append(copies(model))
+    assert same(model, ends[0])
 
 
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "DP"])

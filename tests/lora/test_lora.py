@@ -266,8 +266,11 @@ def test_modules_that_are_trained_whole_are_pefts_modules_to_save(tmp_path):
     adapter = lora.Lora(paths, rank=2, alpha=4.0, saved=saved, dropout=0.25)
     start = lora.init(KEY, base, adapter)
     assert all(torch.equal(start[path], base[path]) and start[path] is not base[path] for path in saved)
-    loss = ModuleLoss(model, tokens)
-    method = lora.build(loss, optim.adam(1e-2), base, adapter, where=block_linear(model), period=2, **STRENGTHS)
+    loss, options = ModuleLoss(model, tokens), {"where": block_linear(model), "period": 2, **STRENGTHS}
+    with pytest.raises(ValueError, match=r"lora.dropout is 0.25, but the loss drops nothing"):
+        lora.build(loss, optim.adam(1e-2), base, adapter, **options)
+    loss = lora.with_dropout(loss, base, adapter, 0.25)
+    method = lora.build(loss, optim.adam(1e-2), base, adapter, **options)
     state = method.init(start)
     batch = torch.arange(20).view(2, 10)
     for _ in range(2):
@@ -288,6 +291,24 @@ def test_modules_that_are_trained_whole_are_pefts_modules_to_save(tmp_path):
     opened = open_adapter("it", tmp_path / "adapter", open_folder("base", tmp_path))
     for path in saved:
         assert torch.equal(opened.read(path, 0, base[path].numel()).view(base[path].shape), trained[path])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+def test_adapters_that_peft_wrote_are_read(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = {name: p.detach().clone() for name, p in llama().named_parameters()}
+    for i, targets in enumerate((["q_proj", "v_proj"], r".*\.1\..*q_proj")):
+        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, modules_to_save=["lm_head"])
+        model = peft.get_peft_model(llama(), config)
+        model.save_pretrained(tmp_path / str(i))
+        read, adapter = lora.load_peft(tmp_path / str(i))
+        wanted = model.merge_and_unload().state_dict()
+        for name, leaf in {**base, **lora.expand(read, base, adapter)}.items():
+            torch.testing.assert_close(leaf, wanted[name], rtol=1e-5, atol=1e-6)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["embed_tokens"]))
+    model.save_pretrained(tmp_path / "other", save_embedding_layers=False)
+    with pytest.raises(ValueError, match="lora_embedding_A' belongs neither to an adapter of a linear layer nor"):
+        lora.load_peft(tmp_path / "other")
 
 
 def test_modules_that_peft_would_train_otherwise_are_refused():

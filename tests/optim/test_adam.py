@@ -109,6 +109,20 @@ def test_the_choice_of_implementation_reaches_torch(kind, how, family):
     assert found[:1] == ([family] if family else [])
 
 
+@pytest.mark.parametrize("how", ["single", "foreach"])
+@pytest.mark.parametrize("kind", TORCH)
+def test_steps_are_counted_in_float32_whatever_the_default_dtype(kind, how):
+    optimizer, params = ours(kind, 0.1, **IMPLEMENTATIONS[how]), make()
+    state = optimizer.init(params)._replace(step=300)
+    want, _ = optimizer.update(params, state, params)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got, _ = optimizer.update(params, state, params)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(got, want)
+
+
 def _values(result):
     return {name: p.detach() for name, p in result[0].items()}
 

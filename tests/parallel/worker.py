@@ -432,8 +432,8 @@ def mean_gradients(kind, rank):
     left = sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects())
     gc.enable()
     happened = list(events)
-    (_, _), own = value_and_grad(lambda p: (0.5 * one(p, None)[0], None), engine="autograd")(params)
-    wanted = {path: grad.float() for path, grad in own.items()}
+    (_, _), own = value_and_grad(one, engine="autograd")(params, None)
+    wanted = {path: 0.5 * grad.float() for path, grad in own.items()}
     for grad in wanted.values():
         dist.all_reduce(grad)
     wanted = {path: (grad / 2).to(own[path].dtype) for path, grad in wanted.items()}

@@ -1,0 +1,187 @@
+"""What surrounds a step in a user's program: autocast, modules whose weights change, losses of other weights."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from smat_fn import draw, lora, optim, random, value_and_grad
+from smat_fn.grad import ModuleLoss
+from smat_fn.mat import finetune, l2sp, orthoreg, smat
+from smat_fn.mat.simulated import SimulatedWeights
+
+from .test_conformance import METHODS, assert_bits, bowl, method, parameters, randn, run
+
+KEY, STEPS = random.key(3), 4
+BATCH = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def squares(module, batch):
+    return (module(batch).float() ** 2).mean(), None
+
+
+def copies(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def rounded():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_inside_autocast_is_that_of_autocast_in_the_loss_alone(name):
+    # the loss has no operation that autocast rounds: all of the difference would be the method's
+    data = [randn(seed=i) for i in range(STEPS)]
+    for hyper in METHODS[name][0].values():
+        update = method(name, bowl, optim.muon(1e-2, rest=optim.adam(1e-2)), parameters(), **hyper, max_grad_norm=0.5)
+        want, _ = run(update, parameters(seed=7), data)
+        with rounded():
+            got, _ = run(update, parameters(seed=7), data)
+        assert_bits(got.params, want.params)
+
+
+def test_adapters_inside_autocast_are_merged_in_float32():
+    module = net()
+    base = copies(module)
+    adapter = lora.Lora(lora.linear_paths(module)[0], rank=2)
+    moved = {name: leaf + 0.1 for name, leaf in lora.init(KEY, base, adapter).items()}
+
+    def loss(module, batch):
+        with rounded():
+            return squares(module, batch)
+
+    def expanded(adapters, batch):
+        return ModuleLoss(module, loss)({**base, **lora.expand(adapters, base, adapter)}, batch)
+
+    want = value_and_grad(expanded, engine="autograd")(moved, BATCH)
+    got = value_and_grad(lora.with_lora(ModuleLoss(module, loss), base, adapter), engine="autograd")(moved, BATCH)
+    assert torch.equal(got[0][0], want[0][0])
+    assert_bits(got[1], want[1])
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_weights_that_are_switched_inside_autocast_are_those_that_run(switch):
+    module = net()
+    base = copies(module)
+    weights = SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
+    drawn = draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.5)
+    with weights.at(drawn), rounded():
+        want = squares(module, BATCH)[0].item()
+    with rounded():
+        clean = squares(module, BATCH)[0].item()
+        with weights.at(drawn):
+            assert squares(module, BATCH)[0].item() == want != clean
+            if switch:
+                with weights.away():
+                    assert squares(module, BATCH)[0].item() == clean
+                assert squares(module, BATCH)[0].item() == want
+        assert squares(module, BATCH)[0].item() == clean
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_write_to_weights_that_hold_a_simulated_state_is_no_silent_loss(switch):
+    module = net()
+    base = copies(module)
+    weights = SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    squares(module, BATCH)[0].backward()
+    drawn = draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.5)
+    told = pytest.raises(ValueError, match=r"written to while they held theta~ \(layers\.0\.0\.weight, layers")
+    with told, weights.at(drawn):
+        optimizer.step()
+    assert_bits(copies(module), base)
+
+
+BASES = {
+    "smat": lambda loss, base: smat.build(loss, optim.adam(1e-2), base, period=2),
+    "recompute": lambda loss, base: smat.build(loss, optim.adam(1e-2), base, period=2, offload="recompute"),
+    "mixed": lambda loss, base: smat.build(loss, optim.adam(1e-2), base, lam=0.5),
+    "l2sp": lambda loss, base: l2sp.build(loss, optim.adam(1e-2), base),
+    "orthoreg": lambda loss, base: orthoreg.build(loss, optim.adam(1e-2), base),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_that_a_module_shares_and_changes_is_refused(name):
+    module = net()
+    base = dict(module.named_parameters())  # not a copy
+    own = BASES[name](ModuleLoss(module, squares), base)
+    state, _ = own.update(KEY, own.init(base), BATCH)
+    module.load_state_dict(state.params)  # to evaluate it, say
+    with pytest.raises(ValueError, match=r"base was written to since the method was built \(layers\.0\.0\.weight"):
+        own.update(KEY, state, BATCH)
+
+
+def test_a_base_that_a_module_shares_and_changes_is_refused_for_adapters():
+    module = net()
+    base = dict(module.named_parameters())
+    adapter = lora.Lora(lora.linear_paths(module)[0], rank=2)
+    own = lora.build(ModuleLoss(module, squares), optim.adam(1e-2), base, adapter, period=2)
+    state, _ = own.update(KEY, own.init(lora.init(KEY, base, adapter)), BATCH)
+    module.load_state_dict({**base, **lora.expand(state.params, base, adapter)})
+    with pytest.raises(ValueError, match="base was written to since the method was built"):
+        own.update(KEY, state, BATCH)
+
+
+def test_a_loss_at_the_modules_own_weights_is_refused():
+    module = net()
+    base = copies(module)
+    own = finetune.build(lambda params, batch: squares(module, batch), optim.adam(1e-2), base)
+    with pytest.raises(ValueError, match="has a gradient, but in none of the 4 parameters given to it"):
+        own.update(KEY, own.init(base), BATCH)
+
+
+def test_a_loss_that_writes_into_its_parameters_is_refused():
+    module = nn.Sequential(nn.Embedding(4, 4, max_norm=0.1), nn.Linear(4, 4))
+    base = copies(module)
+    own = finetune.build(ModuleLoss(module, squares), optim.adam(1e-2), base)
+    with pytest.raises(ValueError, match=r"wrote into the parameters given to it \(0\.weight\)"):
+        own.update(KEY, own.init(base), torch.arange(3))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_to_train_is_refused(name):
+    frozen = {name: p for name, p in net().requires_grad_(False).named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match="params has no leaf"):
+        method(name, bowl, optim.adam(1e-2), frozen).init(frozen)
+
+
+def test_a_predicate_may_return_what_is_true_or_not():
+    module = net()
+    base = copies(module)
+
+    def trained(where):
+        own = smat.build(ModuleLoss(module, squares), optim.adam(1e-2), base, where=where, period=1)
+        return own.update(KEY, own.init({name: leaf + 1 for name, leaf in base.items()}), BATCH)[0].params
+
+    assert_bits(trained(lambda path, leaf: re.search(r"weight", path)), trained(lambda path, leaf: "weight" in path))
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "rho", "lam"])
+def test_a_number_of_another_type_is_named(name):
+    base = copies(net())
+    with pytest.raises(ValueError, match="is '1'"):
+        smat.build(bowl, optim.adam(1e-2), base, **{name: "1"})
+
+
+def test_parameters_in_the_place_of_a_state_are_told():
+    base = copies(net())
+    with pytest.raises(ValueError, match="state is a dict: give what the method's init or update returned"):
+        smat.build(bowl, optim.adam(1e-2), base).update(KEY, base, BATCH)
