@@ -126,6 +126,10 @@ def prepare(
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:
         told.append(buffers_note(other))
+    if config.based:
+        apart = unlike(start, (start, *found.values()), each)
+        apart = {path for path in apart if not path.endswith("num_batches_tracked")}  # of every training
+        told += [buffers_note(apart, "differs from base's in an expert")] if apart else []
     rest = tuple(told), workers, other, seen, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
@@ -208,10 +212,10 @@ def _device_problems(device: str) -> list[str]:
     return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
 
 
-def buffers_note(paths: Collection[str]) -> str:
-    """Note on non-floating-point leaves that differ among the experts of a merger without a base."""
+def buffers_note(paths: Collection[str], how: str = "differs among the experts") -> str:
+    """Note on non-floating-point leaves that differ; without a base to change, those among the experts count."""
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"leaf {min(paths)!r}{more}, not floating-point, differs among the experts: base's is used"
+    return f"leaf {min(paths)!r}{more}, not floating-point, {how}: base's is used"
 
 
 def _overlap(out: Path, path: Path) -> bool:

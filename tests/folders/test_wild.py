@@ -157,6 +157,7 @@ def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
     [
         ("model.up.weight", torch.zeros(7, 5, dtype=torch.int8)),
         ("model.up.weight", torch.zeros(18, 1, dtype=torch.uint8)),
+        ("model.up.weight", torch.zeros(7, 1, dtype=torch.uint32)),  # of MLX
         ("model.up.weight.absmax", torch.zeros(2)),
         ("model.up.weight.quant_state.bitsandbytes__nf4", torch.zeros(2, dtype=torch.uint8)),
         ("model.up.qweight", torch.zeros(2, dtype=torch.int32)),
