@@ -251,9 +251,7 @@ def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tm
     change(models / "A", id2label={"0": "good", "1": "bad"})
     change(models / "B", id2label={"0": "no", "1": "yes"})
     experts = {name: models / name for name in "AB"}
-    with pytest.raises(
-        ValueError, match="^expert 'A' has labels in another order in config.json .id2label .* config_fro"
-    ):
+    with pytest.raises(ValueError, match="'A' has labels in another order"):
         plan(TA, models / "BASE", experts, tmp_path / "out")
     notes = plan(TA, models / "BASE", experts, tmp_path / "out", config_from="base").notes
     assert [note.partition(":")[0] for note in notes] == [
