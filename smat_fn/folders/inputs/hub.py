@@ -10,6 +10,7 @@ import torch
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
+from .spare import may_be_spare
 from .towers import part_config
 from .vocabulary import HEAD, by_token
 
@@ -81,8 +82,13 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
 
 
 def _comparable(start: Leaves, leaves: Leaves, *, rows: bool) -> Leaves:
-    """Without heads, which may be tied, and with base's rows where others may be cut or merged by token."""
-    kept = {path: leaf for path, leaf in leaves.items() if path != HEAD}
+    """Without heads, which may be tied, and with base's rows where others may be cut or merged by token.
+
+    What one of two models may lack (`spare.may_be_spare`) is compared only where both have it.
+    """
+    kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf)}
+    kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf)}
+    kept.pop(HEAD, None)
     if not rows:
         for path, leaf in kept.items():
             like = start.get(path)
