@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
@@ -109,6 +110,11 @@ def prepare(
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)
+        told += [
+            f"skip {glob!r} matches no parameter"
+            for glob in getattr(config, "skip", ())
+            if not any(fnmatchcase(path, glob) for path in floating)
+        ]
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
             if config.coef is not None and any(not matches(path, rules) for path in floating):
                 rules = {**rules, "*": config.coef}
@@ -127,8 +133,8 @@ def prepare(
     if other:
         told.append(buffers_note(other))
     if config.based:
-        apart = unlike(start, (start, *found.values()), each)
-        apart = {path for path in apart if not path.endswith("num_batches_tracked")}  # of every training
+        differing = unlike(start, (start, *found.values()), each)
+        apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
         told += [buffers_note(apart, "differs from base's in an expert")] if apart else []
     rest = tuple(told), workers, other, seen, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)

@@ -187,6 +187,12 @@ def test_buffers_that_no_merger_changes_are_told_where_they_differ(family, folde
     assert plan(TA, inputs[0], dict([*inputs[1].items()][:1]), tmp_path / "out").notes == ()
 
 
+def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
+    config = TsvMerge(coef=1.0, skip=("*matri*", "*matrx*"))
+    notes = plan(config, *folders.save_family(tmp_path, *family(count=2)), tmp_path / "out").notes
+    assert notes == ("skip '*matrx*' matches no parameter",)
+
+
 def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders, tmp_path):
     base, _ = family(count=2)
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}

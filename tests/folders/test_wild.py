@@ -104,6 +104,17 @@ def test_where_base_stores_the_copy_it_is_written_unless_its_configuration_says_
     folders.assert_same_bits(folders.load(tmp_path / "once"), folders.in_memory(config, bare.pop(""), bare))
 
 
+@pytest.mark.parametrize("whose", ["base", "x"])
+def test_a_head_of_its_own_is_not_tied_again(whose, folders, tmp_path):
+    trees = {"base": tie(model(0)), "x": tie(model(1)), "y": tie(model(2))} | {whose: model(3)}
+    base, experts = folders.save_family(tmp_path, trees.pop("base"), trees)
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    report = merge_folders(TA, base, experts, tmp_path / "out")
+    assert HEAD in folders.load(tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert [note for note in report.notes if note.endswith("the output has tie_word_embeddings false")]
+
+
 def test_heads_that_only_some_have_are_explained(folders, tmp_path):
     tied, own = model(0, head=False), model(1)
     paths = {name: folders.save(tmp_path / name, tree) for name, tree in {"tied": tied, "own": own}.items()}

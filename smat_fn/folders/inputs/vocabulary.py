@@ -17,6 +17,10 @@ SHARED = "shared.weight"  # embeddings of an encoder and its decoder
 _WORDS = "embed", "wte", "lm_head", "shared"
 _PLACES = "position", "wpe", "patch"
 _PART = 1 << 22  # coordinates that are compared at a time
+_UNTIED = (
+    "base's config.json ties the head to the embeddings, but an input stores a head of its own: the output has "
+    "tie_word_embeddings false"
+)
 
 _TOKENIZERS = "tokenizer.json", "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt"
 
@@ -36,6 +40,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     says_tied = config_of(base.root).get("tie_word_embeddings") is True
     if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
+    if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
+        base = base._replace(config={**base.config, "tie_word_embeddings": False}, note=_UNTIED)
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
         if (HEAD in folder.leaves) == (HEAD in base.leaves):
