@@ -15,7 +15,11 @@ from .towers import part_config
 from .vocabulary import HEAD, by_token
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
-_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py"]
+_FILES = [
+    *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
+    "*.tokenizer",
+]
+_PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
 
 def repository_of(path: Path) -> str | None:
@@ -43,7 +47,7 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
         with downloading(repository):
             folder = Path(snapshot_download(**asked, allow_patterns=_FILES))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, PICKLED, "pytorch_model-*.bin"]))
+                folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, *_PICKLES]))
         return folder
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         raise ValueError(
