@@ -40,7 +40,7 @@ def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
 
 
 def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
-    """What a user can do about leaves that are not base's; nothing is known of models without layers."""
+    """Advice on leaves that are not base's; none for models without layers."""
     rows = _rows(base)
     names = {path for folder in experts.values() for path in folder.leaves.keys() ^ base.leaves.keys()}
     inside = {path for path in names if not _outside(path, rows)}
