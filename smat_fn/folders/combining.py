@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
-from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, weights_of
 from .inputs.opening import local_folder
 from .prepare import place_problems
 from .writing import exclusive
@@ -77,7 +77,7 @@ def merge_adapters(
             save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
             config = json.dumps(_config(held, merged, base), indent=2) + "\n"
             (folder / CONFIG).write_text(config, encoding="utf-8")
-            read = {f"adapter {name!r}": [place / CONFIG, place / WEIGHTS] for name, place in places.items()}
+            read = {f"adapter {name!r}": [place / CONFIG, weights_of(place)] for name, place in places.items()}
             plain = json.dumps({"adapter": "merged", "versions": {"smat_fn": __version__}}, indent=2) + "\n"
             given = texts([folder / CONFIG, folder / WEIGHTS], read) if texts else {}
             for file, text in {checkpoint.MANIFEST: plain, **given}.items():

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
@@ -109,6 +110,11 @@ def prepare(
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)
+        told += [
+            f"skip {glob!r} matches no parameter"
+            for glob in getattr(config, "skip", ())
+            if not any(fnmatchcase(path, glob) for path in floating)
+        ]
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
             if config.coef is not None and any(not matches(path, rules) for path in floating):
                 rules = {**rules, "*": config.coef}
@@ -126,6 +132,10 @@ def prepare(
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:
         told.append(buffers_note(other))
+    if config.based:
+        differing = unlike(start, (start, *found.values()), each)
+        apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
+        told += [buffers_note(apart, "differs from base's in an expert")] if apart else []
     rest = tuple(told), workers, other, seen, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
@@ -208,10 +218,10 @@ def _device_problems(device: str) -> list[str]:
     return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
 
 
-def buffers_note(paths: Collection[str]) -> str:
-    """Note on non-floating-point leaves that differ among the experts of a merger without a base."""
+def buffers_note(paths: Collection[str], how: str = "differs among the experts") -> str:
+    """Note on non-floating-point leaves that differ; without a base to change, those among the experts count."""
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"leaf {min(paths)!r}{more}, not floating-point, differs among the experts: base's is used"
+    return f"leaf {min(paths)!r}{more}, not floating-point, {how}: base's is used"
 
 
 def _overlap(out: Path, path: Path) -> bool:

@@ -5,11 +5,12 @@ import json
 import math
 import pickle
 import re
+import shutil
 import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from smat_fn import lora, random
 from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
@@ -272,6 +273,55 @@ def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders
         merged(folders, base, folder, tmp_path)
 
 
+def test_pickled_adapters_are_read_without_their_code(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    safe = adapter({f"model.{UP}": factors((10, 6))}, name="safe")
+    old = shutil.copytree(safe, tmp_path / "old")
+    torch.save(load_file(old / "adapter_model.safetensors"), old / "adapter_model.bin")
+    (old / "adapter_model.safetensors").unlink()
+    for place in safe, old:
+        merge_folders(TA, path, {"x": place}, tmp_path / f"out-{place.name}")
+        merge_adapters({"x": place}, tmp_path / f"one-{place.name}", lambda found: found["x"], base="base")
+    for kind in "out", "one":
+        one, two = (folders.load(tmp_path / f"{kind}-{place.name}") for place in (safe, old))
+        folders.assert_same_bits(one, two)
+
+
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    rows = numbers(9, 6, seed=5)
+    copied = adapter({}, name="copied", more={EMBEDDINGS: rows, "lm_head.weight": rows.clone()})
+    report = merge_folders(TA, path, {"x": copied}, tmp_path / "out")
+    assert report.notes == ()
+    merged = folders.load(tmp_path / "out")
+    assert torch.equal(merged[EMBEDDINGS], rows.bfloat16())
+    assert "lm_head.weight" not in merged
+    own = adapter({}, name="own", more={EMBEDDINGS: rows, "lm_head.weight": rows + 1})
+    with pytest.raises(ValueError, match="whose head is its embeddings: adapt those"):
+        plan(TA, path, {"x": own}, tmp_path / "out2")
+
+
+def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folders, tmp_path):
+    path = folders.save(tmp_path / "base", base)
+    saved = adapter({}, name="saved", more={EMBEDDINGS: numbers(9, 6, seed=5)})
+    low = adapter({"model.embed_tokens": factors((6, 9))}, name="low")
+    other = adapter({f"model.{UP}": factors((10, 6))}, name="other")
+    experts = {"saved": saved, "low": low, "other": other}
+    assert plan(TA, path, experts, tmp_path / "out").notes == ()
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    notes = plan(TA, path, experts, tmp_path / "out").notes
+    assert [note.partition(" and with it the head")[0] for note in notes] == [
+        f"expert {name!r} changes {EMBEDDINGS!r}," for name in ("saved", "low")
+    ]
+    (low / "adapter_config.json").write_text(json.dumps(SETTINGS | {"ensure_weight_tying": True}))
+    notes = plan(TA, path, {"low": low}, tmp_path / "out").notes
+    assert notes == ()
+
+
 def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
     path = folders.save(tmp_path / "base", base)
     pickled, broken, headless = (tmp_path / name for name in ("pickled", "broken", "headless"))
@@ -285,7 +335,7 @@ def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
     with pytest.raises(ValueError, match="pickled") as caught:
         plan(TA, path, experts, tmp_path / "out")
     for part in (
-        f"expert 'pickled': {pickled} holds pickled weights (adapter_model.bin), which can run code when read",
+        f"{pickled / 'adapter_model.bin'} holds pickled weights that cannot be read safely",
         f"expert 'broken': {broken} is not a readable adapter",
         f"expert 'headless': {headless} is not a readable adapter",
     ):

@@ -231,3 +231,37 @@ def test_heads_of_experts_are_kept_beside_the_merged_trunk(models, tmp_path):
         assert json.loads((made / f"heads/{name}.json").read_text())["num_labels"] == labels
     assert sum("is kept as heads/" in note for note in report.notes) == 2
     assert {"heads/A.safetensors", "heads/B.json"} <= json.loads((made / "manifest.json").read_text())["files"].keys()
+
+
+def test_configurations_inside_the_configuration_are_compared_too(models, tmp_path):
+    inner = {"model_type": "llama", "hidden_act": "silu", "rope_theta": 1e4, "hidden_dropout": 0.0}
+    change(models / "BASE", text_config=inner, logits_scaling=1.0, pretraining_tp=1, layer_types=["full"] * 4)
+    others = {"rope_theta": 1e6, "hidden_dropout": 0.1, "softcapping": 3.0}
+    change(models / "A", text_config=inner | others, logits_scaling=8.0, pretraining_tp=2, layer_types=["full"] * 5)
+    (first, second) = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert first == "expert 'A' has other positions: text_config.rope_theta 1000000.0, base's is 10000.0"
+    assert second == "expert 'A' has other settings: logits_scaling 8.0, base's is 1.0"
+    change(models / "A", text_config=inner | {"hidden_act": "gelu"})
+    with pytest.raises(ValueError, match=r"another activation in config.json .text_config.hidden_act gelu, base's is"):
+        plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+
+
+def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tmp_path):
+    change(models / "BASE", id2label={"0": "bad", "1": "good"})
+    change(models / "A", id2label={"0": "good", "1": "bad"})
+    change(models / "B", id2label={"0": "no", "1": "yes"})
+    experts = {name: models / name for name in "AB"}
+    with pytest.raises(ValueError, match="'A' has labels in another order"):
+        plan(TA, models / "BASE", experts, tmp_path / "out")
+    notes = plan(TA, models / "BASE", experts, tmp_path / "out", config_from="base").notes
+    assert [note.partition(":")[0] for note in notes] == [
+        "expert 'A' has labels in another order",
+        "expert 'B' has other labels",
+    ]
+
+
+@pytest.mark.parametrize("file", ["bpe.codes", "dict.txt", "entity_vocab.json", "target_vocab.json", "emoji.json"])
+def test_every_file_of_a_tokenizer_comes_along(file, models, tmp_path):
+    (models / "BASE" / file).write_text("{}")
+    merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
+    assert (tmp_path / "out" / file).read_text() == "{}"

@@ -100,14 +100,17 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     for name, extra in {"named": {"q.qweight": torch.zeros(2, dtype=torch.int32)}, "configured": {}}.items():
         folders.save(tmp_path / name, base | extra)
     (tmp_path / "configured/config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    folders.save(tmp_path / "mlx", base)
+    (tmp_path / "mlx/config.json").write_text(json.dumps({"quantization": {"bits": 4}}))
     eight = {**base, "matrix": base["matrix"].to(torch.float8_e4m3fn)}
     folders.save(tmp_path / "eight", eight)
-    experts = {name: tmp_path / name for name in ("named", "configured", "eight")}
+    experts = {name: tmp_path / name for name in ("named", "configured", "mlx", "eight")}
     out = "merge the checkpoint it was made from"
     problems = refusal(tmp_path, inputs[0], experts)
     assert problems == [
         f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",
         f"expert 'configured': {tmp_path}/configured is quantised (gptq, says its config.json): {out}",
+        f"expert 'mlx': {tmp_path}/mlx is quantised (unknown method, says its config.json): {out}",
         "expert 'eight': leaf 'matrix' is stored as F8_E4M3, which cannot be merged: "
         "convert the checkpoint to bfloat16, float16 or float32",
     ]
@@ -173,6 +176,23 @@ def test_averages_take_bases_buffers_where_experts_differ(family, folders, tmp_p
     assert torch.equal(folders.load(tmp_path / "out")["steps"], base["steps"])
 
 
+def test_buffers_that_no_merger_changes_are_told_where_they_differ(family, folders, tmp_path):
+    base, experts = family(count=2)
+    base |= {"counts.num_batches_tracked": torch.tensor(1), "mask": torch.tensor([True, False])}
+    for i, expert in enumerate(experts.values()):
+        expert |= {"counts.num_batches_tracked": torch.tensor(9), "mask": torch.tensor([True, i == 1])}
+    inputs = folders.save_family(tmp_path, base, experts)
+    note = "leaf 'mask', not floating-point, differs from base's in an expert: base's is used"
+    assert plan(TA, *inputs, tmp_path / "out").notes == (note,)
+    assert plan(TA, inputs[0], dict([*inputs[1].items()][:1]), tmp_path / "out").notes == ()
+
+
+def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
+    config = TsvMerge(coef=1.0, skip=("*matri*", "*matrx*"))
+    notes = plan(config, *folders.save_family(tmp_path, *family(count=2)), tmp_path / "out").notes
+    assert notes == ("skip '*matrx*' matches no parameter",)
+
+
 def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders, tmp_path):
     base, _ = family(count=2)
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
@@ -185,7 +205,8 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
     assert problems == [
         f"expert 'e': {empty} holds no leaves: download it again, or save the model again",
-        "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without",
+        "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without, "
+        "or load and save both by one version of transformers",
         "expert 'o' has no parameter of base ('something' the first, base's 'steps'): trained from another base?",
     ]
 

@@ -104,6 +104,17 @@ def test_where_base_stores_the_copy_it_is_written_unless_its_configuration_says_
     folders.assert_same_bits(folders.load(tmp_path / "once"), folders.in_memory(config, bare.pop(""), bare))
 
 
+@pytest.mark.parametrize("whose", ["base", "x"])
+def test_a_head_of_its_own_is_not_tied_again(whose, folders, tmp_path):
+    trees = {"base": tie(model(0)), "x": tie(model(1)), "y": tie(model(2))} | {whose: model(3)}
+    base, experts = folders.save_family(tmp_path, trees.pop("base"), trees)
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    report = merge_folders(TA, base, experts, tmp_path / "out")
+    assert HEAD in folders.load(tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert [note for note in report.notes if note.endswith("the output has tie_word_embeddings false")]
+
+
 def test_heads_that_only_some_have_are_explained(folders, tmp_path):
     tied, own = model(0, head=False), model(1)
     paths = {name: folders.save(tmp_path / name, tree) for name, tree in {"tied": tied, "own": own}.items()}
@@ -157,6 +168,7 @@ def test_tokenizers_that_number_tokens_otherwise_are_told(folders, tmp_path):
     [
         ("model.up.weight", torch.zeros(7, 5, dtype=torch.int8)),
         ("model.up.weight", torch.zeros(18, 1, dtype=torch.uint8)),
+        ("model.up.weight", torch.zeros(7, 1, dtype=torch.uint32)),  # of MLX
         ("model.up.weight.absmax", torch.zeros(2)),
         ("model.up.weight.quant_state.bitsandbytes__nf4", torch.zeros(2, dtype=torch.uint8)),
         ("model.up.qweight", torch.zeros(2, dtype=torch.int32)),
@@ -289,3 +301,59 @@ def test_extraction_refuses_what_a_merge_refuses(folders, tmp_path):
     with pytest.raises(ValueError, match=r"leaf 'model.up.weight' .* NaN or infinite"):
         extract_lora(base, folders.save(tmp_path / "bad", bad), tmp_path / "lora", rank=2)
     assert not list(tmp_path.glob("*lora*"))
+
+
+def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
+    extra = {
+        "model.embeddings.position_ids": torch.arange(8)[None],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4),
+        "h.0.attn.bias": torch.ones(1, 1, 4, 4).tril().bool(),
+    }
+    base, x = model(0), model(1)
+    paths = folders.save_family(tmp_path / "base", base | extra, {"x": x})
+    merge_folders(TA, *paths, tmp_path / "out")
+    expected = folders.in_memory(TA, base, {"x": x})
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected | extra)
+    paths = folders.save_family(tmp_path / "expert", base, {"x": x | extra})
+    merge_folders(TA, *paths, tmp_path / "out2")
+    folders.assert_same_bits(folders.load(tmp_path / "out2"), expected)
+    bias = {"h.0.attn.bias": torch.rand(4)}  # a weight of this name
+    paths = folders.save_family(tmp_path / "bias", base | bias, {"x": x})
+    with pytest.raises(ValueError, match=r"expert 'x' lacks leaf 'h.0.attn.bias' of base"):
+        plan(TA, *paths, tmp_path / "out3")
+    wrapped = {f"transformer.{path}": leaf for path, leaf in x.items()}
+    paths = folders.save_family(tmp_path / "wrapped", base | extra, {"x": wrapped})
+    with pytest.raises(ValueError, match=r"expert 'x' has no parameter of base: names in expert 'x' start with"):
+        plan(TA, *paths, tmp_path / "out4")
+
+
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
+
+
+@pytest.mark.parametrize("config", [TA, WeightAverage()], ids=lambda config: config.name)
+def test_copies_of_shared_embeddings_may_be_missing(config, folders, tmp_path):
+    trees = [{"shared.weight": torch.randn(6, 4), "encoder.up.weight": torch.randn(4, 4)} for _ in range(3)]
+    base, x, y = trees
+    many = [tree | {path: tree["shared.weight"].clone() for path in COPIES} for tree in trees]
+    wanted = folders.in_memory(config, base, {"x": x, "y": y})
+    paths = folders.save_family(tmp_path / "few", base, {"x": many[1], "y": y})
+    merge_folders(config, *paths, tmp_path / "out")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), wanted)
+    paths = folders.save_family(tmp_path / "many", many[0], {"x": x, "y": many[2]})
+    merge_folders(config, *paths, tmp_path / "out2")
+    copies = {path: wanted["shared.weight"] for path in COPIES}
+    folders.assert_same_bits(folders.load(tmp_path / "out2"), wanted | copies)
+    own = x | {"encoder.embed_tokens.weight": torch.randn(6, 4)}  # no copy
+    paths = folders.save_family(tmp_path / "own", base, {"x": own})
+    with pytest.raises(ValueError, match=r"has leaf 'encoder.embed_tokens.weight' that base lacks"):
+        plan(config, *paths, tmp_path / "out3")
+
+
+def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
+    base = {"model.layers.0.up.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
+    paths = folders.save_family(tmp_path, base, {"head": base | {"classifier.weight": torch.ones(3, 2)}})
+    with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
+        plan(TA, *paths, tmp_path / "out")
+    old = {path.replace("up.weight", "up.gamma"): leaf for path, leaf in base.items()}
+    with pytest.raises(ValueError, match=r"inside the layers: .* by one version of transformers"):
+        plan(TA, paths[0], {"old": folders.save(tmp_path / "old", old)}, tmp_path / "out")

@@ -3,24 +3,28 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from ... import errors, tree
 from ...merge.around.factors import Factors
-from .reading import INDEX, Folder, Read, Store, foreign
+from .reading import INDEX, Folder, Pickled, Read, Store, config_of, foreign
 from .reading import WEIGHTS as MODEL
+from .vocabulary import HEAD, by_token
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PICKLED = "adapter_model.bin"  # of older versions of peft
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
     "auto_mapping",
     "base_model_name_or_path",
+    "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
     "inference_mode",
@@ -66,9 +70,14 @@ class _Pair(NamedTuple):
 
 def is_adapter(path: Path) -> bool:
     """Does a folder hold an adapter and no whole model?"""
-    return any((path / file).exists() for file in (CONFIG, WEIGHTS)) and not any(
+    return any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED)) and not any(
         (path / file).exists() for file in (MODEL, INDEX)
     )
+
+
+def weights_of(path: Path) -> Path:
+    """The file of an adapter's weights."""
+    return path / (PICKLED if (path / PICKLED).exists() and not (path / WEIGHTS).exists() else WEIGHTS)
 
 
 def open_adapter(label: str, path: Path, base: Folder) -> Folder:
@@ -90,6 +99,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         if held is None
     ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
+    head, touched = False, set[str]()
     unknown: dict[str, list[str]] = {}
     leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
     for name in shapes:
@@ -99,6 +109,9 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
+        if leaf is None and _is_copied_head(name, store):
+            head = True
+            continue
         kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
@@ -106,8 +119,9 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         held = headers[name]
         assert held is not None
         leaves[leaf], made[leaf] = held, _stored(store, name)
+        touched |= set() if ".base_layer." in name else {leaf}
     problems += [
-        f"{label}: {WEIGHTS} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
+        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
         f"which is not a plain LoRA of a leaf of base{_tied(name)}"
         for name, *more in unknown.values()
     ]
@@ -122,8 +136,29 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         origin, read = leaves[leaf], made[leaf]
         leaves[leaf] = origin.to(tree.compute_dtype(origin))
         made[leaf] = _changed(store, pair, read, leaves[leaf])
+        touched.add(leaf)
     errors.raise_problems(problems)
-    return Folder(label, leaves, {}, {path / WEIGHTS: store, path / CONFIG: None}, path, made)
+    note = "" if head or config.get("ensure_weight_tying") else _tied_note(label, touched, base)
+    return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+
+
+def _is_copied_head(name: str, store: Store | Pickled) -> bool:
+    """Whether a leaf is the head that peft stores beside the embeddings it is tied to, where these were resized."""
+    if not name.replace(".base_layer.", ".").endswith("lm_head.weight"):
+        return False
+    others = (other for other in store.names if other != name and by_token(other) and not other.endswith((*_PARTS,)))
+    return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
+
+
+def _tied_note(label: str, touched: Collection[str], base: Folder) -> str:
+    """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
+    changed = [path for path in touched if by_token(path)]
+    if not changed or HEAD in base.leaves or config_of(base.root).get("tie_word_embeddings") is not True:
+        return ""
+    return (
+        f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's "
+        "(ensure_weight_tying is off)"
+    )
 
 
 class Held(NamedTuple):
@@ -157,12 +192,12 @@ def read_adapter(label: str, path: Path) -> Held:
     under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
     others["weight"] = [name for name in others.get("weight", ()) if name not in below]
     problems += [
-        f"{label}: {WEIGHTS} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which is not a "
-        "factor of a matrix: merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
+        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, which "
+        "is not a factor of a matrix: merge whole models instead, merge.py MERGER --base BASE --experts ADAPTERS"
         for name, *more in filter(None, others.values())
     ]
     if not halves and not problems:
-        problems.append(f"{label}: {path / WEIGHTS} holds no factors: is it an adapter?")
+        problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
     found = dict[str, Factors]()
     known = not any(_no_numbers(config)) and not any(_no_patterns(config))
     for (module, _), names in halves.items():
@@ -188,10 +223,11 @@ def read_adapter(label: str, path: Path) -> Held:
     return Held(found, embeddings, frozenset(parameters), under, config)
 
 
-def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | None, list[str]]:
+def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled | None, list[str]]:
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        store = Store(path / WEIGHTS) if (path / WEIGHTS).exists() else None
+        file = weights_of(path)
+        store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
         assert isinstance(config, dict)
     except (OSError, ValueError, AssertionError, SafetensorError) as error:
         return {}, None, [f"{label}: {path} is not a readable adapter ({error}): copy or download it again"]
@@ -296,11 +332,11 @@ def _leaf(name: str, base: Folder) -> str | None:
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
 
 
-def _stored(store: Store, name: str) -> Read:
+def _stored(store: Store | Pickled, name: str) -> Read:
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
 
 
-def _changed(store: Store, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
+def _changed(store: Store | Pickled, pair: _Pair, origin: Read, leaf: Tensor) -> Read:
     columns = leaf.shape[1]
     height = max(1, BLOCK // columns)
 

@@ -28,6 +28,7 @@ TOKENIZER = (
     "*.spm",
     "tekken.json",
     "normalizer.json",
+    *("*.codes", "dict.txt", "emoji.json", "byte_maps.json", "*_vocab.json", "word_*.json", "*.tokenizer"),
 )
 OTHERS = (
     "*processor_config.json",
@@ -43,12 +44,21 @@ ERRORS = {
     "another kind of model": ("model_type",),
     "another activation": ("hidden_act", "hidden_activation", "activation_function"),
     "other heads": ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim"),
+    "labels in another order": ("id2label",),
 }
 NOTES = {
     "positions": ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "sliding_window"),
     "norms": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "special tokens": ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    "labels": ("id2label",),
 }
+_KNOWN = {name for names in (*ERRORS.values(), *NOTES.values()) for name in names}
+_UNREAD = {  # of what is left: what weights and tokenizers say, and what no output of the model depends on
+    "_name_or_path", "architectures", "auto_map", "dtype", "finetuning_task", "gradient_checkpointing",
+    "initializer_range", "label2id", "n_layer", "num_hidden_layers", "num_layers", "output_attentions",
+    "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "torch_dtype",
+    "transformers_version", "unsloth_version", "use_cache", "vocab_size",
+}  # fmt: skip
 
 
 def files_of(root: Path, patterns: Iterable[str]) -> Files:
@@ -137,22 +147,55 @@ def differences(base: Path, others: Mapping[str, Path], *, chosen: bool, templat
     for label, root in others.items():
         problems += [f"{label}: {text}" for text in problems_of(load_config, root)]
         own, config = compared(config_of(base), config_of(root))
-        for kind, names in {**ERRORS, **NOTES}.items() if own and config else ():
-            found = [name for name in names if _unlike(own.get(name), config.get(name))]
-            said = ", ".join(f"{name} {config[name]}, base's is {own[name]}" for name in found)
+        own, config = _flat(own), _flat(config)
+        rest = {_last(name) for name in own.keys() & config.keys()} - _KNOWN - _UNREAD
+        other = {"settings": sorted(name for name in rest if "drop" not in name)}
+        for kind, names in {**ERRORS, **NOTES, **other}.items() if own and config else ():
+            found = [
+                path
+                for name in names
+                for path in own
+                if _last(path) == name and _unlike(own[path], config.get(path), kind)
+            ]
+            said = ", ".join(f"{name} {_short(config[name])}, base's is {_short(own[name])}" for name in found)
             if found and kind in ERRORS and not chosen:
                 problems.append(
                     f"{label} has {kind} in config.json ({said}), which its weights do not show: merge models of one "
                     "configuration, or say whose the output has, by config_from"
                 )
             elif found:
-                notes.append(f"{label} has other {kind}: {said}" if kind in NOTES else f"{label} has {kind}: {said}")
+                notes.append(f"{label} has {kind}: {said}" if kind in ERRORS else f"{label} has other {kind}: {said}")
         notes += _texts(label, base, root, template=template)
     return problems, notes
 
 
-def _unlike(left: Any, right: Any) -> bool:
-    return left is not None and right is not None and left != right
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a configuration and, as "text_config.hidden_act", of those inside it."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inside = isinstance(value, dict) and name.endswith("_config")
+        found |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _unlike(left: Any, right: Any, kind: str) -> bool:
+    """Whether two values of a field differ in a way that is of this kind."""
+    if left is None or right is None or left == right:
+        return False
+    if kind.startswith("labels"):
+        names = [sorted(map(str, side.values())) if isinstance(side, dict) else side for side in (left, right)]
+        return (names[0] == names[1]) == (kind in ERRORS)
+    lists = isinstance(left, list) and isinstance(right, list)
+    return kind != "settings" or not lists or len(left) == len(right)  # stacks have lists of other lengths
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
 
 
 def _texts(label: str, base: Path, root: Path, *, template: bool) -> Iterator[str]:

@@ -18,10 +18,10 @@ def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
 
     A head's leaves are those that base has not, or has in another shape; base's own head stands in for them.
     """
-    rows = {found[0] for path in base.leaves if (found := layer_of(path))}
+    rows = _rows(base)
 
     def outside(path: str) -> bool:
-        return (found := layer_of(path)) is None or found[0] not in rows
+        return _outside(path, rows)
 
     own = {
         path: leaf
@@ -37,6 +37,30 @@ def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
         if path not in expert.leaves and outside(path):
             expert = expert.with_leaf(path, leaf, base.reader(path))
     return expert, head
+
+
+def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
+    """Advice on leaves that are not base's; none for models without layers."""
+    rows = _rows(base)
+    names = {path for folder in experts.values() for path in folder.leaves.keys() ^ base.leaves.keys()}
+    inside = {path for path in names if not _outside(path, rows)}
+    if not rows or not names:
+        return []
+    if inside:
+        return [
+            "names differ inside the layers: if these are models of one kind, load and save all by one version of "
+            "transformers"
+        ]
+    return ["these leaves are outside the layers: if they are heads, give heads keep, which merges the rest"]
+
+
+def _rows(base: Folder) -> set[str]:
+    return {found[0] for path in base.leaves if (found := layer_of(path))}
+
+
+def _outside(path: str, rows: set[str]) -> bool:
+    """Whether a leaf is in none of a model's layers."""
+    return (found := layer_of(path)) is None or found[0] not in rows
 
 
 def head_files(heads: Mapping[str, dict[str, Tensor]], roots: Mapping[str, Path]) -> Files:

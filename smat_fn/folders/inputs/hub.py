@@ -10,11 +10,16 @@ import torch
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
+from .spare import may_be_spare
 from .towers import part_config
 from .vocabulary import HEAD, by_token
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
-_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py"]
+_FILES = [
+    *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
+    "*.tokenizer",
+]
+_PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
 
 def repository_of(path: Path) -> str | None:
@@ -42,7 +47,7 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
         with downloading(repository):
             folder = Path(snapshot_download(**asked, allow_patterns=_FILES))
             if not list(folder.glob("*.safetensors")):
-                folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, PICKLED, "pytorch_model-*.bin"]))
+                folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, *_PICKLES]))
         return folder
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         raise ValueError(
@@ -81,8 +86,13 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
 
 
 def _comparable(start: Leaves, leaves: Leaves, *, rows: bool) -> Leaves:
-    """Without heads, which may be tied, and with base's rows where others may be cut or merged by token."""
-    kept = {path: leaf for path, leaf in leaves.items() if path != HEAD}
+    """Without heads, which may be tied, and with base's rows where others may be cut or merged by token.
+
+    What one of two models may lack (`spare.may_be_spare`) is compared only where both have it.
+    """
+    kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf)}
+    kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf)}
+    kept.pop(HEAD, None)
     if not rows:
         for path, leaf in kept.items():
             like = start.get(path)

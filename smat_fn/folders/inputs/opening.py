@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
-from .heads import apart
+from .heads import apart, ways_out
 from .hub import header_problems, local_folder, repository_of
 from .naming import Naming, namings
 from .reading import Folder, open_folder
+from .spare import with_bases
 from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
 from .vocabulary import HEAD, fit_rows, one_head
@@ -68,10 +69,12 @@ def open_inputs(
     if start is None:
         return None, found
     for name, other in list(found.items()):
+        if other.leaves.keys().isdisjoint(start.leaves):
+            problems.append(_foreign_names(start, found.pop(name)))
+            continue
+        other = found[name] = with_bases(start, other)
         if heads is not None:
             found[name], heads[name] = apart(start, other)
-        if found[name].leaves.keys().isdisjoint(start.leaves):
-            problems.append(_foreign_names(start, found.pop(name)))
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
         try:
@@ -80,7 +83,8 @@ def open_inputs(
             problems.append(str(error))
     found, rows = fit_rows(start, found, vocabulary)
     problems += tied + rows
-    problems += fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    wrong = fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    problems += [*wrong, *(ways_out(start, found) if wrong else ())]
     return start, found
 
 
@@ -199,7 +203,8 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 return (
-                    f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without"
+                    f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without, "
+                    "or load and save both by one version of transformers"
                 )
     names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
     return f"{other.label} has no parameter of base ({names}): trained from another base?"

@@ -307,12 +307,13 @@ def foreign(path: Path, only: str = "*") -> str:
 
 def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
     out = "merge the checkpoint it was made from"
-    if asked := config_of(path).get("quantization_config"):
+    config = config_of(path)
+    if asked := config.get("quantization_config") or config.get("quantization"):  # the latter of MLX
         method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked
         yield f"{label}: {path} is quantised ({method}, says its config.json): {out}"
         return
     for name, leaf in leaves.items():
-        packed = leaf.dtype in (torch.int8, torch.uint8) and name.endswith((".weight", "_blocks"))
+        packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
         if packed or name.rpartition(".")[2] in _QUANTISED:
             yield f"{label}: {path} is quantised (it holds leaf {name!r}, {short(leaf)}): {out}"
             return

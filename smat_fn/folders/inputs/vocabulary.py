@@ -13,9 +13,14 @@ from .reading import Folder, Read, config_of
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
 VOCABULARIES = "error", "base-rows", "pad-with-base"
 HEAD = "lm_head.weight"
+SHARED = "shared.weight"  # embeddings of an encoder and its decoder
 _WORDS = "embed", "wte", "lm_head", "shared"
 _PLACES = "position", "wpe", "patch"
 _PART = 1 << 22  # coordinates that are compared at a time
+_UNTIED = (
+    "base's config.json ties the head to the embeddings, but an input stores a head of its own: the output has "
+    "tie_word_embeddings false"
+)
 
 _TOKENIZERS = "tokenizer.json", "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt"
 
@@ -35,6 +40,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     says_tied = config_of(base.root).get("tie_word_embeddings") is True
     if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
+    if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
+        base = base._replace(config={**base.config, "tie_word_embeddings": False}, note=_UNTIED)
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
         if (HEAD in folder.leaves) == (HEAD in base.leaves):
@@ -115,9 +122,10 @@ def _embeddings(folder: Folder) -> str | None:
     names = [
         path
         for path, leaf in folder.leaves.items()
-        if path.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"))
+        if path.endswith((SHARED, "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"))
         and (head is None or (leaf.shape, leaf.dtype) == (head.shape, head.dtype))
     ]
+    names = [path for path in names if path.endswith(SHARED)] or names
     return names[0] if len(names) == 1 else None
 
 
@@ -125,9 +133,15 @@ def _is_copy(folder: Folder) -> bool:
     """Is the head, where it is stored, a copy of the embeddings? Reads both."""
     if HEAD not in folder.leaves:
         return True
-    embeddings, size = _embeddings(folder), folder.leaves[HEAD].numel()
-    return embeddings is not None and all(
-        torch.equal(*(folder.read(path, start, min(start + _PART, size)) for path in (HEAD, embeddings)))
+    embeddings = _embeddings(folder)
+    return embeddings is not None and equal_leaves(folder, HEAD, embeddings)
+
+
+def equal_leaves(folder: Folder, left: str, right: str) -> bool:
+    """Whether two leaves of one size hold the same values; reads both."""
+    size = folder.leaves[left].numel()
+    return all(
+        torch.equal(*(folder.read(path, start, min(start + _PART, size)) for path in (left, right)))
         for start in range(0, size, _PART)
     )
 

@@ -70,7 +70,7 @@ class Whose(NamedTuple):
         for row in self.rows:
             told += row.notes
         told += head_notes(self.heads)
-        told += [folder.note for folder in found.values() if folder.note]
+        told += [folder.note for folder in (start, *found.values()) if folder.note]
         try:
             given = "base" if self.config_from is None else self.config_from
             config = roots.get(given) or local_folder("config_from", Path(given))

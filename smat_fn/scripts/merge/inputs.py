@@ -118,7 +118,7 @@ def weight_of(expert: Path) -> tuple[Path, float | None]:
     A number after the @ of a hub name is its revision; ``owner/name@main@0.5`` has a weight.
     """
     head, at, tail = str(expert).rpartition("@")
-    if not at or expert.exists():
+    if not at or expert.exists() or named(expert)[1].exists():
         return expert, None
     try:
         weight = float(tail)
@@ -129,15 +129,17 @@ def weight_of(expert: Path) -> tuple[Path, float | None]:
 
 
 def by_name(
-    base: Path, experts: Sequence[Path], fingerprint: str | None
+    base: Path, experts: Sequence[Path] | Mapping[str, Path], fingerprint: str | None
 ) -> tuple[list[tuple[str, Path, dict[str, Any]]], list[str]]:
     """Experts as (name, path, manifest), named by NAME=, by their task or by their folder; random masks depend on it.
+
+    Args: experts: as they are given, or folders by name.
 
     Returns: the experts, and a problem for every name that is taken and every expert of another base than the one with
         this fingerprint.
     """
     found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
-    for given, path in map(named, experts):
+    for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
         manifest = manifest_of(path)
         name = given or manifest.get("task", path.name)
         if any(name == other for other, *_ in found):

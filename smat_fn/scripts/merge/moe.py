@@ -23,7 +23,7 @@ from .card import CARD, card
 from .commands import Moe
 from .finished import differences, hashes, other_files, sources_text, verify
 from .inputs import facts_of, manifest_of
-from .recipe import DTYPES, folders_beside
+from .recipe import DTYPES, Fields, folders_beside
 from .recipe_write import placed_by_name
 from .streaming import bytes_of
 
@@ -61,7 +61,7 @@ def load(file: Path) -> Mixture:
     Raises: ValueError that lists every field that is unknown, malformed or not supported; no model is looked at.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict):

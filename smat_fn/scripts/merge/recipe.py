@@ -29,6 +29,18 @@ REFUSED = {"modules": "only models with one list of layers can be merged by a re
 DTYPES = "float32", "bfloat16", "float16", "float64"
 
 
+class Fields(yaml.SafeLoader):
+    """YAML without fields that are given twice, of which PyYAML silently takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Raises: yaml.YAMLError for a field that is given twice."""
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
+        return node
+
+
 def load(file: Path) -> Recipe:
     """The merge that a file describes, in mergekit's format or in that of `recipe_write.written`.
 
@@ -36,7 +48,7 @@ def load(file: Path) -> Recipe:
         model is looked at before.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give a recipe") from error
     except (ValueError, yaml.YAMLError) as error:
@@ -224,10 +236,8 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
         options = {"coef": None} | options  # that of every leaf is there
     places = folders_beside(file.parent)
     base = _placed(found["base"], places.get("base", {}))
-    experts = [
-        Path(f"{name}={_placed(path, places.get(f'expert {name!r}', {}))}") for name, path in found["experts"].items()
-    ]
-    missing = [place for place in (base, *(Path(str(path).partition("=")[2]) for path in experts)) if _gone(place)]
+    experts = {name: _placed(path, places.get(f"expert {name!r}", {})) for name, path in found["experts"].items()}
+    missing = [place for place in (base, *experts.values()) if _gone(place)]
     if missing:
         lost = ", ".join(dict.fromkeys(map(str, missing)))
         raise ValueError(f"{file} names {lost}, no folder here or where it was: write where it is, or call from there")

@@ -22,7 +22,7 @@ class Recipe(NamedTuple):
 
     config: MergerConfig
     base: Path
-    experts: list[Path]  # each as NAME=FOLDER
+    experts: dict[str, Path]
     coef: float | Mapping[str, float] | None  # γ, or by leaf, instead of the configuration's
     options: dict[str, Any]  # seed, semantics and those of `folders.Options` that the file names
     notes: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     models = {model.ref: name for name, model in zip(names, slices[0].experts, strict=True)} if whole else {}
     models |= {} if whole else {model.ref: name_of(model.ref) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
-    return Recipe(config, base, [Path(f"{n}={path}") for n, path in experts.items()], coef, options, notes)
+    return Recipe(config, base, experts, coef, options, notes)
 
 
 def entries(found: Mapping[str, Any]) -> Iterator[Any]:

@@ -65,7 +65,7 @@ class Order(NamedTuple):
 
 def order(
     base: Path,
-    experts: Sequence[Path],
+    experts: Sequence[Path] | Mapping[str, Path],
     *,
     out: Path,
     seed: int,

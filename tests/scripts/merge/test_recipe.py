@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smat_fn import merge
+from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.scripts import entry
 from smat_fn.scripts.merge import commands
@@ -220,6 +220,7 @@ REFUSALS = {
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
     "holds a list": "[1]",
+    "normalize is given twice": "parameters: {normalize: true, weight: 1, normalize: false}",
 }
 
 
@@ -350,6 +351,21 @@ def test_experts_have_weights_on_the_command_line(models, tmp_path, monkeypatch)
         assert torch.equal(leaf, base[path] + ((a[path] - base[path]) * 0.5 + (b[path] - base[path]) * -0.3))
     with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5"):
         run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
+
+
+def test_folders_may_have_an_equals_sign_in_their_names(models, tmp_path, monkeypatch):
+    for source, name in {"BASE": "BASE", "A": "lr=A", "B": "lr=B"}.items():
+        (tmp_path / name).symlink_to(models / source)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yml").write_text(
+        "merge_method: task_arithmetic\nbase_model: BASE\nparameters: {weight: 0.5}\n"
+        "models: [{model: lr=A}, {model: lr=B}]\n"
+    )
+    commands.from_recipe(commands.FromRecipe(Path("recipe.yml"), tmp_path / "one"))
+    commands.from_recipe(commands.FromRecipe(tmp_path / "one/ta" / RECIPE, tmp_path / "two"))
+    one, two = ((tmp_path / place / "ta/model.safetensors").read_bytes() for place in ("one", "two"))
+    assert one == two
+    assert list(checkpoint.load_manifest(tmp_path / "two/ta")["experts"]) == ["lr=A", "lr=B"]
 
 
 def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):

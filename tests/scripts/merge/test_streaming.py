@@ -34,7 +34,7 @@ from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
-from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
 from smat_fn.scripts.merge.streaming import plan_text
 
 TA = TaskArithmetic(coef=0.4)
@@ -396,6 +396,17 @@ def test_experts_may_be_given_names(inputs, tmp_path, monkeypatch):
     assert named(Path("a=~/b")) == ("a", Path.home() / "b")
     for path in (Path("runs/lr=3/x"), Path("=x"), Path("x="), Path("x")):
         assert named(path) == (None, path)
+
+
+def test_a_number_at_the_end_of_a_folders_name_is_no_weight(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step").mkdir()
+    assert weight_of(Path("step@100")) == (Path("step"), 100.0)
+    assert weight_of(Path("x=step@100")) == (Path("x=step"), 100.0)
+    (tmp_path / "step@100").mkdir()
+    assert weight_of(Path("step@100")) == (Path("step@100"), None)
+    assert weight_of(Path("x=step@100")) == (Path("x=step@100"), None)
+    assert weight_of(Path("x=step@100@2")) == (Path("x=step@100"), 2.0)
 
 
 def test_a_manifest_of_something_else_is_none_of_ours(copied, tmp_path):
