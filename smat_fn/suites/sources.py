@@ -33,7 +33,13 @@ def tasks_of(
     names = {f"{own}{suffix}" for own in spelled for suffix in ("", *SUFFIXES)}
     found = {child.name for child in folder.iterdir() if any((child / name).exists() for name in names)}
     if not found:
-        raise ValueError(f"{folder} holds no task: make folders <task> with {', '.join(splits)} in it")
+        there = sorted(child.name for child in folder.iterdir())[:10]
+        one = "pass the folder above it, or put the files into a folder for the task"
+        way = f"{one}, {folder / 'TASK'}" if names & {*there} else "make a folder for each task"
+        raise ValueError(
+            f"{folder} holds no task, but {', '.join(there) or 'nothing'}: {way}, with {', '.join(splits)} in it "
+            f"(.jsonl, .json, .csv, .parquet, or images)"
+        )
     return (*(task for task in known if task in found), *sorted(found.difference(known)))
 
 
@@ -88,6 +94,17 @@ def collect(
             if not local(key):
                 break
     return found, problems
+
+
+def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:
+    """Notes on rows of dev and test, by split, that the task trains on too."""
+    train = set(rows.get("train", ()))
+    counts = {split: sum(row in train for row in own) for split, own in rows.items() if split != "train"}
+    return [
+        f"{count} of the {len(rows[split])} {split} rows of {task} are training rows too: scores on them are too high"
+        for split, count in counts.items()
+        if count
+    ]
 
 
 def model_problems(model: str) -> list[str]:
