@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,6 +57,8 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
     Raises: SystemExit that names the extra to install, where a package is missing.
     """
     atexit.register(_leave)
+    if sys.stderr is not None and not sys.stderr.isatty():  # bars of transformers and the hub: a log file gets lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "torch" not in sys.modules and {"-h", "--help"} & set(sys.argv[1:]):
         from .stand_in import without_torch
 

@@ -162,6 +162,13 @@ def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_pa
     assert refused("merge.py", "ta", *out, "--preset", "digit").startswith("merge.py: preset 'digit' is unknown")
     text = refused("train.py", "ft", *out, "--suite-options", "epochs", "3")
     assert text.startswith("train.py: digits has no options ['epochs']: they are ")
+    text = refused("train.py", "ft", *out, "--model", "x", "--metric", "f1")
+    assert text.startswith("train.py: the preset digits has no --model, --metric: for a model and data of your own pass ")
+    text = refused("train.py", "ft", *out, "--preset", "lm", "--model", "x", "--steps", "1")
+    assert text == (
+        "train.py: trace needs data: a folder, or a name on the hub (--data of train.py, --suite-options data of the "
+        "other commands)"
+    )
     assert "pretrain_steps is 0, must be" in refused("train.py", "ft", *out, "--suite-options", "pretrain_steps", "0")
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from tyro.conf import arg, subcommand
@@ -34,6 +35,7 @@ from smat_fn.config import (
     preset_of,
     resolve,
 )
+from smat_fn.errors import suggestion
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.train.settings import (
@@ -114,9 +116,15 @@ def train(args: Train, world: "parallel.World") -> None:
     method = resolve(args.method, preset.methods)
     named = {"model": own.model, "data": own.data, "rows": own.rows, "mask_prompt": own.mask_prompt or None}
     named |= {"metric": own.metric, "chat": own.chat or None, "train": own.train}
+    there = describe_options(preset.suite)
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **named)
+    if strange := ["--" + n.replace("_", "-") for n, value in named.items() if value is not None and n not in there]:
+        raise ValueError(
+            f"the preset {own.preset} has no {', '.join(strange)}: for a model and data of your own pass --preset lm "
+            "(language models), text (text encoders) or images"
+        )
     known = task_names(preset.suite, **options)
-    only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
+    only = {"only": tasks} if tasks and "only" in there else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
         tasks=tasks or known,
@@ -132,7 +140,7 @@ def train(args: Train, world: "parallel.World") -> None:
     if world.leads:
         check_run(method, training, run, known=known, world=world)
     report = partial(print, flush=True) if world.leads else lambda line: None
-    sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
+    sources = ", ".join(_source(name, str(options[name])) for name in ("model", "data") if options.get(name))
     if world.leads:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
@@ -156,6 +164,15 @@ def train(args: Train, world: "parallel.World") -> None:
     if run.statistics and world.leads:
         for line in statistics_of_run(suite, run.out, folders, kinds=run.statistics, seed=run.seed):
             report(line)
+
+
+def _source(name: str, given: str) -> str:
+    """Model or data as a run begins to load them: what is not here is asked from the hub, which takes a while."""
+    path = Path(given).expanduser()
+    if path.exists():
+        return f"{name} {given}"
+    near = suggestion(path.name, [own.name for own in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    return f"{name} {given} (there is no such folder here{near}: asking the hub)"
 
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
