@@ -160,7 +160,7 @@ class Trace(BaseSuite):
                     "every score would be 0; write letters, or give the task another name and choose a metric"
                 )
         errors.raise_problems(problems)
-        asked: Any = self._chats or {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
+        asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
