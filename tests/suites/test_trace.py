@@ -102,6 +102,9 @@ def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folder
     (tmp_path / "notes").mkdir()
     assert task_names("trace", data=str(tmp_path)) == ("FOMC", "ScienceQA", "apple", "zebra")
     assert task_names("trace", data=str(tmp_path), tasks=["zebra"]) == ("zebra",)
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(ValueError, match=r"data is a file, .*train\.jsonl: pass a folder with a folder for each task"):
+        task_names("trace", data=tmp_path / "train.jsonl")
     with pytest.raises(ValueError, match="holds no task"):
         task_names("trace", data=str(tmp_path / "notes"))
     with pytest.raises(ValueError, match=r"\['a', 'a'\]: name at least one, each once"):

@@ -189,7 +189,7 @@ def _source(name: str, given: str) -> str:
     if path.exists():
         return f"{name} {given}"
     near = suggestion(path.name, [own.name for own in path.parent.iterdir()]) if path.parent.is_dir() else ""
-    return f"{name} {given} (there is no such folder here{near}: asking the hub)"
+    return f"{name} {given} (no folder here{near or ','} asking the hub)"
 
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
