@@ -69,7 +69,7 @@ def _notes(suite: Suite) -> list[str]:
 
 
 def _rounded(suite: Suite) -> list[str]:
-    """What loading in the preset's dtype loses of a folder's float32 weights; nothing where it keeps them."""
+    """A phrase on the float32 weights of a folder that are loaded in a narrower dtype, or nothing."""
     config = Path(suite.recipe.get("model") or ".") / "config.json"
     own = str(next(iter(suite.base.values())).dtype).removeprefix("torch.")
     if own == "float32" or not config.is_file():
