@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml): pages made from the README, the commands' --help, the package and the notebooks.
+"""Hooks of mkdocs (mkdocs.yml): pages made from the README, the commands' --help-all, the package and the notebooks.
 
 Links to files that the site does not have become links to the API page of a module, or plain text.
 """
@@ -81,7 +81,7 @@ def module_name(path):
 
 
 def commands():
-    """(place, Markdown) of the options of each command, as ``--help`` prints them."""
+    """(place, Markdown) of the options of each command, as ``--help-all`` prints them."""
     from smat_fn.config import MERGERS, METHODS, MORE_MERGERS, MORE_METHODS
     from smat_fn.scripts import entry
     from smat_fn.scripts.merge.commands import COMMANDS
@@ -100,14 +100,14 @@ def commands():
 
 
 def help_text(run, name, word):
-    """The text that a command prints for --help, 100 columns wide and without colours."""
+    """The text that a command prints for --help-all, 100 columns wide and without colours."""
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
-    sys.argv = [f"smat-{name}", *([word] if word else []), "--help"]
+    sys.argv = [f"smat-{name}", *([word] if word else []), "--help-all"]
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         run(name, f"smat-{name}", ())
     if "usage:" not in shown.getvalue():
-        raise RuntimeError(f"smat-{name} {word} --help prints no usage")
+        raise RuntimeError(f"smat-{name} {word} --help-all prints no usage")
     return re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue()).strip()
 
 

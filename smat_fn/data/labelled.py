@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
-from .rows import SPELLINGS, TextRows, read_hub, read_objects, read_parquet
+from .rows import SPELLINGS, TABLES, TextRows, read_hub, read_objects, read_parquet
 from .splits import split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
-SUFFIXES = (".json", ".jsonl", ".parquet")
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
 _SEED = 0  # of splits that the source does not have: the same for everyone
 _Raw = dict[str, list[dict[str, Any]]]
@@ -34,11 +33,13 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     """The rows of a task in all three splits.
 
     A row has a text (column text, else sentence) and a label (label, else coarse_label, else intent): a number, or the
-    name of a class. Classes are named by ``labels.json`` or the hub's ClassLabel, else by the rows. A split
-    that the source lacks is made from train by the rule of `splits`, seed 0: first test, then dev.
+    name of a class. Classes are named by ``labels.json`` or the hub's ClassLabel; else by the rows, whose labels are
+    then all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0:
+    first test, then dev.
 
-    Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl or .parquet;
-        or a dataset of the hub, ``name`` or ``name:config``; columns: the source's names of ``text`` and ``label``.
+    Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl, .csv or
+        .parquet; or a dataset of the hub, ``name`` or ``name:config``; columns: the source's names of ``text`` and
+        ``label``.
     Raises: ValueError that lists all problems by row, counted from 0, and classes without training rows; for a source
         that cannot be loaded.
     """
@@ -51,12 +52,11 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     if "train" not in raw:
         complain(source, [_no_train(folder, raw)])
     found = [_columns(rows, wanted, f"{source} ({split})") for split, rows in raw.items()]
+    problems: list[str] = []
     if names is None:
-        own = [row.get(label) for rows, (_, label) in zip(raw.values(), found, strict=True) for row in rows]
-        strings = sorted({value for value in own if isinstance(value, str)})
-        numbers = [value for value in own if type(value) is int]
-        names = strings or [str(label) for label in range(max(numbers, default=-1) + 1)]
-    problems, splits = [], {}
+        labels_of = {s: [row.get(label) for row in raw[s]] for s, (_, label) in zip(raw, found, strict=True)}
+        names, problems = _named(labels_of)
+    splits = {}
     for (split, rows), (text, label) in zip(raw.items(), found, strict=True):
         texts, labels = [row.get(text) for row in rows], [_place(row.get(label), names) for row in rows]
         bad = [i for i, own in enumerate(texts) if not (isinstance(own, str) and own.strip())]
@@ -64,13 +64,16 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
         bad = [i for i, own in enumerate(labels) if own is None]
         problems += [
             f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
-            f"({rows[bad[0]].get(label)!r} the first)"
+            f"({rows[bad[0]].get(label)!r} the first): write whole numbers from 0, or the classes' names as texts"
         ] if bad else []  # fmt: skip
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
     splits = _complete(splits, source)
-    absent = [name for place, name in enumerate(names) if place not in set(splits["train"].labels)]
-    complain(source, [f"no row of train is of class {', '.join(absent[:10])}: a head needs one"] if absent else [])
+    there = set(splits["train"].labels)
+    absent = [name for place, name in enumerate(names) if place not in there]
+    way = "number classes from 0 without gaps, or write labels as texts; a class that only dev or test has needs rows"
+    problems = [f"no row of train is of class {', '.join(absent[:10])}, and a head needs one: {way}"] if absent else []
+    complain(source, problems or ([] if len(names) > 1 else [f"all rows are of class {names[0]!r}: give two or more"]))
     return Task({split: splits[split] for split in SPLITS}, tuple(names))
 
 
@@ -88,9 +91,32 @@ def _complete(splits: dict[str, Labelled], source: str) -> dict[str, Labelled]:
             try:
                 found = split_rows(pairs["train"], held_out, seed=_SEED, labels=pool.labels)
             except ValueError as error:
-                raise ValueError(f"{source} has no {split}, and none can be made from train: {error}") from error
+                raise ValueError(f"{source} has no {split} split, and none can be made from train: {error}") from error
             splits = {**splits, "train": take(pool, found.train), split: take(pool, found.dev)}
     return splits
+
+
+def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]]:
+    """The classes by the labels of all splits, and errors for labels that would name them in two ways."""
+    values = [value for labels in labels_of.values() for value in labels]
+    strings = sorted({value for value in values if isinstance(value, str) and value.strip()})
+    numbers = [value for value in values if type(value) is int]
+    problems = []
+    if strings and numbers:
+        kinds = [f"{s}: {', '.join(sorted({type(x).__name__ for x in own}))}" for s, own in labels_of.items()]
+        problems.append(
+            f"some labels are numbers and some are texts ({'; '.join(kinds)}), which could mean two classes by "
+            f"{numbers[0]} and {str(numbers[0])!r}: write all in one way, or name the classes in labels.json"
+        )
+    alike: dict[str, list[str]] = {}
+    for name in strings:
+        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
+    problems += [
+        f"classes {own} differ only by case or spaces: write them alike, or list them in labels.json"
+        for own in alike.values()
+        if len(own) > 1
+    ]
+    return strings or [str(label) for label in range(max(numbers, default=-1) + 1)], problems
 
 
 def _place(label: Any, names: Sequence[str]) -> int | None:
@@ -102,8 +128,9 @@ def _place(label: Any, names: Sequence[str]) -> int | None:
 def _no_train(home: Path, raw: _Raw) -> str:
     there = f"there is no split train, there are {', '.join(sorted(raw)) or 'no splits'}"
     if (home / "train").is_dir() or (home / "train.npz").is_file():
-        return f"{there} as .json, .jsonl or .parquet; these look like images, for which there is --preset images"
-    return f"{there}: give train.json, .jsonl or .parquet"
+        return f"{there} as {', '.join(TABLES)}; these look like images, for which there is --preset images"
+    files = ", ".join(sorted(file.name for file in home.iterdir())[:10]) if home.is_dir() else ""
+    return f"{there}: give train.jsonl, .json, .csv or .parquet{f' (the folder holds {files})' if files else ''}"
 
 
 def _columns(rows: list[dict[str, Any]], wanted: tuple[tuple[str, ...], ...], where: str) -> tuple[str, str]:
@@ -121,13 +148,13 @@ def _columns(rows: list[dict[str, Any]], wanted: tuple[tuple[str, ...], ...], wh
 def place_of(source: str) -> str:
     """The file of a task's training rows, or the hub's dataset."""
     folder = Path(source).expanduser()
-    return next((str(file) for suffix in SUFFIXES if (file := folder / f"train{suffix}").is_file()), source)
+    return next((str(file) for suffix in TABLES if (file := folder / f"train{suffix}").is_file()), source)
 
 
 def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
     raw, problems = {}, []
     for split, spellings in SPLITS.items():
-        files = [file for name in spellings for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
+        files = [file for name in spellings for suffix in TABLES if (file := home / f"{name}{suffix}").is_file()]
         if len(files) > 1:
             problems.append(f"{home} has {' and '.join(file.name for file in files)}: keep one of them")
         elif files:

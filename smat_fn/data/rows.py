@@ -1,5 +1,7 @@
 """Rows of a task: texts (prompt, answer) or images (image, label), from files or from the Hugging Face hub."""
 
+import csv
+import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import complain, name_rows
+from ..errors import complain, name_rows, shortened
 from ..progress import downloading
 from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 
-SUFFIXES = (".json", ".jsonl", ".parquet", ".npz")
+TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
+SUFFIXES = (*TABLES, ".npz")
 _COLUMNS = ("prompt", "answer", "image", "label")
 SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split, the first that is there
-    "dev": ("dev", "validation", "valid"),
+    "dev": ("dev", "validation", "valid", "val"),
     "eval": ("eval", "test"),
     "test": ("test", "eval"),
 }
@@ -43,9 +46,9 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
     image is decoded once, to be checked; all but those of an .npz then stay encoded.
 
     Args:
-        source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .parquet or .npz, or as a folder
-            with a folder of images per class; or one such file, whatever the task and split; or a dataset id of the
-            hub, whose config is the task (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are minded).
+        source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .csv, .parquet or .npz, or as a
+            folder with a folder of images per class; or one such file, whatever the task and split; or a dataset id of
+            the hub, whose config is the task (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are minded).
         columns: the source's name of a column by its name here, e.g. ``{"prompt": "question"}``.
     Raises: ValueError that lists all problems by row, counted from 0; for a source that cannot be reached.
     """
@@ -92,10 +95,12 @@ def load_conversations(
         where, found = str(source), list(_hub_split(str(source), part=part, instead=instead, name=task, split=split))
     else:
         file = _find(path, task, split) if path.is_dir() else path
-        if file.suffix not in (".json", ".jsonl", ".parquet"):
-            raise ValueError(f"{file} holds no conversations: give .json, .jsonl or .parquet")
+        if file.suffix not in TABLES:
+            raise ValueError(f"{file} holds no conversations: give .json, .jsonl, .csv or .parquet")
         where, found = str(file), list(read_parquet(file)) if file.suffix == ".parquet" else read_objects(file)
-    complain(where, [] if found else ["there are no rows"])
+    there = list(dict.fromkeys(key for row in found for key in row))
+    if not {names["messages"], names["prompt"]} & {*there}:
+        complain(where, [f"there is no column {names['messages']!r}, there are {there}: {_conversation_way(there)}"])
     bad: dict[str, list[int]] = {}
     rows = []
     for i, row in enumerate(found):
@@ -150,14 +155,14 @@ def _find(source: Path, task: str, split: str) -> Path:
             return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
-    raise ValueError(f"{home} has no {split}.json, .jsonl, .parquet or .npz: {seen} holds {there or 'nothing'}")
+    raise ValueError(f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz: {seen} holds {there or 'nothing'}")
 
 
 def _dataset(data: Any, names: Mapping[str, str], where: str) -> Rows:
     from datasets import Image
 
     kind = ("image", "label") if names["image"] in data.column_names else ("prompt", "answer")
-    problems = [_absent(name, names[name], data.column_names) for name in kind if names[name] not in data.column_names]
+    problems = _absent(kind, names, data.column_names)
     complain(where, problems or ([] if len(data) else ["there are no rows"]))
     first, second = (names[name] for name in kind)
     if kind == ("prompt", "answer"):
@@ -217,23 +222,34 @@ def _hub_split(source: str, *, split: str, **where: Any) -> Any:
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .json (a list of objects) or .jsonl. Raises: ValueError that lists all lines or rows that are not.
+    """The rows of a .json (a list of objects), .jsonl or .csv, where every value is a text.
 
     Not by `datasets`: its loaders infer one schema for all rows and stop at the first row that does not fit.
+
+    Raises: ValueError that lists all lines or rows that are not, or the first of them.
     """
     problems, rows = [], []
     try:
         text = file.read_text(encoding="utf-8-sig")
-        if file.suffix == ".json":
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not in UTF-8 ({error}): save it in this encoding") from error
+    if file.suffix == ".csv":
+        return _csv(file, text)
+    if file.suffix == ".json":
+        try:
             rows = json.loads(text)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
-        raise ValueError(f"{file} is not JSON in UTF-8 ({error})") from error
+        except ValueError as error:
+            way = ", one object a line: name it .jsonl" if _is_object(text.split("\n", 1)[0]) else ""
+            raise ValueError(f"{file} is not JSON ({error}){way}") from error
     if file.suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
             except ValueError as error:
                 problems.append(f"line {number} is not JSON ({error})")
+        if problems and text.lstrip().startswith("["):
+            problems = [f"{problems[0]}: a .jsonl has one object a line; name a list of objects .json"]
+        problems = shortened(problems, "and {} more lines")
     if not isinstance(rows, list):
         problems, rows = [f"it holds one {type(rows).__name__}, not a list of objects"], [{}]
     if others := [i for i, row in enumerate(rows) if not isinstance(row, dict)]:
@@ -242,10 +258,37 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _is_object(line: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(line), dict)
+    return False
+
+
+def _csv(file: Path, text: str) -> list[dict[str, Any]]:
+    """Rows of a table with commas and a line of column names. Raises: ValueError that lists all rows that do not fit.
+
+    Lines are split by `csv`, not before: a quoted text may hold line ends.
+    """
+    try:
+        head, *cells = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row] or [[]]
+    except csv.Error as error:
+        raise ValueError(
+            f"{file} is not CSV ({error}): separate columns by commas, quote texts that hold some"
+        ) from error
+    problems = [f"column {name!r} is there twice" for name in dict.fromkeys(head) if head.count(name) > 1]
+    if bad := [i for i, row in enumerate(cells) if len(row) != len(head)]:
+        problems.append(
+            f"{name_rows(bad)}: not as many values as the {len(head)} columns of the first line {head} (quote texts "
+            "that hold a comma)"
+        )
+    complain(file, problems or ([] if cells else ["there are no rows"]))
+    return [dict(zip(head, row, strict=True)) for row in cells]
+
+
 def _json(file: Path, names: Mapping[str, str]) -> TextRows:
     rows = read_objects(file)
     known = list(dict.fromkeys(key for row in rows for key in row))
-    complain(file, [_absent(name, names[name], known) for name in ("prompt", "answer") if names[name] not in known])
+    complain(file, _absent(("prompt", "answer"), names, known))
     return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in ("prompt", "answer")))
 
 
@@ -267,11 +310,37 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
     return TextRows(tuple(prompts), tuple(answers))
 
 
-def _absent(name: str, theirs: str, there: Sequence[str]) -> str:
-    way = f"say which it is by columns={{{name!r}: ...}}, in the scripts by --suite-options columns {name}=NAME"
-    way += " (image rows need a column 'image')" if name == "prompt" else ""
+def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str]) -> list[str]:
+    """The error for columns that are missing, with the way out that the others suggest."""
+    lacking = [name for name in kind if names[name] not in there]
+    if not lacking:
+        return []
+    way = f"say which it is by --suite-options columns {','.join(f'{name}=NAME' for name in lacking)}"
+    way += f" (in Python columns={{{lacking[0]!r}: ...}})"
+    near = [own for own in ("completion", "response", "output", "target", "chosen") if own in there]
+    if lacking == ["answer"] and near:
+        way = way.replace("NAME", near[0])
+    if "prompt" in lacking:
+        way += "; image rows need a column 'image'"
+    if {"instruction", "output"} <= {*there}:
+        way = "write instruction and input into one column prompt, and name output answer"
     if {"text", "label"} <= {*there}:
         way = "these look like text/label rows, for which there is --preset text"
     if "messages" in there:
         way = "these look like conversations, for which there is --chat"
-    return f"column {theirs!r} is missing, there are {list(there)}: {way}"
+    if "conversations" in there:
+        way = _conversation_way(there)
+    missing = " and ".join(repr(names[name]) for name in lacking)
+    return [
+        f"column{'s' * (len(lacking) > 1)} {missing} {'are' if len(lacking) > 1 else 'is'} missing, there are "
+        f"{list(there)}: {way}"
+    ]
+
+
+def _conversation_way(there: Sequence[str]) -> str:
+    if "conversations" in there:
+        return (
+            "these look like conversations of from and value: write messages of role (system, user, assistant) and "
+            "content, and pass --chat"
+        )
+    return "with --chat a row has messages, or prompt and answer; say which by --suite-options columns messages=NAME"

@@ -80,8 +80,8 @@ def split_rows(
         size = 200 if isinstance(rows, ImageRows) else min(200, max(50, len(clean) // 10))
     if not 0 < size < len(clean):
         raise ValueError(
-            f"dev would take {size} of {len(clean)} clean groups ({len(members) - len(clean)} are dropped): "
-            "dev and train need one each, pass another size or more rows"
+            f"a held-out split would take {size} of {len(clean)} different rows ({len(members) - len(clean)} more are "
+            "left out: they are in another split, or have two answers): give a file for the split, or more rows"
         )
 
     ranked = sorted(clean, key=lambda group: hashlib.sha256(f"{seed}{group}".encode()).hexdigest())

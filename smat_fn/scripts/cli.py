@@ -27,10 +27,14 @@ NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
 Values: TypeAlias = dict[str, bool | int | float | str | None]  # of --suite-options
 OPEN, NONE_SET = "preset", "none"  # how --help says that an option is None, and that the preset shown sets none
 Options = TypeVar("Options")
+First: TypeAlias = Mapping[type, Sequence[str]]
 
 
-def _registry(instances: Sequence[Any] = ()) -> ConstructorRegistry:
-    """tyro's rules for options that may be left out, for help texts, and for other defaults: those of ``instances``."""
+def _registry(instances: Sequence[Any] = (), first: First = MappingProxyType({})) -> ConstructorRegistry:
+    """tyro's rules for options that may be left out, for help texts, and for other defaults: those of ``instances``.
+
+    Args: first: of a dataclass, the options that it has; all of those that are not there.
+    """
     registry, by_class = ConstructorRegistry(), {type(instance): instance for instance in instances}
     asked: set[Any] = set()  # types whose rule asks tyro's own rules
 
@@ -66,7 +70,10 @@ def _registry(instances: Sequence[Any] = ()) -> ConstructorRegistry:
             asked.remove(info.type)
         if not isinstance(found, StructConstructorSpec):
             return None
-        return replace(found, fields=tuple(map(_readable, found.fields)))
+        own = [_readable(option) for option in found.fields]
+        kept = first.get(info.type, [option.name for option in own])
+        fields = tuple(option for option in own if option.name in kept)
+        return replace(found, fields=tuple(map(_ungrouped, fields)) if first else fields)
 
     return registry
 
@@ -84,6 +91,15 @@ def _readable(option: StructFieldSpec) -> StructFieldSpec:
     return replace(option, helptext=text, type=kind)
 
 
+def _ungrouped(option: StructFieldSpec) -> StructFieldSpec:
+    """A group of options without a name, so that a short ``--help`` has one box."""
+    kind: Any = get_args(option.type)[0] if get_origin(option.type) is Annotated else option.type
+    if not is_dataclass(kind):
+        return option
+    unnamed: Any = Annotated[kind, tyro.conf.arg(name="")]
+    return replace(option, type=unnamed)
+
+
 def open_at(text: str) -> Callable[[str], str]:
     """The hint of an option whose default ``--help`` describes by ``text``, unless a preset has a value for it."""
     return lambda value: f"(default: {text if value in (OPEN, NONE_SET) else value})"
@@ -96,14 +112,15 @@ def parse(
     args: list[str] | None = None,
     prog: str | None = None,
     shown: Sequence[Any] = (),
+    first: First = MappingProxyType({}),
 ) -> Options:
     """Options from the command line; exits with tyro's own message if they do not fit.
 
     Args: args: these words instead; shown: instances of dataclasses of options, whose values ``--help`` prints as the
-        defaults of their classes.
+        defaults of their classes; first: the options of a class that a short ``--help`` shows, instead of all.
     """
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff)
-    own = _registry(shown)
+    own = _registry(shown, first)
     return tyro.cli(options, prog=prog, description=description, args=args, config=config, registry=own)
 
 
@@ -178,12 +195,16 @@ def run(
     prepare: Callable[[list[str]], list[str]] = list,
     names: Sequence[str] = (),
     shown: Callable[[Sequence[str]], Sequence[Any]] = lambda words: (),
+    first: First = MappingProxyType({}),
+    brief: tuple[type, Sequence[str]] | None = None,
 ) -> None:
     """Call ``main`` on the command line's options; ValueError and OSError end the script with one line.
 
     Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
         rewrites the words of the command line before they are parsed. names: other subcommands, to suggest one
         for a mistyped word. shown: from the words, what `parse` shows as defaults, asked for with ``--help`` alone.
+        first: the options that ``--help`` shows of a class, where ``--help-all`` shows all. brief: ``options`` with
+        fewer subcommands, for ``--help`` of the script alone, and the names of the others.
     """
     words, prog = prepare(sys.argv[1:]), script
     if problem := mistyped(words, [*commands, *names]):
@@ -192,14 +213,27 @@ def run(
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
         description = options.__doc__
-    helped = bool({"-h", "--help"} & set(words))
+    helped, whole = bool(outcome.HELPS & set(words)), "--help-all" in words
+    words = ["--help" if word == "--help-all" else word for word in words]
+    if not helped or whole or prog != script:
+        first = {}
+    elif words[0].startswith("-"):  # the script alone: its examples and subcommands
+        first = dict.fromkeys(first, ())
+        options = brief[0] if brief else options
     try:
         defaults = shown(words) if helped else ()
         text = None if description is None else named(description, script)
-        parsed: Any = parse(options, description=text, args=words, prog=prog, shown=defaults)
+        parsed: Any = parse(options, description=text, args=words, prog=prog, shown=defaults, first=first)
     except SystemExit:
+        if first:
+            alone = words[0].startswith("-")
+            if brief and alone:
+                print(textwrap.fill(f"more subcommands: {', '.join(brief[1])}", 80, subsequent_indent="  "))
+            print(f"all options: {script if alone else f'{script} {words[0]}'} --help-all")
+        elif helped:
+            print(suite_options(options, words), end="")
         if helped:
-            print(suite_options(options, words), outcome.HELP, sep="", end="")
+            print(outcome.HELP, end="")
         raise
     try:
         for part in (parsed, *vars(parsed).values()):

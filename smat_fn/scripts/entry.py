@@ -3,6 +3,7 @@
 import atexit
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,7 +57,9 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
     Raises: SystemExit that names the extra to install, where a package is missing.
     """
     atexit.register(_leave)
-    if "torch" not in sys.modules and {"-h", "--help"} & set(sys.argv[1:]):
+    if sys.stderr is not None and not sys.stderr.isatty():  # bars of transformers and the hub: a log file gets lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "torch" not in sys.modules and outcome.HELPS & set(sys.argv[1:]):
         from .stand_in import without_torch
 
         with suppress(Exception), without_torch():  # an error, whatever it is, is met again with torch itself
@@ -105,7 +108,7 @@ def listed(words: Sequence[str]) -> None:
     print("usage: python -m smat_fn COMMAND [OPTIONS]\n")
     for name, text in COMMANDS.items():
         print(f"  {name:<6} {text} (also installed as smat-{name})")
-    print("\npython -m smat_fn COMMAND --help lists the options of a command.")
+    print("\npython -m smat_fn COMMAND --help explains a command.")
     if words and words[0] not in ("-h", "--help"):
         sys.exit(f"python -m smat_fn: {words[0]!r} is unknown, choose from {', '.join(COMMANDS)}")
     return None

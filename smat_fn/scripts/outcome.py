@@ -11,6 +11,7 @@ from typing import Any
 from .. import progress
 
 WORDS = "--quiet", "--json"
+HELPS = frozenset({"-h", "--help", "--help-all"})
 HELP = """options of every command
   --quiet    no progress on stderr, only results, notes and warnings
   --json     print one JSON object to stdout at the end, and everything else to stderr
@@ -39,7 +40,7 @@ def called(words: Sequence[str], call: Callable[[list[str]], None]) -> None:
     left = [word for word in words if word not in WORDS]
     if "--quiet" in words:
         progress.silence()
-    if "--json" not in words or {"-h", "--help"} & set(words):  # help is text, with and without torch
+    if "--json" not in words or HELPS & set(words):  # help is text, with and without torch
         return call(left)
     facts: dict[str, list[Any]] = {}
     token, ended = _facts.set(facts), dict[str, Any]()

@@ -9,7 +9,7 @@ A score is top-1 accuracy; dev and test rows are only ever scored.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +27,17 @@ from ..models import encoder as encoders
 from ..models.packing import Texts, texts
 from ..types import Micro, Params
 from .heads import fit_head, head_rows
-from .sources import absolute, collect, columns_of, json_file, model_problems, patterns_of, pick_device, tasks_of
+from .sources import (
+    absolute,
+    collect,
+    columns_of,
+    json_file,
+    model_problems,
+    patterns_of,
+    pick_device,
+    shared_rows,
+    tasks_of,
+)
 from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
@@ -130,7 +140,8 @@ class ShortText(EncoderSuite):
             own.model, train_layers=own.train_layers, train=own.train, normalize=own.normalize, dtype=own.dtype,
             device=self.device,
         )  # fmt: skip
-        self.notes = (encoder.note,) if encoder.note else ()
+        shared = [shared_rows(task, {s: own.texts for s, own in self._data[task].splits.items()}) for task in chosen]
+        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(shared))
         longest = encoder.config.get("max_position_embeddings") or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")

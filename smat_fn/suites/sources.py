@@ -19,8 +19,11 @@ def tasks_of(
     """The given tasks; else those of a folder, the known ones first, then its others by name; else the known ones.
 
     A task is a folder that holds a split, as a file or as a folder; a text names tasks between commas. Raises:
-    ValueError for a folder without tasks, and for tasks named twice.
+    ValueError for a file, a folder without tasks, and for tasks named twice.
     """
+    if data and (file := Path(data).expanduser()).is_file():
+        where = f"{file.parent / 'TASK'} with {', '.join(splits)}{file.suffix} in it"
+        raise ValueError(f"data is a file, {file}: pass a folder with a folder for each task, such as {where}")
     if isinstance(tasks, str):
         tasks = [name for part in tasks.split(",") if (name := part.strip())]
     if tasks is not None:
@@ -33,7 +36,13 @@ def tasks_of(
     names = {f"{own}{suffix}" for own in spelled for suffix in ("", *SUFFIXES)}
     found = {child.name for child in folder.iterdir() if any((child / name).exists() for name in names)}
     if not found:
-        raise ValueError(f"{folder} holds no task: make folders <task> with {', '.join(splits)} in it")
+        there = sorted(child.name for child in folder.iterdir())[:10]
+        one = "pass the folder above it, or put the files into a folder for the task"
+        way = f"{one}, {folder / 'TASK'}" if names & {*there} else "make a folder for each task"
+        raise ValueError(
+            f"{folder} holds no task, but {', '.join(there) or 'nothing'}: {way}, with {', '.join(splits)} in it "
+            f"(.jsonl, .json, .csv, .parquet, or images)"
+        )
     return (*(task for task in known if task in found), *sorted(found.difference(known)))
 
 
@@ -88,6 +97,14 @@ def collect(
             if not local(key):
                 break
     return found, problems
+
+
+def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:
+    """A note on rows of dev and test, by split, that the task trains on too, or none."""
+    train = set(rows.get("train", ()))
+    counts = {split: sum(row in train for row in own) for split, own in rows.items() if split != "train"}
+    found = [f"{count} of the {len(rows[split])} {split} rows" for split, count in counts.items() if count]
+    return [f"{' and '.join(found)} of {task} are training rows too: scores on them are too high"] if found else []
 
 
 def model_problems(model: str) -> list[str]:

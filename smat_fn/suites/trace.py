@@ -45,7 +45,7 @@ from ..models.pretrained import DeviceMap, LanguageModel
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
-from .sources import absolute, collect, columns_of, model_problems, patterns_of, pick_device, tasks_of
+from .sources import absolute, collect, columns_of, model_problems, patterns_of, pick_device, shared_rows, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
 
 TASKS = tuple(TRACE_METRICS)
@@ -160,6 +160,9 @@ class Trace(BaseSuite):
                     "every score would be 0; write letters, or give the task another name and choose a metric"
                 )
         errors.raise_problems(problems)
+        asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
+        for task in own.only or tasks:
+            self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
         self._device = next(iter(lm.params.values())).device
         self._settings = {task: settings_of(task, own) for task in tasks}
@@ -204,7 +207,7 @@ class Trace(BaseSuite):
             self._rows[task, split] = TextRows(prompts, self._rows[task, split].answers)
         ends = chat.ends_by(next(iter(self._chats.values()))[0], lm.tokenizer)
         if not ends & decoding.stops(lm.module, lm.tokenizer):
-            self.notes = (
+            self.notes += (
                 "the chat template ends answers with no token that stops decoding (the tokenizer's EOS or eos_token_id "
                 "of generation_config.json): answers will not end before max_new_tokens",
             )

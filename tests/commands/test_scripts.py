@@ -162,6 +162,15 @@ def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_pa
     assert refused("merge.py", "ta", *out, "--preset", "digit").startswith("merge.py: preset 'digit' is unknown")
     text = refused("train.py", "ft", *out, "--suite-options", "epochs", "3")
     assert text.startswith("train.py: digits has no options ['epochs']: they are ")
+    text = refused("train.py", "ft", *out, "--model", "x", "--metric", "f1")
+    assert text.startswith(
+        "train.py: the preset digits has no --model, --metric: for a model and data of your own pass "
+    )
+    text = refused("train.py", "ft", *out, "--preset", "lm", "--model", "x", "--steps", "1")
+    assert text == (
+        "train.py: trace needs data: a folder, or a name on the hub (--data of train.py, --suite-options data of the "
+        "other commands)"
+    )
     assert "pretrain_steps is 0, must be" in refused("train.py", "ft", *out, "--suite-options", "pretrain_steps", "0")
     assert list(tmp_path.iterdir()) == []
 
@@ -229,7 +238,7 @@ def test_words_that_do_not_parse_exit_with_status_2_and_advice(refused, capsys, 
 
 def test_help_loads_no_model_code_and_says_where_defaults_come_from():
     pages = [
-        [script, *words, "--help"]
+        [script, *words, "--help-all"]
         for script, subcommands in {
             "train.py": ("ft", "smat", "smat --preset minilm"),
             "merge.py": ("all", "wa", "ta", "ties", "dare", "della"), "eval.py": (),
@@ -252,7 +261,9 @@ assert not heavy, heavy
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
     assert process.returncode == 0, process.stderr
-    texts = dict(re.findall(r"=== (.*?) --help\n(.*?)(?==== |\Z)", re.sub(r" *│\n│ +", " ", process.stdout), re.DOTALL))
+    texts = dict(
+        re.findall(r"=== (.*?) --help-all\n(.*?)(?==== |\Z)", re.sub(r" *│\n│ +", " ", process.stdout), re.DOTALL)
+    )
     assert list(texts) == [" ".join(page[:-1]) for page in pages]
     assert re.search(r"--sigma FLOAT\|\{auto\} +Perturb: [^(]*\(default: 0.01\)", texts["train.py smat"])  # of digits
     assert re.search(

@@ -158,7 +158,7 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
         dict(sorted(checkpoint.load_leaves(folder)[0].items())),
         dict(sorted(checkpoint.load_leaves(tmp_path / "merged/ties")[0].items())),
     )
-    assert exits("eval.py", folder, *cpu).endswith("pass --suite-options name NAME, and its model and data")
+    assert exits("eval.py", folder, *cpu).endswith("clip8 (images), model BASE data DATA")
     scored = ("--out", tmp_path / "again", "--suite-options", *suite, "dtype", "bfloat16")
     assert exits("eval.py", folder, *scored) is None
     first, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("scores", "again"))

@@ -177,25 +177,41 @@ def test_files_that_are_not_there(tmp_path):
     write(tmp_path, "t", "train.jsonl", "")
     with pytest.raises(ValueError, match=r"train\.json and train\.jsonl: keep one"):
         load_rows(tmp_path, "t", "train")
-    (tmp_path / "a.csv").write_text("prompt,answer\n")
-    with pytest.raises(ValueError, match=r"a.csv is none of \.json, \.jsonl, \.parquet, \.npz"):
-        load_rows(tmp_path / "a.csv", "t", "train")
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\n")
+    with pytest.raises(ValueError, match=r"a.tsv is none of \.json, \.jsonl, \.csv, \.parquet, \.npz"):
+        load_rows(tmp_path / "a.tsv", "t", "train")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("a.json", "[", r"a.json is not JSON in UTF-8 \(Expecting value"),
+        ("a.json", "[", r"a.json is not JSON \(Expecting value"),
         ("a.json", "{}", "holds one dict, not a list"),
         ("a.json", "[]", "there are no rows"),
         ("a.jsonl", "\n", "there are no rows"),
+        ("a.jsonl", '[\n{"prompt": "p"}\n]', r"^[^;]*line 1 is not JSON \(.*\): .*; name a list of objects \.json$"),
+        ("a.jsonl", "x\n" * 20, r"line 6 is not JSON [^;]*; and 14 more lines$"),
+        ("a.json", '{"prompt": "p"}\n{"prompt": "q"}', "one object a line: name it .jsonl"),
+        ("a.json", '[{"prompt": "p", "completion": "a"}]', "--suite-options columns answer=completion"),
+        ("a.json", '[{"instruction": "i", "input": "x", "output": "o"}]', "into one column prompt, and name output"),
+        ("a.json", '[{"conversations": []}]', "write messages of role .* and pass --chat"),
+        ("a.csv", "", "there are no rows"),
+        ("a.csv", "prompt,answer\n", "there are no rows"),
+        ("a.csv", 'prompt,answer\na,"b', r"a.csv is not CSV \(unexpected end of data\)"),
+        ("a.csv", "prompt,prompt\na,b", "column 'prompt' is there twice"),
+        ("a.csv", "prompt,answer\na,b\nc\nd,e,f", r"rows 1 and 2: not as many values as the 2 columns"),
+        ("a.csv", "prompt;answer\na;b", r"are missing, there are \['prompt;answer'\]"),
         ("a.json", '[{}, 3, "x"]', "rows 1 and 2: no JSON object"),
         (
             "a.jsonl",
             '{"prompt": "p", "answer": "a"}\n{\n\n[1]\nx',
             "line 2 is not JSON .* line 5 is not JSON .* row 1: no JSON",
         ),
-        ("a.json", '[{"text": "p"}]', r"'prompt' is missing, there are \['text'\].*'answer' is missing"),
+        (
+            "a.json",
+            '[{"text": "p"}]',
+            r"'prompt' and 'answer' are missing, there are \['text'\]: .*prompt=NAME,answer=NAME",
+        ),
         ("a.json", '[{"prompt": "p", "label": "a"}]', r"^[^;]*'answer' is missing, there are \['prompt', 'label'\]"),
     ],
 )
@@ -205,9 +221,16 @@ def test_bad_json(tmp_path, name, text, complaint):
         load_rows(tmp_path / name, "t", "train")
 
 
+def test_a_csv_has_the_rows_of_json(tmp_path):
+    found = TextRows(("a, b", 'two\nlines "q"'), ("c", "é"))
+    text = 'id,prompt,answer\r\n1,"a, b",c\r\n\r\n2,"two\nlines ""q""",é\r\n'
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_rows(tmp_path / "a.csv", "t", "train") == found
+
+
 def test_json_in_another_encoding(tmp_path):
     (tmp_path / "a.json").write_bytes("[\u00e9]".encode("latin-1"))
-    with pytest.raises(ValueError, match="not JSON in UTF-8"):
+    with pytest.raises(ValueError, match=r"a.json is not in UTF-8 .*: save it in this encoding"):
         load_rows(tmp_path / "a.json", "t", "train")
 
 
@@ -279,7 +302,7 @@ def test_missing_and_empty_columns_of_tables(tmp_path):
     with pytest.raises(ValueError, match=r"'label' is missing, there are \['image'\]"):
         load_rows(tmp_path / "a.parquet", "t", "train")
     write_table(tmp_path / "a.parquet", picture=[b""])
-    with pytest.raises(ValueError, match=r"'prompt' is missing.*image rows need a column 'image'.*'answer' is missing"):
+    with pytest.raises(ValueError, match=r"columns 'prompt' and 'answer' are missing.*image rows need a column"):
         load_rows(tmp_path / "a.parquet", "t", "train")
     write_table(tmp_path / "a.parquet", prompt=[], answer=[])
     with pytest.raises(ValueError, match="there are no rows"):

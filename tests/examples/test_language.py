@@ -56,7 +56,9 @@ def test_llama_main_trains_merges_and_tabulates(experiment, inputs):
     lines = experiment("llama_main.sh", METHODS="smat", STEPS="4", MORE="--suite-options max_new_tokens 2 device cpu",
                        OUT=out / "preset")  # fmt: skip
     run = out / "preset" / "seed0" / "smat"
-    assert lines[0] == "smat on trace: learning rate 2e-05 (preset llama-3.2-1b), 4 steps, seed 0"
+    rounded = "float32 weights rounded to bfloat16 (--precision fp32 keeps them)"
+    assert [line[:35] for line in lines[:2]] == ["note: 2 of the 2 dev rows and 2 of "] * 2
+    assert lines[2] == f"smat on trace: learning rate 2e-05 (preset llama-3.2-1b), 4 steps, {rounded}, seed 0"
     assert [line for line in lines if line.startswith("expert: ")] == [f"expert: {run / task}" for task in TASKS]
     own, preset = manifest(run / "MeetingBank"), PRESETS["llama-3.2-1b"]
     assert own["hyperparameters"] == {
@@ -90,7 +92,7 @@ def test_llama_main_has_all_methods_by_itself_and_goes_on_where_it_stopped(exper
     methods = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][2:]
     assert methods == ["FT", "ASAM", "MERGOPT", "ORTHOREG", "SMAT"]
     again = experiment("llama_main.sh", METHODS="ft", **few)
-    assert again[1] == "FOMC: finished before"
+    assert again[2] == "FOMC: finished before"
     assert not any(line.startswith("merged: ") for line in again)
 
 
@@ -174,7 +176,7 @@ def test_llama_main_takes_an_encoder_decoder_as_it_takes_other_models(experiment
     T5ForConditionalGeneration(T5Config(**sizes, **ids)).save_pretrained(inputs / "t5")
     out = inputs / "pairs"
     lines = experiment("llama_main.sh", MODEL=inputs / "t5", OUT=out)
-    assert lines[0].startswith("ft on trace: learning rate 0.02 (given), 24 steps")
+    assert lines[2].startswith("ft on trace: learning rate 0.02 (given), 24 steps")
     for method in ("ft", "smat"):
         log = [json.loads(line) for line in (out / f"seed0/{method}/FOMC.log.jsonl").read_text().splitlines()]
         losses = [row["loss"] for row in log]

@@ -83,6 +83,7 @@ def test_python_dash_m_from_any_folder(tmp_path):
 HELPED = [
     ("train", "--help"),
     ("train", "smat --preset lm --help"),
+    ("train", "smat --preset lm --help-all"),
     ("train", "sweep --help"),
     ("merge", "--help"),
     ("merge", "ties --help"),
@@ -118,3 +119,12 @@ for name, words in {HELPED}:
     assert len(shown) == 2 * len(HELPED)
     assert shown[: len(HELPED)] == shown[len(HELPED) :]
     assert all(text.count("usage:") == 1 and "-h, --help" in text for text in shown)
+    short, whole = (text for text in shown[: len(HELPED)] if text.startswith("train smat"))
+    for option in ("--warmup", "--keep-moments", "--antithetic", "gradient_checkpointing"):
+        assert option not in short, "an option that few need is in the whole help alone"
+        assert option in whole
+    assert all("--data" in text and "--drop-prob" in text and "(default: 2e-05)" in text for text in (short, whole))
+    assert "all options: train.py smat --help-all" in short
+    assert max(len(text.splitlines()) for text in shown if "--help-all" not in text.split("\n")[0]) < 56
+    (merge,) = (text for text in shown[: len(HELPED)] if text.startswith("merge --help"))
+    assert "reg_mean_plus" in " ".join(merge.split())

@@ -94,7 +94,7 @@ def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folder
     (tmp_path / "notes").mkdir()
     assert task_names("clip8", data=tmp_path) == ("Cars", "SVHN", "apple", "folders", "zebra")
     assert task_names("clip8", data=tmp_path, tasks=["zebra"]) == ("zebra",)
-    with pytest.raises(ValueError, match="holds no task: make folders <task> with train, dev, test"):
+    with pytest.raises(ValueError, match="holds no task, but nothing: make a folder for each task, with train"):
         task_names("clip8", data=tmp_path / "notes")
     with pytest.raises(ValueError, match=r"\['a', 'a'\]: name at least one, each once"):
         task_names("clip8", tasks=["a", "a"])

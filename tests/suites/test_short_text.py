@@ -300,6 +300,32 @@ def test_other_files_and_spellings_give_the_same_rows(tmp_path, folders):
     assert labelled.load_task(str(tmp_path)) == expected._replace(classes=("x", "y", "z"))
 
 
+def test_a_csv_names_its_classes(tmp_path):
+    for split in ("train", "val", "test"):
+        (tmp_path / f"{split}.csv").write_text("text,label\nx,2\ny,1\n", encoding="utf-8-sig")
+    found = labelled.load_task(str(tmp_path))
+    assert found.classes == ("1", "2")
+    assert found.splits["dev"] == labelled.Labelled(("x", "y"), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "complaint"),
+    [
+        (["1", "2"], [1, 2], r"some labels are numbers and some are texts \(train: str; dev: str; test: int\)"),
+        (["pos", "Pos ", "neg"], ["neg"], r"classes \['Pos ', 'pos'\] differ only by case or spaces"),
+        ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
+        (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
+        ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
+        (["a"], ["a"], "all rows are of class 'a': give two or more"),
+    ],
+)
+def test_labels_that_could_mean_two_classes(tmp_path, train, test, complaint):
+    for split, labels in (("train", train), ("dev", train), ("test", test)):
+        write(tmp_path, {f"{split}.json": [{"text": f"{split} {i}", "label": x} for i, x in enumerate(labels)]})
+    with pytest.raises(ValueError, match=complaint):
+        labelled.load_task(str(tmp_path))
+
+
 def test_the_hub_is_asked_by_task_or_by_the_names_of_a_mapping(load, monkeypatch, tmp_path):
     import datasets
 

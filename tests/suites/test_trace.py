@@ -102,6 +102,9 @@ def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folder
     (tmp_path / "notes").mkdir()
     assert task_names("trace", data=str(tmp_path)) == ("FOMC", "ScienceQA", "apple", "zebra")
     assert task_names("trace", data=str(tmp_path), tasks=["zebra"]) == ("zebra",)
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(ValueError, match=r"data is a file, .*train\.jsonl: pass a folder with a folder for each task"):
+        task_names("trace", data=tmp_path / "train.jsonl")
     with pytest.raises(ValueError, match="holds no task"):
         task_names("trace", data=str(tmp_path / "notes"))
     with pytest.raises(ValueError, match=r"\['a', 'a'\]: name at least one, each once"):
@@ -373,10 +376,11 @@ def chatting(folders):
     shutil.copytree(folders / "model", model)
     (model / "chat_template.jinja").write_text(CHAT)
     (data / "own").mkdir(parents=True)
+    words = {"train": WORDS[:4], "dev": WORDS[4:8], "eval": WORDS[:4]}  # eval is a copy of train
     for split in ("train", "dev", "eval"):
         rows = [
             {"messages": [{"role": "user", "content": f"{w}?"}, {"role": "assistant", "content": "the rate"}]}
-            for w in WORDS[:4]
+            for w in words[split]
         ]
         (data / f"own/{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {"model": str(model), "data": str(data)}
@@ -385,7 +389,7 @@ def chatting(folders):
 def test_conversations_are_trained_and_scored_by_the_template(load, chatting):
     suite = load(**chatting, chat=True)
     assert suite.recipe["chat"] is True
-    assert suite.notes == ()
+    assert suite.notes == ("4 of the 4 test rows of own are training rows too: scores on them are too high",)
     batch = suite.batch("own", random.key(0), 0)
     own = suite._lm.tokenizer
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
@@ -411,7 +415,7 @@ def test_a_template_that_ends_no_answer_is_a_note(load, chatting, folders):
     model = folders / "endless"
     shutil.copytree(chatting["model"], model)
     (model / "chat_template.jinja").write_text(CHAT.replace("{{ eos_token }}", "|"))
-    (note,) = load(**{**chatting, "model": str(model)}, chat=True).notes
+    *_, note = load(**{**chatting, "model": str(model)}, chat=True).notes
     assert "answers will not end before max_new_tokens" in note
 
 

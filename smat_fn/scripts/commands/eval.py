@@ -40,7 +40,7 @@ class Eval:
     split: Literal["test", "dev"] = "test"
     """Split to score."""
     suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data: model FOLDER device cpu; train.py --preset NAME --help lists them."""
+    """Other options of model and data: model FOLDER device cpu; train.py ft --preset NAME --help-all lists them."""
     threads: int = 1
     """CPU threads."""
 

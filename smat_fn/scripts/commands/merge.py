@@ -10,11 +10,11 @@
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
     python merge.py adapters --experts ADAPTER ADAPTER@0.5 --rank 16 --out adapter
 
-`merge.py ties --help` also lists the merger's own settings. Each merged model is written to the folder --out/MERGER,
-with a model card (README.md). With --search or --calibrate, models are merged in memory and scored on the dev data of
-train.py's experts. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by chunk, with
-bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and kept. Options
-with "default: preset" take the value of --preset.
+`merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the folder
+--out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored on
+the dev data of train.py's experts. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by chunk,
+with bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and kept.
+Options with "default: preset" take the value of --preset.
 """
 
 import faulthandler
@@ -118,7 +118,7 @@ class Choices:
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """With --search: other options of model and data, e.g. device cpu; train.py --preset NAME --help lists them."""
+    """With --search: options of model and data, e.g. device cpu; train.py ft --preset NAME --help-all lists all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,25 @@ class Merge:
     machine: Annotated[Machine, arg(name="machine")]
 
 
+if TYPE_CHECKING:
+    Few: TypeAlias = All | MergerConfig
+else:
+    Few = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (All, *MERGERS))]  # noqa: UP007 - built from the registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brief(Merge):
+    """Merge experts into one model."""
+
+    merger: Few
+
+
+FIRST = {
+    Inputs: ("run", "base", "experts"),
+    Choices: ("search",),
+    Outputs: ("out", "dry_run", "out_dtype", "overwrite"),
+    Machine: (),
+}
 # merges in memory have none
 ON_DISK = (
     "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary", "config_from",
@@ -341,5 +360,5 @@ def command(script: str, launch: Sequence[str]) -> None:
     cli.run(
         script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES,
         prepare=lambda words: by_glob(by_density(by_file(words))),
-        shown=shown,
+        shown=shown, first=FIRST, brief=(Brief, [*(config.name for config in MORE_MERGERS), *COMMANDS]),
     )  # fmt: skip

@@ -2,15 +2,15 @@
 
     python train.py ft --out runs/ft
     python train.py smat --tasks rot90 mirror --sigma 0.01 --out runs/smat
-    python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --dry-run
-    python train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama --accumulate 8 --resume
+    python train.py smat --preset lm --model FOLDER --data FOLDER --out runs/lm --dry-run
+    python train.py smat --preset lm --model FOLDER --data FOLDER --out runs/lm --accumulate 8 --resume
     torchrun --nproc-per-node 2 train.py smat --preset llama-3.2-1b --model FOLDER --data FOLDER --out runs/llama
     python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags="--preset llama-3.2-1b" --out runs
     python train.py status runs
 
-`train.py smat --help` also lists the method's hyperparameters. Each task's expert is written to a folder in --out
-(model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
-Options with "default: preset" take the value of --preset, which `--preset NAME --help` shows. The same command with
+`train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder in
+--out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
+Options with "default: preset" take the value of --preset, which `ft --preset NAME --help` shows. The same command with
 --resume continues an interrupted run; the result is bit-identical.
 """
 
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from tyro.conf import arg, subcommand
@@ -34,6 +35,7 @@ from smat_fn.config import (
     preset_of,
     resolve,
 )
+from smat_fn.errors import suggestion
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.train.settings import (
@@ -68,6 +70,16 @@ class Train:
     adapters: Annotated[AdapterSettings, arg(name="adapter")]
     process: Annotated[ProcessSettings, arg(name="run")]
     run: Annotated[RunSettings, arg(name="output")]
+
+
+FIRST = {
+    Smat: ("alpha_min", "drop_prob", "sigma", "period"),
+    DataSettings: ("preset", "model", "data", "tasks"),
+    OptimizerSettings: ("lr", "epochs", "precision"),
+    AdapterSettings: ("lora_rank",),
+    ProcessSettings: ("dry_run",),
+    RunSettings: ("out", "resume", "overwrite"),
+}
 
 
 def shown(words: Sequence[str]) -> list[Any]:
@@ -112,9 +124,7 @@ def train(args: Train, world: "parallel.World") -> None:
     own, tasks, seed = args.data, args.data.tasks, args.process.seed
     preset = preset_of(own.preset)
     method = resolve(args.method, preset.methods)
-    named = {"model": own.model, "data": own.data, "rows": own.rows, "mask_prompt": own.mask_prompt or None}
-    named |= {"metric": own.metric, "chat": own.chat or None, "train": own.train}
-    options = suite_options(preset, own.suite_options, precision=args.training.precision, **named)
+    options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known = task_names(preset.suite, **options)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
@@ -132,7 +142,7 @@ def train(args: Train, world: "parallel.World") -> None:
     if world.leads:
         check_run(method, training, run, known=known, world=world)
     report = partial(print, flush=True) if world.leads else lambda line: None
-    sources = ", ".join(f"{name} {options[name]}" for name in ("model", "data") if options.get(name))
+    sources = ", ".join(_source(name, str(options[name])) for name in ("model", "data") if options.get(name))
     if world.leads:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")
     with world.first():
@@ -156,6 +166,30 @@ def train(args: Train, world: "parallel.World") -> None:
     if run.statistics and world.leads:
         for line in statistics_of_run(suite, run.out, folders, kinds=run.statistics, seed=run.seed):
             report(line)
+
+
+def _named(own: DataSettings, suite: str) -> dict[str, Any]:
+    """Options of a suite that have an option of their own here. Raises: ValueError for some that the suite lacks."""
+    from smat_fn.suites import describe_options
+
+    named = {"model": own.model, "data": own.data, "rows": own.rows, "mask_prompt": own.mask_prompt or None}
+    named |= {"metric": own.metric, "chat": own.chat or None, "train": own.train}
+    there = describe_options(suite)
+    if strange := ["--" + n.replace("_", "-") for n, value in named.items() if value is not None and n not in there]:
+        raise ValueError(
+            f"the preset {own.preset} has no {', '.join(strange)}: for a model and data of your own pass --preset lm "
+            "(language models), text (text encoders) or images"
+        )
+    return named
+
+
+def _source(name: str, given: str) -> str:
+    """Model or data as a run begins to load them: what is not here is asked from the hub, which takes a while."""
+    path = Path(given).expanduser()
+    if path.exists():
+        return f"{name} {given}"
+    near = suggestion(path.name, [own.name for own in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    return f"{name} {given} (no folder here{near or ','} asking the hub)"
 
 
 def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Training:
@@ -206,4 +240,4 @@ def command(script: str, launch: Sequence[str]) -> None:
         "sweep": (lambda options: sweep(options, script=launch), Sweep),
         "status": (status, Status),
     }
-    cli.run(script, main, Train, description=__doc__, commands=commands, names=NAMES, shown=shown)
+    cli.run(script, main, Train, description=__doc__, commands=commands, names=NAMES, shown=shown, first=FIRST)

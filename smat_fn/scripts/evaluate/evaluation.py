@@ -29,9 +29,11 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
         folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in ("expert", "merged")]
-        problems += (
-            [] if folders else [f"{path} holds no expert or merged checkpoint: give folders of train.py or merge.py"]
-        )
+        if not folders:
+            way = "give folders of train.py or merge.py" if path.is_dir() else "there is no such folder"
+            if (path / "config.json").is_file():
+                way += f"; merge.py ta --base BASE --experts TASK={path} --coef 1 --out OUT writes this model as one"
+            problems.append(f"{path} holds no expert or merged checkpoint: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
     return list(found)
@@ -112,7 +114,10 @@ def _suites(
         # third-party experts name no suite, nor does a model merged from them
         found = manifest.get("suite") or ({"seed": 0} if "name" in options else None)
         if not found:
-            problems.append(f"{folder} names no suite: pass --suite-options name NAME, and its model and data")
+            problems.append(
+                f"{folder} names no suite to be scored on: pass --suite-options name trace (language models), "
+                "short_text (text encoders) or clip8 (images), model BASE data DATA"
+            )
             continue
         recipe = recipes[folder] = json.dumps(found)
         if recipe not in suites:

@@ -259,7 +259,8 @@ def common_suite(
     ]
     if first is None and not recipes:
         problems.append(
-            "no expert names a suite: pass --suite-options name NAME, or --preset, of one whose tasks the experts are"
+            "no expert names a suite to search on: pass --preset lm, text or images with --suite-options data DATA, "
+            "and name each expert after its task, --experts TASK=FOLDER"
         )
     errors.raise_problems(problems)
     assert first is not None

@@ -1,5 +1,6 @@
 """Descriptions of a run before it starts: one line, or all of --dry-run."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def headline(
     """One line: method, suite, learning rate and where it is from, length, what differs from plain training, seed."""
     parts = [f"learning rate {training.lr:g} ({origin})"]
     parts.append(_epochs(training.epochs) if training.steps is None else f"{training.steps} steps")
-    parts += [f"precision {training.precision}"] if training.precision else []
+    parts += [f"precision {training.precision}"] if training.precision else _rounded(suite)
     parts += [f"{training.accumulate} micro-batches a step"] if training.accumulate > 1 else []
     parts += [f"average {training.average}"] if training.average else []
     parts += [f"adapters of rank {training.lora.rank}"] if training.lora else []
@@ -65,6 +66,17 @@ def _notes(suite: Suite) -> list[str]:
     """Notes before training, for example that the result cannot be exported."""
     model = suite.recipe.get("model")
     return [f"note: {note}" for note in (*suite.notes, *(export_problems(Path(model), suite.base) if model else ()))]
+
+
+def _rounded(suite: Suite) -> list[str]:
+    """A phrase on the float32 weights of a folder that are loaded in a narrower dtype, or nothing."""
+    config = Path(suite.recipe.get("model") or ".") / "config.json"
+    own = str(next(iter(suite.base.values())).dtype).removeprefix("torch.")
+    if own == "float32" or not config.is_file():
+        return []
+    facts = json.loads(config.read_text(encoding="utf-8"))
+    stored = facts.get("dtype", facts.get("torch_dtype"))
+    return [f"float32 weights rounded to {own} (--precision fp32 keeps them)"] if stored == "float32" else []
 
 
 def _epochs(epochs: Mapping[str, int]) -> str:

@@ -46,8 +46,11 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
     experts = [runs["ft"] / task for task in ("mirror", "negative", "rot90", "stripes")]
     assert inside[:4] == experts
     assert len(inside) == 4 + 5 + 2
-    with pytest.raises(ValueError, match=r"holds no expert or merged checkpoint.*missing holds no"):
+    with pytest.raises(ValueError, match=r"holds no expert or merged checkpoint: give.*missing holds no .*no such"):
         find_checkpoints([tmp_path, runs["ft"], tmp_path / "missing"])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match=f"--experts TASK={tmp_path} --coef 1 --out OUT writes this model as one"):
+        find_checkpoints([tmp_path])
 
 
 def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, folders, suite):
@@ -87,7 +90,7 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
     monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
     with pytest.raises(ValueError, match="foreign was made from another base than suite 'digits' gives") as error:
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
-    assert "bare names no suite" in str(error.value)
+    assert "bare names no suite to be scored on: pass --suite-options name trace" in str(error.value)
     assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
 
 

@@ -89,6 +89,22 @@ def test_the_headline_says_epochs(suite):
     assert "epochs 5 (x), 3 (y)" in line({"x": 5, "y": 3})
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype", "precision", "told"),
+    [
+        ("float32", torch.bfloat16, None, "float32 weights rounded to bfloat16 (--precision fp32 keeps them), seed"),
+        ("float32", torch.float32, None, "1 epoch, seed"),
+        ("float32", torch.bfloat16, "bf16", "precision bf16, seed"),
+        ("bfloat16", torch.bfloat16, None, "1 epoch, seed"),
+    ],
+)
+def test_the_headline_says_that_weights_are_rounded(suite, tmp_path, stored, dtype, precision, told):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": stored}))
+    own = suite.replace(base={"w": torch.ones(2, dtype=dtype)}, recipe={"model": str(tmp_path)})
+    training = Training(steps=None, lr=0.1, epochs={"x": 1}, precision=precision)
+    assert told in headline(own, Finetune(), training, origin="given", seed=0)
+
+
 def test_an_expert_that_is_there_says_which_setting_differs(runs, suite):
     def told(method="ft", training=SIX, **options):
         run = RunOptions(runs["ft"], ("rot90",), options.pop("seed", 21), **options)
