@@ -83,6 +83,12 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert over_ft["interval"][0] > 0
     assert over_asam["interval"][0] > 0
     assert full["interval"][0] < 0 < full["interval"][1]
+    vit = json.loads((readme.RESULTS / "vit_blocks_onepass.json").read_text(encoding="utf-8"))
+    texts = json.loads((readme.RESULTS / "minilm_methods.json").read_text(encoding="utf-8"))
+    assert all(found["interval"][0] < 0 for result in (vit, texts) for found in result["paired"].values())
+    equal_passes = readme.paired(vit["test"]["ASAM, half the steps"]["All"], vit["test"]["SMAT"]["All"])
+    assert f"SMAT on the ViT is {equal_passes['mean']:.1f} above ASAM given as many passes" in sentences
+    assert equal_passes["interval"][0] > 0
     steps = json.loads((readme.RESULTS / "digits_onepass_tuning.json").read_text(encoding="utf-8"))["chosen"]
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
