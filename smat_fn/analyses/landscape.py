@@ -16,11 +16,11 @@ from .stacked import Progress, evaluate
 def partner_update(base: Params, experts: Mapping[str, Params], task: str, *, coef: float = 0.3) -> dict[str, Tensor]:
     """u_i = γ Σ_{j≠i} Δ_j, flat, floating-point leaves, in compute dtype.
 
-    Raises: ValueError for a task without partners.
+    Raises: ValueError for a task without another expert.
     """
     partners = {name: expert for name, expert in experts.items() if name != task}
     if not partners:
-        raise ValueError(f"task {task!r} has no partners among {list(experts)}: give at least one other expert")
+        raise ValueError(f"task {task!r} has no other expert among {list(experts)}: give at least one")
     return {path: leaf.mul_(coef) for path, leaf in merge.task_arithmetic_vector(base, partners).items()}
 
 

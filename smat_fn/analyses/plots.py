@@ -98,7 +98,7 @@ def _landscape(result: Result) -> Any:
                 axes.contour(a, b, loss, levels, colors="black", linewidths=0.4, alpha=0.6)
             axes.plot([1], [0], marker="*", markersize=11, color="white", markeredgecolor="black", linestyle="none")
             axes.set(xlim=(a.min(), a.max()), ylim=(b.min(), b.max()))
-        line[0].set_ylabel(f"{task}\nb, partners")
+        line[0].set_ylabel(f"{task}\nb, others")
         figure.colorbar(drawn, ax=list(line), label="loss")
     for axes, name in zip(grid[0], names, strict=True):
         axes.set_title(name)
@@ -111,7 +111,8 @@ def _landscape(result: Result) -> Any:
 def _diagnose(result: Result) -> Any:
     rows, settings = result["rows"], result["settings"]
     figure, axes = new_figure(6, 1.5 + 0.35 * len(rows))
-    dots = {"delta": ("updates", "#56B4E9", "o"), "partners": (f"{settings['coef']:g} x partners' sum", "#E69F00", "s")}
+    others = f"{settings['coef']:g} x sum of the others"
+    dots = {"delta": ("updates", "#56B4E9", "o"), "partners": (others, "#E69F00", "s")}
     for field, (label, colour, marker) in dots.items():
         drawn = {place: row[field] for place, row in enumerate(rows) if row[field]}
         axes.scatter(drawn.values(), drawn.keys(), s=45, color=colour, marker=marker, edgecolors="black", label=label)

@@ -108,10 +108,10 @@ def _landscape(result: Result) -> Summary:
 def _diagnose(result: Result) -> Summary:
     settings = result["settings"]
     sigma, suggested = settings["sigma"], settings["suggested_sigma"]
-    title = f"RMS of updates, and of {settings['coef']:g} x the sum of the partners'"
+    title = f"RMS of updates, and of {settings['coef']:g} x the sum of the other experts'"
     title += "" if sigma is None else f"; sigma {sigma:g} ({settings['sigma_origin']})"
     title += "; no sigma suggested: it takes two experts that moved" if suggested is None else ""
-    title += "" if suggested is None else f"; suggested sigma {suggested:g}"
+    title += "" if suggested is None or suggested == sigma else f"; suggested sigma {suggested:g}"
     numbers = ("delta", "partners", "sigma_by_delta", "sigma_by_partners")
     lines = []
     for row in result["rows"]:
@@ -120,7 +120,7 @@ def _diagnose(result: Result) -> Summary:
             [row["kind"], f"{row['size']:,}", *texts, "-" if row["unmoved"] is None else f"{row['unmoved']:.2%}"]
         )
     return Summary(
-        title, ["Leaves", "Weights", "Update", "Partners", "Sigma / update", "Sigma / partners", "Not moved"], lines
+        title, ["Leaves", "Weights", "Update", "Others", "Sigma / update", "Sigma / others", "Not moved"], lines
     )
 
 

@@ -120,9 +120,10 @@ def fetch(
             f"cache or can be reached ({shorten(str(error), 300)})"
         ) from error
     if names := sorted(name for name in info["missing_keys"] if not name.startswith(optional)):
+        encoder = ", or, for an encoder, the preset text of train.py" if auto == "AutoModelForCausalLM" else ""
         raise ValueError(
             f"{str(source)!r} lacks {len(names)} weights of {type(module).__name__} (first: {names[0]}): "
-            "give a checkpoint of the whole model"
+            f"give a checkpoint of the whole model{encoder}"
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning(

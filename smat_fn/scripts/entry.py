@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 from ..progress import starting
 from . import outcome
@@ -54,16 +53,34 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         script: the name that messages and ``--help`` give the command.
         launch: words after ``python`` that start the same command in another process.
 
-    Raises: SystemExit that names the extra to install, where a package is missing.
+    Raises: SystemExit that names the extra to install, where a package is missing; without a word where the reader of
+        the output, such as head, has ended.
     """
     atexit.register(_leave)
+    try:
+        try:
+            _start(name, script, launch)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
+        sys.exit(1)
+
+
+def _start(name: str, script: str, launch: Sequence[str]) -> None:
     if sys.stderr is not None and not sys.stderr.isatty():  # bars of transformers and the hub: a log file gets lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "torch" not in sys.modules and outcome.HELPS & set(sys.argv[1:]):
         from .stand_in import without_torch
 
-        with suppress(Exception), without_torch():  # an error, whatever it is, is met again with torch itself
-            importlib.import_module(f"{__package__}.commands.{name}").command(script, launch)
+        try:
+            with without_torch():
+                importlib.import_module(f"{__package__}.commands.{name}").command(script, launch)
+        except BrokenPipeError:
+            raise
+        except Exception:  # whatever it is, it is met again with torch itself
+            pass
     starting(script, sys.argv[1:])  # before the seconds that the imports take
     try:
         outcome.called(sys.argv[1:], lambda words: _command(name, script, launch, words))

@@ -39,7 +39,7 @@ def test_the_partner_update_leaves_the_target_out(family):
     for name, leaf in base.items():
         expected = 0.3 * ((experts["a"][name] - leaf) + (experts["c"][name] - leaf))
         torch.testing.assert_close(update[name], expected, rtol=1e-13, atol=0)
-    with pytest.raises(ValueError, match="'a' has no partners"):
+    with pytest.raises(ValueError, match="'a' has no other expert"):
         partner_update(base, {"a": experts["a"]}, "a")
 
 

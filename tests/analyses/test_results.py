@@ -159,7 +159,7 @@ def test_flat_and_steep_slices_can_be_drawn(figure):
 
 def test_sizes_are_dots_beside_the_line_of_sigma(figure):
     title, columns, lines = summary(RESULTS["diagnose"])
-    start = "RMS of updates, and of 0.3 x the sum of the partners'; sigma 0.001 (given)"
+    start = "RMS of updates, and of 0.3 x the sum of the other experts'; sigma 0.001 (given)"
     assert title == f"{start}; no sigma suggested: it takes two experts that moved"
     assert columns[0] == "Leaves"
     assert lines == [

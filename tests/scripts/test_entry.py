@@ -92,6 +92,16 @@ HELPED = [
 ]
 
 
+@pytest.mark.parametrize("words", [["--help"], ["ties", "--help-all"]], ids=["at the end", "within"])
+def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "smat_fn", "merge", *words]
+    process = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (1, "")
+
+
 def test_help_is_printed_without_torch_and_says_the_same():
     """One process for all: forgotten modules are imported again."""
     code = f"""

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Landscape(Shared):
-    """Loss at base + a * expert's own update + b * gamma * sum of the FT partners' updates."""
+    """Loss at base + a * expert's own update + b * gamma * sum of the other FT experts' updates."""
 
     ft: Path
-    """Run folder of train.py, of method ft: its experts' updates are the partners'. It is plotted first."""
+    """Run folder of train.py, of method ft: the other experts are its own. It is plotted first."""
     methods: Annotated[tuple[Path, ...], NONE] = ()
     """Run folders of train.py whose experts are evaluated in the same way."""
     tasks: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Target tasks."""
     coef: float = 0.3
-    """gamma of the partners' update."""
+    """gamma of the other experts' updates."""
     a: tuple[float, float] = (0.0, 2.0)
     """Range of a, the factor of the expert's own update."""
     b: tuple[float, float] = (-1.0, 3.0)
-    """Range of b, the factor of the partners' updates."""
+    """Range of b, the factor of the other experts' updates."""
     points: int = 21
     """Points along each axis; a = 1 and b = 0 (the expert itself) are added where missing."""
     batches: int = 8
@@ -132,12 +132,12 @@ def samples(suite: "Suite", task: str, *, batches: int, seed: int) -> "tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnose(Shared):
-    """Compare update sizes, by kind of parameter, with the partners' updates and with the noise; suggest a sigma."""
+    """Compare update sizes, by kind of parameter, with the other experts' updates and the noise; suggest a sigma."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run folder of train.py."""
     coef: float = 0.3
-    """gamma of the partners' updates."""
+    """gamma of the other experts' updates."""
     sigma: Annotated[float | None, arg(help_behavior_hint="(default: the run's, else the suggested one)")] = None
     """Noise level (RMS) to compare with."""
 

@@ -16,7 +16,7 @@ from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
 from .variants import adapters_of, asked, numbers
 
-COEF = 0.3  # gamma of the partners' updates, as `eval.py diagnose` has it
+COEF = 0.3  # gamma of the other experts' updates, as `eval.py diagnose` has it
 SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within these bounds
 
 Found = tuple[float, dict[str, Any]]  # sigma, and where it is from
@@ -33,7 +33,7 @@ def settled(
 ) -> tuple[MethodConfig, dict[str, Any]]:
     r"""The method with sigma as a number, and the origin of that number; unchanged where sigma is a number already.
 
-    The noise stands in for the partners' updates (Eq. merged-state: ``epsilon_i = gamma sum_{j != i} Delta_j``), so
+    The noise stands in for the other experts' updates (Eq. merged-state: ``epsilon_i = gamma sum_{j != i} Delta_j``):
     sigma is the RMS of that sum at gamma = 0.3. It is, the first that there is: what an interrupted run in ``run.out``
     began with; measured on a run of ft beside ``run.out``, of the same base and the same tasks and steps; estimated
     from a short run of ft, as gamma sqrt(K - 1) times the RMS of one update, K being the suite's tasks, for updates
@@ -102,7 +102,7 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     sigma = analyses.suggested_sigma(whole)
     if sigma is None:
         return None, f"the experts of {folder} equal the base"
-    said = f"the RMS of the partners' updates of {folder.name} at gamma {COEF}"
+    said = f"the RMS of the other experts' updates in {folder.name} at gamma {COEF}"
     return (sigma, {"from": said, "update": whole.delta, "run": folder.name}), ""
 
 
@@ -151,10 +151,10 @@ def _estimated(
         length = sum(float(rates(step)) for step in range(whole.steps)) / (long * whole.lr)
         squares.append((full * length**power) ** 2)
     update = math.sqrt(math.fsum(squares) / len(squares))
-    partners = max(1, len(suite.tasks) - 1)
-    said = f"{COEF} times the root of {partners} (partners) times the RMS of updates that short runs of ft predict"
+    others = max(1, len(suite.tasks) - 1)
+    said = f"{COEF} times the root of {others} (other experts) times the RMS of updates that short runs of ft predict"
     facts = {"from": said, "update": update, "steps": max(lengths)}
-    return float(f"{COEF * math.sqrt(partners) * update:.2g}"), facts
+    return float(f"{COEF * math.sqrt(others) * update:.2g}"), facts
 
 
 def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -> float:

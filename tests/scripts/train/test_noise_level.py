@@ -34,7 +34,8 @@ def test_sigma_is_that_of_a_run_of_ft_beside_it(suite, runs, train, tmp_path):
     stored = manifest(tmp_path / "smat/rot90")
     assert stored["hyperparameters"]["sigma"] == analyses.suggested_sigma(whole)
     assert (stored["sigma_from"]["run"], stored["sigma_from"]["update"]) == ("ft", whole.delta)
-    assert told[0].startswith(f"sigma auto: {stored['hyperparameters']['sigma']:g}, the RMS of the partners' updates")
+    sigma = stored["hyperparameters"]["sigma"]
+    assert told[0].startswith(f"sigma auto: {sigma:g}, the RMS of the other experts' updates")
 
 
 def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
@@ -42,7 +43,7 @@ def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
     train(tmp_path / "smat", method=SMAT, tasks=("rot90", "mirror"), report=told.append)
     stored = manifest(tmp_path / "smat/rot90")
     assert told[0].startswith(f"sigma auto: {tmp_path} holds no run of ft like this one; so ft trains 9 steps a task")
-    # partners: the suite's tasks, not the run's
+    # others: the suite's tasks, not the run's
     expected = noise_level.COEF * (len(suite.tasks) - 1) ** 0.5 * stored["sigma_from"]["update"]
     assert stored["hyperparameters"]["sigma"] == float(f"{expected:.2g}") > 0
     given = replace(SMAT, sigma=stored["hyperparameters"]["sigma"])
