@@ -20,7 +20,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from ..errors import suggestion
+from ..errors import raise_problems, suggestion
 from . import outcome
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
@@ -103,6 +103,14 @@ def _ungrouped(option: StructFieldSpec) -> StructFieldSpec:
 def open_at(text: str) -> Callable[[str], str]:
     """The hint of an option whose default ``--help`` describes by ``text``, unless a preset has a value for it."""
     return lambda value: f"(default: {text if value in (OPEN, NONE_SET) else value})"
+
+
+def with_named(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
+    """Options of a suite with those that have an option of their own. Raises: ValueError for one given twice."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if twice := [f"{name} is given as --{name} and in --suite-options" for name in given if name in options]:
+        raise_problems(twice)
+    return {**options, **given}
 
 
 def parse(

@@ -27,7 +27,7 @@ def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
     suite = _class(name, options)
     required = [field.name for field in fields(suite.Options) if field.default is MISSING]
     if lacking := [option for option in required if options.get(option) in (None, "")]:
-        way = f"--{lacking[0]} of train.py, --suite-options {lacking[0]} of the other commands"
+        way = f"--{lacking[0]}, or --suite-options {lacking[0]} where a command has no such option"
         raise ValueError(f"{name} needs {' and '.join(lacking)}: a folder, or a name on the hub ({way})")
     return suite(seed=seed, **options)
 

@@ -168,8 +168,8 @@ def test_unknown_presets_and_recipe_options_are_told_in_one_line(refused, tmp_pa
     )
     text = refused("train.py", "ft", *out, "--preset", "lm", "--model", "x", "--steps", "1")
     assert text == (
-        "train.py: trace needs data: a folder, or a name on the hub (--data of train.py, --suite-options data of the "
-        "other commands)"
+        "train.py: trace needs data: a folder, or a name on the hub (--data, or --suite-options data where a command "
+        "has no such option)"
     )
     assert "pretrain_steps is 0, must be" in refused("train.py", "ft", *out, "--suite-options", "pretrain_steps", "0")
     assert list(tmp_path.iterdir()) == []

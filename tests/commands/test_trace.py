@@ -127,9 +127,11 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
         module.save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / name)
     words = ("ties", "--base", tmp_path / "base", "--experts", *(tmp_path / task for task in TASKS), "--search")
-    named = ("data", inputs / "rows", "device", "cpu", "max_new_tokens", 4)
-    suite = ("name", "trace", "model", tmp_path / "base", *named)
-    place = ("--preset", "llama-3.2-1b", "--out", tmp_path / "merged", "--suite-options", *named)
+    named = ("device", "cpu", "max_new_tokens", 4)
+    data = ("--data", inputs / "rows", "--preset", "llama-3.2-1b")
+    place = (*data, "--out", tmp_path / "merged", "--suite-options", *named)
+    twice = exits("merge.py", *words, *place, "data", inputs / "rows")
+    assert twice.endswith("data is given as --data and in --suite-options")
     other = exits("merge.py", *words, *place, "dtype", "float32")
     assert other.endswith("as --suite-options model, dtype")
     # the preset names the suite, base the model and the dtype
@@ -158,9 +160,9 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
         dict(sorted(checkpoint.load_leaves(folder)[0].items())),
         dict(sorted(checkpoint.load_leaves(tmp_path / "merged/ties")[0].items())),
     )
-    assert exits("eval.py", folder, *cpu).endswith("clip8 (images), model BASE data DATA")
-    scored = ("--out", tmp_path / "again", "--suite-options", *suite, "dtype", "bfloat16")
-    assert exits("eval.py", folder, *scored) is None
+    assert exits("eval.py", folder, *cpu).endswith("or images, with --model BASE --data DATA")
+    scored = (*data, "--model", tmp_path / "base", "--out", tmp_path / "again", "--suite-options", *named)
+    assert exits("eval.py", folder, *scored) is None  # in the dtype of its leaves
     first, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("scores", "again"))
     assert [list(line.values()) for line in first["means"].values()] == [
         list(line.values()) for line in second["means"].values()

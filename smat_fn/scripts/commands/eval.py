@@ -20,11 +20,14 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from smat_fn.config import PRESETS, preset_of
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.analyse import pictures, scores, weights
 from smat_fn.scripts.analyse.commands import SUITE
 from smat_fn.scripts.analyse.commands import command as analysis
 from smat_fn.scripts.evaluate.reporting import Report, report
+
+AS_TRAINED = arg(help_behavior_hint="(default: as they were trained)")
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,16 @@ class Eval:
     """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
     """Split to score."""
+    preset: Annotated[str | None, arg(metavar="{" + ",".join(PRESETS) + "}", help_behavior_hint="(default: none)")] = (
+        None
+    )
+    """Preset of train.py whose suite scores checkpoints that name none, such as merges of downloaded experts."""
+    model: Annotated[str | None, AS_TRAINED] = None
+    """Base model."""
+    data: Annotated[str | None, AS_TRAINED] = None
+    """Data, as that of train.py."""
     suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data: model FOLDER device cpu; train.py ft --preset NAME --help-all lists them."""
+    """Other options of model and data, e.g. device cpu; train.py ft --preset NAME --help-all lists them."""
     threads: int = 1
     """CPU threads."""
 
@@ -57,8 +68,12 @@ def main(args: Eval) -> None:
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
+    implied = {}
+    if args.preset is not None:
+        implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
-    rows = evaluation.evaluate(folders, split=args.split, options=args.suite_options, keep=args.out)
+    options = cli.with_named(args.suite_options, model=args.model, data=args.data)
+    rows = evaluation.evaluate(folders, split=args.split, options=options, implied=implied, keep=args.out)
     table = main_table(rows, split=args.split)
     show(terminal(table))
     for row in rows:

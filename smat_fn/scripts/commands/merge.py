@@ -114,11 +114,13 @@ class Choices:
     """Definition of the merger where implementations differ: the paper's, mergekit's, or the original authors'."""
     seed: int = 0
     """Seed of random masks."""
+    data: Annotated[str | None, arg(help_behavior_hint="(default: as they were trained)")] = None
+    """With --search: data, as that of train.py, e.g. of downloaded experts; name each expert after its task."""
     suite_options: Annotated[
         dict[str, bool | int | float | str | None],
         arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
     ] = field(default_factory=dict)
-    """With --search: options of model and data, e.g. device cpu; train.py ft --preset NAME --help-all lists all."""
+    """With --search: other options of the suite, e.g. device cpu; train.py ft --preset NAME --help-all lists all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +237,10 @@ def main(args: Merge) -> None:
         without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
         if all(getattr(config, "coef", 0.0) is not None for config in configs):
             raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
-    if args.choice.suite_options and not (args.choice.search or args.choice.calibrate):
-        raise ValueError("--suite-options requires --search or --calibrate")
+    cli.with_named(args.choice.suite_options, data=args.choice.data)
+    for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
+        if value and not (args.choice.search or args.choice.calibrate):
+            raise ValueError(f"{option} requires --search or --calibrate")
     if args.choice.per_layer and not (args.choice.search and args.choice.per_layer > 0):
         raise ValueError(f"--per-layer {args.choice.per_layer} requires --search, and must be at least 1")
     if args.choice.snapshots and not (args.choice.search and args.inputs.run):
@@ -299,7 +303,7 @@ def in_memory(
         calibration=CALIBRATION_COEFS[preset.family] if args.choice.calibrate else None,
         seed=args.choice.seed,
         overwrite=args.output.overwrite,
-        options=args.choice.suite_options,
+        options=cli.with_named(args.choice.suite_options, data=args.choice.data),
         implied={"name": preset.suite, **preset.options} if args.choice.preset else {},
         coefs=args.choice.grid,
         widen=args.choice.widen,

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
+from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, markdown
-from ...suites import Suite, load_suite
+from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
 
 
@@ -45,6 +47,7 @@ def evaluate(
     split: str = "test",
     on_model: Callable[[str], None] | None = None,
     options: Mapping[str, Any] | None = None,
+    implied: Mapping[str, Any] = MappingProxyType({}),
     keep: Path | None = None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
@@ -57,6 +60,7 @@ def evaluate(
         split: "dev" or "test".
         on_model: called with each folder's name before it is scored.
         options: of the suites, instead of those in the manifests.
+        implied: name and options of the suite of checkpoints whose manifest names none; its dtype is theirs.
         keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
             found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
 
@@ -65,7 +69,7 @@ def evaluate(
             another, before any is scored; for weights that are not finite and scores that are not numbers.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
-    recipes, suites = _suites(manifests, options or {})
+    recipes, suites = _suites(manifests, options or {}, implied)
     rows, records = [], Records(keep)
     with score_bar() as bar:
         scorers = {
@@ -94,7 +98,7 @@ def evaluate(
 
 
 def _suites(
-    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any]
+    manifests: Mapping[Path, dict[str, Any]], options: Mapping[str, Any], implied: Mapping[str, Any]
 ) -> tuple[dict[Path, str], dict[str, tuple[Suite, str]]]:
     """The recipe of each checkpoint's suite, and by recipe the suite with the fingerprint of its base.
 
@@ -112,11 +116,11 @@ def _suites(
                 "evaluate one of them, or train one with another --label"
             )
         # third-party experts name no suite, nor does a model merged from them
-        found = manifest.get("suite") or ({"seed": 0} if "name" in options else None)
+        found = manifest.get("suite") or _asked(folder, {**implied, **options})
         if not found:
             problems.append(
-                f"{folder} names no suite to be scored on: pass --suite-options name trace (language models), "
-                "short_text (text encoders) or clip8 (images), model BASE data DATA"
+                f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
+                "images, with --model BASE --data DATA"
             )
             continue
         recipe = recipes[folder] = json.dumps(found)
@@ -128,7 +132,7 @@ def _suites(
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
-                "own base and its dtype as --suite-options model, dtype)"
+                "own base as --model, its dtype as --suite-options dtype)"
             )
         if strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
             problems.append(
@@ -137,6 +141,19 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
+
+
+def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The suite asked for where a checkpoint names none, in the dtype of the checkpoint's leaves if they have one."""
+    if "name" not in options:
+        return None
+    known = options["name"] in SUITES and "dtype" in describe_options(options["name"])
+    try:
+        leaves = open_folder(str(folder), folder).leaves if known else {}
+    except ValueError:  # a folder of several models
+        leaves = {}
+    found = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves.values() if leaf.is_floating_point()}
+    return {"seed": 0, **options, **({"dtype": found.pop()} if len(found) == 1 else {})}
 
 
 def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:

@@ -259,7 +259,7 @@ def common_suite(
     ]
     if first is None and not recipes:
         problems.append(
-            "no expert names a suite to search on: pass --preset lm, text or images with --suite-options data DATA, "
+            "no expert names a suite to search on: pass --preset lm, text or images with --data DATA, "
             "and name each expert after its task, --experts TASK=FOLDER"
         )
     errors.raise_problems(problems)

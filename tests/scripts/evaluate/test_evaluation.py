@@ -90,7 +90,7 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
     monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
     with pytest.raises(ValueError, match="foreign was made from another base than suite 'digits' gives") as error:
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
-    assert "bare names no suite to be scored on: pass --suite-options name trace" in str(error.value)
+    assert "bare names no suite to be scored on: pass --preset lm" in str(error.value)
     assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
 
 
