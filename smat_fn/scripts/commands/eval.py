@@ -20,7 +20,6 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from smat_fn.config import PRESETS, preset_of
 from smat_fn.scripts import cli, outcome
 from smat_fn.scripts.analyse import pictures, scores, weights
 from smat_fn.scripts.analyse.commands import SUITE
@@ -42,10 +41,9 @@ class Eval:
     """PNG with the mean scores of experts and merged models by method."""
     split: Literal["test", "dev"] = "test"
     """Split to score."""
-    preset: Annotated[str | None, arg(metavar="{" + ",".join(PRESETS) + "}", help_behavior_hint="(default: none)")] = (
-        None
-    )
-    """Preset of train.py whose suite scores checkpoints that name none, such as merges of downloaded experts."""
+    preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
+    """Preset of train.py (lm, text, images) whose suite scores checkpoints that name none: merges of downloaded
+    experts."""
     model: Annotated[str | None, AS_TRAINED] = None
     """Base model."""
     data: Annotated[str | None, AS_TRAINED] = None
@@ -63,6 +61,7 @@ def main(args: Eval) -> None:
     import torch
 
     from smat_fn.checkpoint import write_bytes
+    from smat_fn.config import preset_of
     from smat_fn.report.plots import main_plot
     from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
