@@ -77,5 +77,6 @@ def test_peak(folders, tmp_path):
         assert peaks.keys() == set(cases), rows
         if config in GREEDY:
             continue
-        # on disk the larger model has 1 MB more a folder, five more experts have 5 MB; the slack is half a MB
-        assert max(peaks.values()) - peaks["one", 2] <= 4 * 4 * CHUNK, (config, peaks)
+        # on disk the larger model has 3 MB more in three folders, five more experts have 5 MB; the slack is 1 MB,
+        # since the kernel counts pages inexactly while other processes run
+        assert max(peaks.values()) - peaks["one", 2] <= 8 * 4 * CHUNK, (config, peaks)
