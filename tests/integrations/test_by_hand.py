@@ -24,11 +24,11 @@ def load(module, weights):
 def by_hand(module, optimizer, backward, *, micro_batches=1, unscale=lambda: None, step=None):
     """The weights after every step, and the norms of the gradients before they are clipped."""
     base, seen, norms, data, where = copies(module), [], [], rows(4 * STEPS), block_linear(module)
-    strengths = {name: STRENGTHS[name] for name in ("alpha_min", "drop_prob", "sigma")}
+    numbers = {name: STRENGTHS[name] for name in ("alpha_min", "drop_prob", "sigma")}
     for number in range(STEPS):
         theta, drawn = copies(module), None
         if (number + 1) % STRENGTHS["period"] == 0:
-            drawn = draw(random.fold_in(KEY, number), **strengths)
+            drawn = draw(random.fold_in(KEY, number), **numbers)
             load(module, simulate(theta, base, drawn, where=where))
         torch.manual_seed(number)
         own, size = data[4 * number : 4 * number + 4], 4 // micro_batches

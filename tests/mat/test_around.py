@@ -1,4 +1,4 @@
-"""What surrounds a step in a user's program: autocast, modules whose weights change, losses of other weights."""
+"""A step inside a user's program: autocast, modules whose weights change, losses of other weights."""
 
 import re
 
