@@ -239,7 +239,7 @@ class Trace(BaseSuite):
         for split in ("dev", "test"):
             room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
-            long = [prompt for prompt in self._rows[task, split].prompts if len(prompt.encode()) + 8 > room]
+            long = [prompt for prompt in self._asked(task, split) if len(prompt.encode()) + 8 > room]
             longest = max(map(len, self._lm.tokenizer(long, verbose=False)["input_ids"])) if long else 0
             if longest > room:
                 more = f" with {beside} new ones" if beside else ""
@@ -286,7 +286,7 @@ class Trace(BaseSuite):
         size = self.options.decode_batch
         texts = in_batches(
             self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size),
-            prompts,
+            self._asked(task, split),
             self._settings[task],
             self.seed,
             repeat=repeat,
@@ -402,7 +402,13 @@ class Trace(BaseSuite):
 
     @remembered
     def _tokens(self, task: str, split: str) -> list[list[int]]:
-        return prompt_ids(self._rows[task, split].prompts, self._lm.tokenizer, closed=self._pair)
+        return prompt_ids(self._asked(task, split), self._lm.tokenizer, closed=self._pair)
+
+    def _asked(self, task: str, split: str) -> tuple[str, ...]:
+        """The prompts that are decoded: with the line end that no loss has taught an expert to write."""
+        prompts, own = self._rows[task, split].prompts, self.options
+        end = "\n" if own.mask_prompt and not (own.chat or self._pair) else ""
+        return tuple(prompt + end for prompt in prompts) if end else prompts
 
 
 def settings_of(task: str, options: TraceOptions) -> Decoding:

@@ -150,6 +150,28 @@ def test_options_reach_the_rows(load, suite):
     assert suite.cuts("FOMC").eos == 0
 
 
+def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, folders):
+    """No expert learns to write it, and a tokenizer may join it to the prompt's last character."""
+    asked = []
+
+    def engine(model, tokenizer, params, *, batch_size):
+        def generate(prompts, settings, seed, **options):
+            asked.extend(prompts)
+            return ["A"] * len(prompts)
+
+        return generate
+
+    masked = load(mask_prompt=True, engine=engine)
+    assert masked.score(masked.base, "FOMC", "dev") == pytest.approx(100 / 3)
+    prompts = [prompt for prompt, _ in pairs(folders, "FOMC", "dev")]
+    assert sorted(asked) == sorted(prompt + "\n" for prompt in prompts)
+    rows = masked.dev_batches("FOMC")[0].batch
+    for prompt, ids, labels in zip(prompts, rows["input_ids"], rows["labels"], strict=True):
+        unseen = int((labels < 0).int().argmin())  # of the row's beginning
+        assert masked._lm.tokenizer(prompt + "\n")["input_ids"] == ids[:unseen].tolist()
+    assert masked.content("FOMC", "dev") != load(engine=engine).content("FOMC", "dev")
+
+
 def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(suite, folders, lm):
     params = {
         name: leaf + 0.3 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1))
