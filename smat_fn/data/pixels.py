@@ -86,6 +86,12 @@ def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> P
     return lambda places: kept[places]
 
 
+def each(images: np.ndarray | Images) -> list[bytes]:
+    """Hash of every stored image."""
+    stored = (images[i].tobytes() if isinstance(images, np.ndarray) else images.encoded(i) for i in range(len(images)))
+    return [hashlib.blake2b(own, digest_size=16).digest() for own in stored]
+
+
 def content(images: np.ndarray | Images) -> str:
     """Hash of the stored images."""
     if isinstance(images, np.ndarray):

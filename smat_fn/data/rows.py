@@ -23,6 +23,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split, the first that is th
     "eval": ("eval", "test"),
     "test": ("test", "eval"),
 }
+_SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
 _MISSING = object()
 
@@ -66,7 +67,7 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
         return _dataset(data, names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
     if file.is_dir():
-        return class_folders(file.parent, file.name)
+        return class_folders(file.parent, file.name, {*_SPLITS, split})
     if file.suffix not in SUFFIXES:
         raise ValueError(f"{file} is none of {', '.join(SUFFIXES)}: convert it to one of them")
     if file.suffix == ".npz":

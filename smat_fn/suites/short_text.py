@@ -37,6 +37,7 @@ from .sources import (
     pick_device,
     shared_rows,
     tasks_of,
+    two_labels,
 )
 from .suite import EncoderSuite, SuiteOptions, remembered
 
@@ -140,8 +141,10 @@ class ShortText(EncoderSuite):
             own.model, train_layers=own.train_layers, train=own.train, normalize=own.normalize, dtype=own.dtype,
             device=self.device,
         )  # fmt: skip
-        shared = [shared_rows(task, {s: own.texts for s, own in self._data[task].splits.items()}) for task in chosen]
-        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(shared))
+        splits = {task: self._data[task].splits for task in chosen}
+        told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
+        told += [two_labels(task, *found["train"]) for task, found in splits.items()]
+        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(told))
         longest = encoder.config.get("max_position_embeddings") or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")

@@ -527,3 +527,13 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     edited = load(data=str(tmp_path)).train_rows("tone")
     assert edited["count"] == own["count"] == len(found)
     assert edited["hash"] != own["hash"]
+
+
+def test_texts_with_two_labels_are_a_note(load, tmp_path):
+    texts = ["a good film", "a bad film", "a good film", "some plot"] * 2
+    for split, size in (("train", 8), ("dev", 1), ("test", 1)):
+        rows = [{"text": texts[i], "label": int(i % 4 > 0)} for i in range(size)]
+        (tmp_path / "tone").mkdir(exist_ok=True)
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
+    notes = load(data=str(tmp_path)).notes
+    assert notes[-1] == "tone trains on 1 row with two labels or more"
