@@ -270,12 +270,15 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
 
     Lines are split by `csv`, not before: a quoted text may hold line ends.
     """
+    limit = csv.field_size_limit(max(len(text), 1))  # else 131,072 characters a value
     try:
         head, *cells = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row] or [[]]
     except csv.Error as error:
         raise ValueError(
             f"{file} is not CSV ({error}): separate columns by commas, quote texts that hold some"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     problems = [f"column {name!r} is there twice" for name in dict.fromkeys(head) if head.count(name) > 1]
     if bad := [i for i, row in enumerate(cells) if len(row) != len(head)]:
         problems.append(

@@ -26,7 +26,7 @@ from ..data.batching import batch_indices
 from ..data.cache import cached, versions
 from ..data.pixels import HELD
 from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of
-from ..errors import check_member, count_problem, problems_of
+from ..errors import check_member, count_problem, name_rows, problems_of
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
@@ -154,11 +154,8 @@ class Trace(BaseSuite):
             self._rows, found = collect(keys, lambda key: _texts(own, *key), local=lambda key: here)
         problems += [*model_problems(own.model), *found]
         for (task, split), rows in self._rows.items():
-            if split != "train" and self._metric(task) in LABELS and not any(map(_is_letter, rows.answers)):
-                problems.append(
-                    f"no answer of {task} ({SPLITS[split]}) begins with a letter A to D, which its metric compares: "
-                    "every score would be 0; write letters, or give the task another name and choose a metric"
-                )
+            if split != "train" and self._metric(task) in LABELS:
+                problems += _unlettered(task, SPLITS[split], rows.answers)
         errors.raise_problems(problems)
         asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
@@ -173,6 +170,7 @@ class Trace(BaseSuite):
             self._chat(lm)
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
+        self.notes += tuple(note for task in own.only or tasks if task not in TASKS for note in self._cut_off(task))
         self._top = self._states_of(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
@@ -191,6 +189,18 @@ class Trace(BaseSuite):
             f"the top layers of {own.model} do not run on states alone ({top}): the frozen ones run in every step",
         )
         return None
+
+    def _cut_off(self, task: str) -> list[str]:
+        """A note on dev answers that are longer than what is decoded."""
+        limit, answers = self._settings[task].max_new_tokens, self._rows[task, "dev"].answers
+        long = [answer for answer in answers if len(answer.encode()) > limit]  # a token is a byte at least
+        ids = self._lm.tokenizer(long, add_special_tokens=False, verbose=False)["input_ids"] if long else []
+        if not (beyond := [len(own) for own in ids if len(own) > limit]):
+            return []
+        return [
+            f"{len(beyond)} of the {len(answers)} dev answers of {task} have more than the {limit} tokens that are "
+            f"decoded, up to {max(beyond)}: --suite-options max_new_tokens {max(beyond) + 1} scores them whole"
+        ]
 
     def _chat(self, lm: LanguageModel) -> None:
         """Prompts by the tokenizer's template. Raises: ValueError for a model without one."""
@@ -429,6 +439,19 @@ def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
         way = "this suite takes prompts and answers: give some, or take --preset images"
         raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
     return TextRows(rows.prompts[: options.rows], rows.answers[: options.rows])
+
+
+def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
+    """The error for answers that a metric of letters can never count; TRACE's own may have some."""
+    bad = [i for i, answer in enumerate(answers) if not _is_letter(answer)]
+    if not bad or (task in TASKS and len(bad) < len(answers)):
+        return []
+    which = "no answer" if len(bad) == len(answers) else f"the answer of {name_rows(bad)}"
+    begins, every = ("begins", "every score") if len(bad) == len(answers) else ("does not begin", "their score")
+    return [
+        f"{which} of {task} ({split}) {begins} with a letter A to D, which its metric compares: {every} would be 0; "
+        "write letters, or give the task another name and choose a metric"
+    ]
 
 
 def _is_letter(answer: str) -> bool:

@@ -1,5 +1,6 @@
 """Rows from files and from the hub: what comes out, and every problem named by its row."""
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -226,6 +227,13 @@ def test_a_csv_has_the_rows_of_json(tmp_path):
     text = 'id,prompt,answer\r\n1,"a, b",c\r\n\r\n2,"two\nlines ""q""",é\r\n'
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert load_rows(tmp_path / "a.csv", "t", "train") == found
+
+
+def test_a_csv_may_hold_long_texts(tmp_path):
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(f'prompt,answer\n"{"x" * 150_000}",y\n')
+    assert len(load_rows(tmp_path / "a.csv", "t", "train").prompts[0]) == 150_000
+    assert csv.field_size_limit() == limit
 
 
 def test_json_in_another_encoding(tmp_path):

@@ -264,8 +264,24 @@ def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_pat
     load(data=str(tmp_path))
     with pytest.raises(ValueError, match=r"no answer of mine \(dev\) begins with a letter A to D.*mine \(eval\)"):
         load(data=str(tmp_path), metric="label")
-    write_rows(tmp_path / "some", "mine", answers=("good", "poor", "B"))
-    load(data=str(tmp_path / "some"), metric="label")
+    write_rows(tmp_path / "some", "mine", answers=("A", "e", "b"))
+    with pytest.raises(ValueError, match=r"answer of row 1 of mine \(dev\) does not begin .*: their score would"):
+        load(data=str(tmp_path / "some"), metric="label")
+    load(data=str(tmp_path / "some"))
+    write_rows(tmp_path / "some", "FOMC", answers=("A", "e", "b"))  # the paper's rows are as they are
+    load(data=str(tmp_path / "some"), tasks=("FOMC",))
+
+
+def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
+    write_rows(tmp_path, "mine", answers=("hold the rate and keep prices stable now", "hold", "hold"))
+    suite = load(data=str(tmp_path), max_new_tokens=4)
+    tokens = len(suite._lm.tokenizer("hold the rate and keep prices stable now", add_special_tokens=False)["input_ids"])
+    assert tokens > 4
+    assert suite.notes == (
+        f"1 of the 3 dev answers of mine have more than the 4 tokens that are decoded, up to {tokens}: "
+        f"--suite-options max_new_tokens {tokens + 1} scores them whole",
+    )
+    assert load(data=str(tmp_path), max_new_tokens=tokens).notes == ()
 
 
 def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):
