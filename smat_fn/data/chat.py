@@ -114,7 +114,7 @@ def encode(
         examples.append(Example(tuple(ids[i] for i in places), tuple(labels[i] for i in places)))
         if all(label == IGNORED for label in examples[-1].labels[1:]):
             empty.append(f"{row} ({len(ids)} tokens)")
-    problems = fit_problems([ids for ids, _ in whole], vocabulary)
+    problems = fit_problems([max(ids) for ids, _ in whole], vocabulary)
     if empty:
         problems.append(
             f"within {max_length} tokens rows {', '.join(empty[:5])} hold no answer: raise max_length, or keep the "

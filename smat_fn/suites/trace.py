@@ -239,7 +239,7 @@ class Trace(BaseSuite):
     @remembered
     def epoch_steps(self, task: str) -> int:
         self.check(task)
-        limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task)
+        limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
         if new > limit:
@@ -264,7 +264,7 @@ class Trace(BaseSuite):
 
     def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
         self.check(task)
-        return batch_indices(key, len(self._examples(task)), self.options.batch_size, step).tolist()
+        return batch_indices(key, len(self._examples(task, "train")), self.options.batch_size, step).tolist()
 
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class Trace(BaseSuite):
         return self._form.collate(examples, text.pad_id(self._lm.tokenizer))
 
     @remembered  # tokenized when a task is first trained: merging and evaluation do not need it
-    def _examples(self, task: str, split: str = "train") -> list[text.Example]:
+    def _examples(self, task: str, split: str) -> list[text.Example]:
         options = {name: getattr(self.options, name) for name in ("max_length", "truncate", "mask_prompt")}
         vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         rows = _pairs(self._rows[task, split])

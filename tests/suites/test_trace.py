@@ -125,6 +125,16 @@ def test_batches_are_the_rows_as_text_encodes_them(suite, folders, lm):
     assert sorted(rows) == sorted(example.input_ids for example in examples)
 
 
+def test_rows_are_tokenized_once(load, monkeypatch):
+    seen, encode = [], text.encode
+    monkeypatch.setattr(text, "encode", lambda rows, *args, **own: seen.append(len(rows)) or encode(rows, *args, **own))
+    suite = load()
+    suite.epoch_steps("FOMC")
+    suite.batch("FOMC", random.key(0), 0)
+    suite.batch_rows("FOMC", random.key(0), 1)
+    assert seen == [11]
+
+
 def test_the_loss_is_the_mean_over_every_token_that_is_real(suite, lm):
     batch = suite.batch("MeetingBank", random.key(0), 0)
     loss, tokens = suite.loss_fn("MeetingBank")(suite.base, batch)
