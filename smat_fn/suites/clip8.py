@@ -176,10 +176,13 @@ class Clip8(EncoderSuite):
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        rows = self._rows[task, "train"]
-        facts = {"images": pixels.content(rows.images), "labels": rows.labels.tolist()}
+        train, dev = (
+            content_key({"images": pixels.content(rows.images), "labels": rows.labels.tolist()})
+            for rows in (self._rows[task, "train"], self._rows[task, "dev"])
+        )
+        inputs = fingerprint({"first": self._firsts[task, "train"], "table": self._table})
         place = place_of(self.options.data, task, "train")
-        return {"from": place, "count": len(rows.labels), "hash": content_key(facts)}
+        return {"from": place, "count": self.examples(task), "hash": train, "dev": dev, "inputs": inputs}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

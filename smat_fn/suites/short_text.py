@@ -192,10 +192,15 @@ class ShortText(EncoderSuite):
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        own, limit = self._data[task].splits["train"], self.options.rows
-        texts, labels = own.texts[:limit], own.labels[:limit]
-        facts = {"texts": texts, "labels": labels}
-        return {"from": place_of(self.options.source(task)), "count": len(labels), "hash": content_key(facts)}
+        splits, limit = self._data[task].splits, self.options.rows
+        train, dev = (
+            content_key({"texts": own.texts[:limit], "labels": own.labels[:limit]})
+            for own in (splits["train"], splits["dev"])
+        )
+        ids = self._rows(task, "train")[0]
+        inputs = content_key({"ids": [own.tolist() for own in ids[:1000]]})
+        place = place_of(self.options.source(task))
+        return {"from": place, "count": len(ids), "hash": train, "dev": dev, "inputs": inputs}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

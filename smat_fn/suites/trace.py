@@ -269,10 +269,17 @@ class Trace(BaseSuite):
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        key = task, "train"
-        rows = self._chats[key] if self.options.chat else self._rows[key]
+        own = self._chats if self.options.chat else self._rows
+        train, dev = (content_key({"rows": own[task, split]}) for split in ("train", "dev"))
+        inputs = content_key({"ids": self._examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
-        return {"from": place, "count": len(self._rows[key].answers), "hash": content_key({"rows": rows})}
+        return {
+            "from": place,
+            "count": len(self._rows[task, "train"].answers),
+            "hash": train,
+            "dev": dev,
+            "inputs": inputs,
+        }
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

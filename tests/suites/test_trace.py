@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS, Finetune, Training
+from smat_fn.config import PRESETS, Dev, Finetune, Training
 from smat_fn.data import text
 from smat_fn.data.batching import batch_indices
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
@@ -637,10 +637,41 @@ def test_a_run_does_not_resume_on_edited_training_rows(load, tmp_path):
     with pytest.raises(ValueError, match=f"{file} changed since FOMC in {out} was begun: it held 11 rows of hash .*"):
         train(resume=True)
     file.write_text(json.dumps(rows, indent=2))  # the same rows, written otherwise
+    (data / "FOMC/dev.json").write_text('[{"prompt": "other", "answer": "A"}]')  # which trained nothing
     train(resume=True)
     manifest = out / "FOMC" / "manifest.json"
     facts = json.loads(manifest.read_text())
-    assert facts.pop("train_rows") == load(data=str(data)).train_rows("FOMC")
+    assert load(data=str(data)).train_rows("FOMC").items() > facts.pop("train_rows").items()
     manifest.write_text(json.dumps(facts))  # as earlier code wrote it
     file.write_text(json.dumps(rows[:9]))
+    train(resume=True)
+
+
+def test_a_run_does_not_resume_on_another_template_or_on_dev_rows_that_chose_its_weights(load, chatting, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(chatting["model"], model)
+    data = tmp_path / "rows"
+    shutil.copytree(chatting["data"], data)
+    template, dev = model / "chat_template.jinja", data / "own" / "dev.jsonl"
+
+    def train(**options):
+        suite = load(model=str(model), data=str(data), chat=True)
+        training = Training(steps=2, lr=1e-3, dev=Dev(1, by="loss"))
+        return train_run(suite, Finetune(), training, RunOptions(out, suite.tasks, 3, **options))
+
+    train()
+    train(resume=True)
+    template.write_text(CHAT.replace("[", "("))
+    dev.write_text(dev.read_text().replace("the rate", "the prices"))
+    with pytest.raises(
+        ValueError, match=r"own in .*run was begun with another model folder: the tokenizer, its"
+    ) as told:
+        train(resume=True)
+    assert f"the dev rows of own changed since own in {out} was begun, which --eval-every scores" in str(told.value)
+    template.write_text(CHAT)
+    manifest = out / "own" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    for name in ("dev", "inputs"):
+        del facts["train_rows"][name]
+    manifest.write_text(json.dumps(facts))  # as earlier code wrote it
     train(resume=True)
