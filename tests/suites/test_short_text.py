@@ -316,6 +316,11 @@ def test_a_csv_names_its_classes(tmp_path):
         ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
         (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
         ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
+        (
+            [0, 1],
+            [-1],
+            r"test: .*2 classes \(-1 the first\): .*, and leave out a split whose labels are wit",
+        ),
         (["a"], ["a"], "all rows are of class 'a': give two or more"),
     ],
 )
