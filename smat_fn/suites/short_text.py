@@ -145,7 +145,7 @@ class ShortText(EncoderSuite):
         told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         told += [two_labels(task, *found["train"]) for task, found in splits.items()]
         self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(told))
-        longest = encoder.config.get("max_position_embeddings") or own.max_length
+        longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
         self._model = {

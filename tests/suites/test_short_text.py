@@ -1,6 +1,7 @@
 """Short texts on a tiny random BERT: features, heads, frozen states, splits, and all problems before any work."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -542,3 +543,21 @@ def test_texts_with_two_labels_are_a_note(load, tmp_path):
         (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
     notes = load(data=str(tmp_path)).notes
     assert notes[-1] == "tone trains on 1 row with two labels or more"
+
+
+def test_positions_that_no_token_has_do_not_count(load, tmp_path):
+    write_model(tmp_path / "model", "roberta")
+    with pytest.raises(ValueError, match="max_length is 24, the model has 23 positions"):
+        load(model=str(tmp_path / "model"), max_length=24)
+    encoder = load(model=str(tmp_path / "model"), max_length=23)._encoder
+    assert encoder.features(encoder.ids(["w1 " * 40], 23)).isfinite().all()
+
+
+def test_texts_without_a_token_are_told(load, folders, tmp_path):
+    shutil.copytree(folders / "model", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))  # adds no special tokens
+    ids = load(model=str(tmp_path / "model"))._encoder.ids
+    assert [len(own) for own in ids(["w0 w1"], 9)] == [2]
+    with pytest.raises(ValueError, match="2 texts give no token, ' ' the first: remove them"):
+        ids(["w0", " ", "w1", "\n"], 9)
