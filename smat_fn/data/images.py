@@ -109,7 +109,8 @@ def image_rows(
     """Rows whose labels are places of the class names and whose images decode. Raises: ValueError that lists others."""
     integers = [isinstance(label, (int, np.integer)) and not isinstance(label, bool) for label in labels]
     wrong = [i for i, integer in enumerate(integers) if not integer]
-    problems = [f"the label of {name_rows(wrong)} is not an integer"] if wrong else []
+    way = "number the classes from 0, with their names in a ClassLabel, or make a folder for each class"
+    problems = [f"the label of {name_rows(wrong)} is not an integer: {way}"] if wrong else []
     limit = len(class_names) or np.iinfo(np.int64).max
     outside = [i for i, integer in enumerate(integers) if integer and not 0 <= labels[i] < limit]
     if outside:
