@@ -170,7 +170,8 @@ class Trace(BaseSuite):
             self._chat(lm)
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
-        self.notes += tuple(note for task in own.only or tasks if task not in TASKS for note in self._cut_off(task))
+        for task in own.only or tasks:
+            self.notes += () if task in TASKS else (*self._cut_off(task), *self._joined(task))
         self._top = self._states_of(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
@@ -201,6 +202,18 @@ class Trace(BaseSuite):
             f"{len(beyond)} of the {len(answers)} dev answers of {task} have more than the {limit} tokens that are "
             f"decoded, up to {max(beyond)}: --suite-options max_new_tokens {max(beyond) + 1} scores them whole"
         ]
+
+    def _joined(self, task: str) -> list[str]:
+        """A note on prompts that are decoded from tokens that no training row begins with."""
+        if self._pair or self.options.chat or self.options.mask_prompt:
+            return []
+        prompts = self._rows[task, "dev"].prompts[:100]
+        alone, ended = (prompt_ids([p + end for p in prompts], self._lm.tokenizer) for end in ("", "\n"))
+        count = sum(longer[: len(ids)] != ids for ids, longer in zip(alone, ended, strict=True))
+        return [
+            f"the tokenizer joins the line end that follows a prompt to its last token in {count} of {len(prompts)} "
+            f"dev rows of {task}, but prompts are decoded without it: --mask-prompt decodes them as they are trained"
+        ] if count else []  # fmt: skip
 
     def _chat(self, lm: LanguageModel) -> None:
         """Prompts by the tokenizer's template. Raises: ValueError for a model without one."""

@@ -294,6 +294,25 @@ def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_p
     assert load(data=str(tmp_path), max_new_tokens=tokens).notes == ()
 
 
+def test_prompts_whose_last_token_takes_the_line_end_are_a_note(load, folders, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folders / "model", model)
+    file = model / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    facts["added_tokens"] += [
+        {**facts["added_tokens"][0], "id": 299, "content": "\n", "special": False, "lstrip": True}
+    ]
+    file.write_text(json.dumps(facts))
+    write_rows(tmp_path / "rows", "mine")
+    rows = json.loads((tmp_path / "rows/mine/dev.json").read_text())
+    ends = [rows[0], *({**row, "prompt": row["prompt"] + " "} for row in rows[1:])]  # joined to the line end
+    (tmp_path / "rows/mine/dev.json").write_text(json.dumps(ends))
+    options = {"model": str(model), "data": str(tmp_path / "rows")}
+    (note,) = load(**options).notes
+    assert "joins the line end that follows a prompt to its last token in 2 of 3 dev rows of mine" in note
+    assert load(**options, mask_prompt=True).notes == ()
+
+
 def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):
     monkeypatch.setattr(causal_lm, "load", lambda *a, **k: pytest.fail("the model is not needed"))
     write_rows(tmp_path / "rows", "FOMC")
