@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
-from ...report.tables import MainTable, markdown
+from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
 
@@ -49,6 +49,7 @@ def evaluate(
     options: Mapping[str, Any] | None = None,
     implied: Mapping[str, Any] = MappingProxyType({}),
     keep: Path | None = None,
+    recipes: dict[Path, dict[str, Any]] | None = None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
@@ -63,13 +64,19 @@ def evaluate(
         implied: name and options of the suite of checkpoints whose manifest names none; its dtype is theirs.
         keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
             found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
+        recipes: gets the recipe of the suite that each checkpoint is scored on, with ``options``.
 
     Raises:
-        ValueError: lists every checkpoint without a suite, of another base, or of one label, model and seed with
-            another, before any is scored; for weights that are not finite and scores that are not numbers.
+        ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
+            are scored beside it, or of one label, model and seed with another, before any is scored; for scores that
+            `main_table` cannot average, before they are computed; for weights that are not finite and scores that are
+            not numbers.
     """
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
-    recipes, suites = _suites(manifests, options or {}, implied)
+    own, suites = _suites(manifests, options or {}, implied)
+    main_table(planned(manifests.values(), split=split), split=split)
+    if recipes is not None:
+        recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
     rows, records = [], Records(keep)
     with score_bar() as bar:
         scorers = {
@@ -77,12 +84,12 @@ def evaluate(
             for recipe, (suite, base) in suites.items()
         }
         for folder, manifest in manifests.items():
-            scorer = scorers[recipes[folder]]
+            scorer = scorers[own[folder]]
             scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
-            scorer, model = scorers[recipes[folder]], _model(manifest)
+            scorer, model = scorers[own[folder]], _model(manifest)
             for tasks, params in _models(folder, manifest, scorer.suite):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
@@ -107,7 +114,7 @@ def _suites(
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = []
+    problems = _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], _model(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
@@ -143,6 +150,42 @@ def _suites(
     return recipes, suites
 
 
+def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
+    """The rows that `evaluate` will return for checkpoints, all with score 0."""
+    return [
+        Result(manifest["label"], _model(manifest), task, split, 0.0, manifest["seed"])
+        for manifest in manifests
+        for task in _tasks(manifest)
+    ]
+
+
+def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Errors for models merged from other weights than the expert of the same label, seed and task given here."""
+    trained = {
+        (manifest["label"], manifest["seed"], manifest["task"]): (folder, manifest.get("fingerprint"))
+        for folder, manifest in manifests.items()
+        if manifest["kind"] == "expert"
+    }
+    problems = []
+    for folder, manifest in manifests.items():
+        experts = manifest["experts"] if manifest["kind"] == "merged" else {}
+        for task, merged in experts.items():
+            expert, found = trained.get((manifest["label"], manifest["seed"], task), (None, None))
+            if expert is not None and None not in (merged, found) and merged not in (found, *_snapshots(expert)):
+                problems.append(
+                    f"{folder} was merged from other weights of {task!r} than {expert} holds now: merge again "
+                    "(--overwrite), or evaluate them apart"
+                )
+                break
+    return problems
+
+
+def _snapshots(expert: Path) -> list[str | None]:
+    """The fingerprints of an expert's snapshots, which a merge of its run may take."""
+    places = (expert.parent / checkpoint.SNAPSHOTS).glob(f"*/{expert.name}/{checkpoint.MANIFEST}")
+    return [checkpoint.load_manifest(place.parent).get("fingerprint") for place in places]
+
+
 def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """The suite asked for where a checkpoint names none, in the dtype of the checkpoint's leaves if they have one."""
     if "name" not in options:
@@ -175,21 +218,33 @@ def _model(manifest: dict[str, Any]) -> str:
     return f"expert:{manifest['task']}" if manifest["kind"] == "expert" else manifest["merger"]
 
 
-def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpoints: Sequence[Path]) -> None:
+def write_report(
+    out: Path,
+    rows: Sequence[Result],
+    table: MainTable,
+    *,
+    checkpoints: Sequence[Path],
+    recipes: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder.
 
     ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
+
+    Args: recipes: of the suites that the checkpoints were scored on (`evaluate`); of others the manifest's.
     """
     write_results(out / "results.jsonl", rows)
     manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
+    manifests = [
+        {**manifest, "suite": recipes.get(folder, manifest.get("suite"))}
+        for folder, manifest in zip(checkpoints, manifests, strict=True)
+    ]
     write_results(out / RUNS, map(run_of, manifests))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {
-        **{name: facts[name] for name in ("command", "commit", "hardware")},
+        **{name: facts[name] for name in ("command", "commit", "hardware", "versions")},
         "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
         "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "training" in m},
-        "versions": manifests[0]["versions"],
         "split": table.split,
         "means": {
             method: {

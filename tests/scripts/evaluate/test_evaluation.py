@@ -1,11 +1,12 @@
 """Scores of checkpoints: the suite's own numbers, on the right tasks, and the report of them."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
@@ -94,6 +95,51 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
     assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
 
 
+def copied(folder, place, **facts):
+    """A checkpoint with another manifest."""
+    shutil.copytree(folder, place)
+    manifest = json.loads((place / "manifest.json").read_text()) | facts
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return place
+
+
+def test_what_cannot_be_averaged_is_told_before_any_is_scored(runs, merged, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    ft = [runs["ft"] / task for task in ("mirror", "rot90")]
+    with pytest.raises(ValueError, match=r"different tasks .*FT on mirror, rot90; SMAT on mirror\)"):
+        evaluate([*ft, runs["smat"] / "mirror"])
+    second = copied(ft[0], tmp_path / "second", seed=22)
+    with pytest.raises(ValueError, match="FT, Expert, seed 22 lacks task 'rot90'"):
+        evaluate([*ft, second])
+    with pytest.raises(ValueError, match="FT, Expert, seed 21 lacks task 'negative'"):
+        evaluate([*ft, merged["ft"] / "ta"])
+
+
+def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_path, monkeypatch):
+    names = {"label": "FT", "method": "ft"}
+    anew = copied(runs["smat"] / "mirror", tmp_path / "mirror", **names)
+    others = [runs["ft"] / task for task in ("negative", "rot90", "stripes")]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+        stale = f"{merged['ft'] / 'ta'} was merged from other weights of 'mirror' than {anew} holds now"
+        with pytest.raises(ValueError, match=stale):
+            evaluate([*others, anew, merged["ft"] / "ta"])
+    # its own snapshots are no other weights
+    copied(runs["ft"] / "mirror", tmp_path / "snapshots" / "1" / "mirror", kind="snapshot")
+    assert len(evaluate([*others, anew, merged["ft"] / "ta"])) == 4 + 4
+
+
+def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
+    recipes, folder = {}, runs["ft"] / "rot90"
+    rows = evaluate([folder], options={"batch_size": 8}, recipes=recipes)
+    write_report(tmp_path, rows, main_table(rows), checkpoints=[folder], recipes=recipes)
+    trained = checkpoint.load_manifest(folder)["suite"]
+    scored = {**trained, "batch_size": 8}
+    assert trained != scored
+    assert json.loads((tmp_path / "results.json").read_text())["suites"] == [scored]
+    assert json.loads((tmp_path / "runs.jsonl").read_text())["suite"] == scored
+
+
 def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     loads = []
     load = evaluation.load_suite
@@ -130,7 +176,7 @@ def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_p
     summary = json.loads((tmp_path / "report" / "results.json").read_text())
     manifest = checkpoint.load_manifest(folders[0])
     assert summary["suites"] == [manifest["suite"]]
-    assert summary["versions"] == manifest["versions"]
+    assert summary["versions"] == machine.describe("")["versions"]  # that scored; runs.jsonl has those that trained
     assert summary["learning_rates"] == {"FT": 5e-4, "SMAT": 5e-4}
     assert summary["split"] == "test"
     ta = [row.score for row in rows if (row.method, row.model) == ("SMAT", "ta")]
