@@ -198,4 +198,4 @@ def test_the_verdict_is_the_five_merger_mean_and_its_difference():
     # one has a seed more, and differences are those of the seeds that both have
     more = [replace(row, seed=1, score=90.0) for row in made("FT", (10, 20, 30, 40, 50))]
     part = main_table(made("FT", (10, 20, 30, 40, 50)) + more + made("SMAT", (11, 21, 31, 41, 51)))
-    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00"
+    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00 over the 1 common seed"
