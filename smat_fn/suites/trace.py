@@ -8,6 +8,7 @@ option ``metric``.
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -160,10 +161,22 @@ class Trace(BaseSuite):
                     "every score would be 0; write letters, or give the task another name and choose a metric"
                 )
         errors.raise_problems(problems)
+        for (task, split), rows in self._rows.items():
+            others = sum(not _is_letter(answer) for answer in rows.answers)
+            if split != "train" and self._metric(task) in LABELS and others:
+                self.notes += (
+                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter "
+                    "A to D, which its metric compares: they count as wrong, whatever the model says",
+                )
         asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
+        if unused := decoding.unused_settings(lm.module):
+            said = ", ".join(f"{name} {value}" for name, value in unused.items())
+            self.notes += (
+                f"{own.model} sets {said} for generation, which decoding here does not use: scores are without",
+            )
         self._device = next(iter(lm.params.values())).device
         self._settings = {task: settings_of(task, own) for task in tasks}
         config: Any = lm.module.config
@@ -295,7 +308,12 @@ class Trace(BaseSuite):
             known={} if journal is None else journal.known,
             on_batch=keep,
         )
-        return self._metric(task)(texts, answers, prompts)
+        value: Any = self._metric(task)(texts, answers, prompts)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise ValueError(f"metric {self.options.metric!r} returned a {kind}, must return a number") from None
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
@@ -321,7 +339,7 @@ class Trace(BaseSuite):
             facts["frozen"] = fingerprint(held)
         metric = self._metric(task)
         if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
-            facts["metric"] = inspect.getsource(metric)
+            facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])
         return content_key(facts)
 
     def _metric(self, task: str) -> TextMetric:

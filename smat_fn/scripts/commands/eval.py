@@ -62,6 +62,7 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
+    from smat_fn.evaluate.scoring import shares_note
     from smat_fn.report.plots import main_plot
     from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
@@ -76,8 +77,10 @@ def main(args: Eval) -> None:
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
     recipes: dict[Path, dict[str, Any]] = {}
     rows = evaluation.evaluate(
-        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes
+        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
     )
+    if note := shares_note(row.score for row in rows):
+        print(f"note: {note}")
     table = main_table(rows, split=args.split)
     show(terminal(table))
     for row in rows:

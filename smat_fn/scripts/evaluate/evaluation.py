@@ -50,6 +50,7 @@ def evaluate(
     implied: Mapping[str, Any] = MappingProxyType({}),
     keep: Path | None = None,
     recipes: dict[Path, dict[str, Any]] | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
@@ -65,6 +66,7 @@ def evaluate(
         keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
             found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
         recipes: gets the recipe of the suite that each checkpoint is scored on, with ``options``.
+        report: called with each line of notes on the suites, before anything is scored.
 
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
@@ -77,6 +79,8 @@ def evaluate(
     main_table(planned(manifests.values(), split=split), split=split)
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
+    for line in dict.fromkeys(f"note: {note}" for suite, _ in suites.values() for note in suite.notes):
+        report(line)
     rows, records = [], Records(keep)
     with score_bar() as bar:
         scorers = {

@@ -72,7 +72,7 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
 def _outdated(
     runs: Sequence[Run], scored: Mapping[Weights, tuple[str, Path]], there: Mapping[Weights, Mapping[str, Path]]
 ) -> list[str]:
-    """Errors for scores of weights that are no longer those of the checkpoint; labels with Muon are told apart later."""
+    """Errors for scores of weights that are no longer the checkpoint's; not where Muon and others share a label."""
     muon = {run.label for run in runs if run.training.get("optimizer") == "muon"}
     return [
         f"{file}: the scores of {key[0]}, {key[1]}, seed {key[2]} are of other weights than "
