@@ -75,7 +75,7 @@ def _legend(found: Found, rows: list[list[object]]) -> str:
     own = {label: _seeds(found, label) for label in found.table.cells}
     if len({*own.values()}) > 1:
         each = "; ".join(f"{label} {', '.join(map(str, of))}" for label, of in own.items())
-        text += f" **Labels have different seeds** ({each}): their means are over other seeds, differences over common ones."
+        text += f" **Labels have different seeds** ({each}): a mean is over its label's, a difference over common ones."
     if rows:
         text += (
             " Difference: of the mean of five mergers (Avg), or of the experts where not all five are there. Finding: "

@@ -183,7 +183,7 @@ def test_the_peak_is_the_largest_of_all_experts(make, sections):
 def test_another_reference_can_be_named(make, sections):
     found = sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"), reference="SMAT")
     assert column(found["Paired differences"], "Difference") == ["FT - SMAT"] * 7
-    with pytest.raises(ValueError, match="reference 'SMATT' is none of the labels .* choose one of 'FT', 'SMAT'"):
+    with pytest.raises(ValueError, match=r"reference 'SMATT' is none of the labels .* choose one of 'FT', 'SMAT'"):
         sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"), reference="SMATT")
 
 

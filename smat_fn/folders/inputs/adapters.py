@@ -138,8 +138,21 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         made[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
-    note = "" if head or config.get("ensure_weight_tying") else _tied_note(label, touched, base)
+    notes = [_base_note(label, config, base)]
+    notes += [] if head or config.get("ensure_weight_tying") else [_tied_note(label, touched, base)]
+    note = "; ".join(filter(None, notes))
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+
+
+def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
+    """A note on an adapter whose configuration names another model than base, by the last part of the name."""
+    named = config.get("base_model_name_or_path")
+    own = config_of(base.root).get("_name_or_path")
+    hub = [part.rpartition("--")[2] for part in base.root.parts if part.startswith("models--")]
+    known = {base.root.resolve().name, *hub, Path(own).name if isinstance(own, str) else ""}
+    if not isinstance(named, str) or not named or Path(named).name.lower() in map(str.lower, known):
+        return ""
+    return f"{label} names {named!r} as its base, here it is {base.root}: make sure that they have the same weights"
 
 
 def _is_copied_head(name: str, store: Store | Pickled) -> bool:
