@@ -103,6 +103,10 @@ def _other_settings(found: Found, mergers: Sequence[str]) -> list[str]:
         if len(own) > 1:
             each = "; ".join(f"{', '.join(labels)}: {settings}" for settings, labels in own.items())
             sentences.append(f"**Other settings of {merger} differ** ({each}).")
+        several = [run for run in found.runs if run.model.upper() == merger and "coefs" in run.hyperparameters]
+        if several:
+            labels = ", ".join(dict.fromkeys(run.label for run in several))
+            sentences.append(f"{merger} of {labels} has other coefficients for some parameters.")
     return sentences
 
 

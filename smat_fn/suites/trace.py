@@ -9,7 +9,7 @@ option ``metric``.
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import product
@@ -161,22 +161,11 @@ class Trace(BaseSuite):
                     "every score would be 0; write letters, or give the task another name and choose a metric"
                 )
         errors.raise_problems(problems)
-        for (task, split), rows in self._rows.items():
-            others = sum(not _is_letter(answer) for answer in rows.answers)
-            if split != "train" and self._metric(task) in LABELS and others:
-                self.notes += (
-                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter "
-                    "A to D, which its metric compares: they count as wrong, whatever the model says",
-                )
         asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
-        if unused := decoding.unused_settings(lm.module):
-            said = ", ".join(f"{name} {value}" for name, value in unused.items())
-            self.notes += (
-                f"{own.model} sets {said} for generation, which decoding here does not use: scores are without",
-            )
+        self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
         self._settings = {task: settings_of(task, own) for task in tasks}
         config: Any = lm.module.config
@@ -189,6 +178,19 @@ class Trace(BaseSuite):
         self._top = self._states_of(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
+
+    def _doubts(self, lm: LanguageModel) -> Iterator[str]:
+        """Notes on answers that cannot be counted, and on settings for generation that are not used."""
+        for (task, split), rows in self._rows.items():
+            others = sum(not _is_letter(answer) for answer in rows.answers)
+            if split != "train" and self._metric(task) in LABELS and others:
+                yield (
+                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
+                    "to D, which its metric compares: they count as wrong, whatever the model says"
+                )
+        if unused := decoding.unused_settings(lm.module):
+            said = ", ".join(f"{name} {value}" for name, value in unused.items())
+            yield f"{self.options.model} sets {said} for generation, which decoding here does not use"
 
     def _states_of(self, lm: LanguageModel) -> TopLanguage | None:
         """The top layers alone, where only these are trained and need nothing but states."""

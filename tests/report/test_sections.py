@@ -202,7 +202,9 @@ def test_settings_of_a_merger_that_differ_are_said(make, sections):
     alike = sections(*studies, merged("FT", 0.5), merged("SMAT", 0.5))["Coefficients"].text
     assert alike == sections(*studies)["Coefficients"].text
     text = sections(*studies, merged("FT", 0.5), merged("SMAT", 0.2, coefs={"a": 1.0}))["Coefficients"].text
-    assert text == f"{alike} **Other settings of TIES differ** (FT: keep 0.5; SMAT: keep 0.2, coefs by parameter)."
+    assert text == f"{alike} **Other settings of TIES differ** (FT: keep 0.5; SMAT: keep 0.2, coefs by parameter)." + (
+        " TIES of SMAT has other coefficients for some parameters."
+    )
 
 
 def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, full):

@@ -138,9 +138,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         made[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
-    notes = [_base_note(label, config, base)]
-    notes += [] if head or config.get("ensure_weight_tying") else [_tied_note(label, touched, base)]
-    note = "; ".join(filter(None, notes))
+    note = "; ".join(filter(None, (_base_note(label, config, base), _tied_note(label, config, touched, base, head))))
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
 
 
@@ -163,10 +161,16 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
 
-def _tied_note(label: str, touched: Collection[str], base: Folder) -> str:
+def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
     """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
     changed = [path for path in touched if by_token(path)]
-    if not changed or HEAD in base.leaves or config_of(base.root).get("tie_word_embeddings") is not True:
+    if (
+        head
+        or config.get("ensure_weight_tying")
+        or not changed
+        or HEAD in base.leaves
+        or config_of(base.root).get("tie_word_embeddings") is not True
+    ):
         return ""
     return (
         f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's "

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
@@ -41,6 +42,7 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
+# over 60 lines: its docstring explains every argument
 def evaluate(
     folders: Sequence[Path],
     *,
@@ -94,7 +96,7 @@ def evaluate(
             if on_model is not None:
                 on_model(str(folder))
             scorer, model = scorers[own[folder]], _model(manifest)
-            for tasks, params in _models(folder, manifest, scorer.suite):
+            for tasks, params in _models(folder, manifest, scorer.suite, report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
                     scorer.suite.replace(tasks=tasks),
@@ -207,15 +209,35 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return (manifest["task"],) if manifest["kind"] == "expert" else tuple(manifest["experts"])
 
 
-def _models(folder: Path, manifest: Mapping[str, Any], suite: Suite) -> Iterator[tuple[tuple[str, ...], Params]]:
+def _models(
+    folder: Path, manifest: Mapping[str, Any], suite: Suite, report: Callable[[str], None]
+) -> Iterator[tuple[tuple[str, ...], Params]]:
     """The models in a folder and the tasks of each: one for all, or one for each task."""
     if is_several(folder):
         base = tree.flatten(suite.base)
         for task in _tasks(manifest):
             yield (task,), tree.unflatten(suite.base, task_params(folder, task, base))
+        return
+    tasks = suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
+    leaves = checkpoint.load_leaves(folder)[0] if manifest["kind"] == "merged" else {}
+    if narrow := _narrower(leaves, suite.base):
+        names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
+        report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
+        leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
+        tree.check_same(suite.base, "the base", **{str(folder): leaves})
+        yield tasks, leaves
     else:
-        params, _ = lora.load_expert(folder, suite.base)
-        yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), params
+        yield tasks, lora.load_expert(folder, suite.base)[0]
+
+
+def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The floating-point leaves that base's dtype holds exactly and that have another, as --out-dtype writes them."""
+    return {
+        path: leaf
+        for path, leaf in leaves.items()
+        if leaf.is_floating_point() and path in base and leaf.dtype != base[path].dtype
+        if torch.promote_types(leaf.dtype, base[path].dtype) == base[path].dtype
+    }
 
 
 def _model(manifest: dict[str, Any]) -> str:

@@ -250,7 +250,11 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
             notes = tuple(manifest.get("notes", ()))
             at = manifest.get("snapshot", {}).get("index", 0)
-            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at)
+            blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
+            layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
+            kept[folder] = Merged(
+                params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers
+            )
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)

@@ -129,6 +129,20 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
     assert len(evaluate([*others, anew, merged["ft"] / "ta"])) == 4 + 4
 
 
+def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suite, tmp_path):
+    leaves, manifest = checkpoint.load_leaves(merged["ft"] / "ta")
+    narrow = {path: leaf.bfloat16() for path, leaf in leaves.items()}
+    checkpoint.save_expert(tmp_path / "ta", narrow, manifest)
+    said = []
+    rows = evaluate([tmp_path / "ta"], report=said.append)
+    wide = {path: leaf.float() for path, leaf in narrow.items()}
+    assert [row.score for row in rows] == [suite.score(wide, row.task, "test") for row in rows]
+    assert said == [f"note: {tmp_path / 'ta'} has parameters in bfloat16: scored in the wider dtype of its suite"]
+    checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
+    with pytest.raises(ValueError, match="float64"):
+        evaluate([tmp_path / "wide"])
+
+
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
     recipes, folder = {}, runs["ft"] / "rot90"
     rows = evaluate([folder], options={"batch_size": 8}, recipes=recipes)
