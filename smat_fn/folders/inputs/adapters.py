@@ -164,13 +164,9 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
 def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
     """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
     changed = [path for path in touched if by_token(path)]
-    if (
-        head
-        or config.get("ensure_weight_tying")
-        or not changed
-        or HEAD in base.leaves
-        or config_of(base.root).get("tie_word_embeddings") is not True
-    ):
+    if head or config.get("ensure_weight_tying") or not changed or HEAD in base.leaves:
+        return ""
+    if config_of(base.root).get("tie_word_embeddings") is not True:
         return ""
     return (
         f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's "

@@ -34,7 +34,7 @@ class Eval:
     """Evaluate experts and merged models."""
 
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
-    """Checkpoints, or folders that contain them."""
+    """Checkpoints, or folders that contain them; TASK=FOLDER for an expert of another tool (a model or an adapter)."""
     out: Annotated[Path | None, cli.NONE] = None
     """Folder for results.jsonl, results.json and table.md, and for the cache of scores and answers."""
     plot: Annotated[Path | None, cli.NONE] = None

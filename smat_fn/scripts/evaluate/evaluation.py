@@ -15,31 +15,59 @@ from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
+from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
+from ..merge.inputs import manifest_of, named
+
+OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
 def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     """Checkpoints of experts and merged models at or below the given folders, in order, each once.
+
+    TASK=FOLDER is an expert of another tool, and stays as it is.
 
     Raises: ValueError that lists every folder without one.
     """
     found: dict[Path, None] = {}
     problems = []
     for path in paths:
+        name, folder = named(path)
+        if name is not None and not manifest_of(folder):
+            found[path] = None
+            continue
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
         folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in ("expert", "merged")]
         if not folders:
             way = "give folders of train.py or merge.py" if path.is_dir() else "there is no such folder"
-            if (path / "config.json").is_file():
-                way += f"; merge.py ta --base BASE --experts TASK={path} --coef 1 --out OUT writes this model as one"
+            if (path / "config.json").is_file() or is_adapter(path):
+                way += f", or name the task of an expert of another tool: TASK={path}"
+            way += "" if name is None else f"; {folder} is a checkpoint, give it without a name"
             problems.append(f"{path} holds no expert or merged checkpoint: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
     return list(found)
+
+
+def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """The manifests of checkpoints as `find_checkpoints` gives them, and what stands for those of other tools' experts.
+
+    The latter have label and seed of the first model merged from experts of their names: they share its line.
+    """
+    given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
+    found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
+    names = set(given.values())
+    merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
+    line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}
+    suite = next((m["suite"] for m in merged if m.get("suite")), None)
+    of_all = {"kind": "expert", "label": line["label"], "seed": line["seed"], "hyperparameters": {}, "suite": suite}
+    others = {folder: {**of_all, "task": name, OTHER: str(named(folder)[1])} for folder, name in given.items()}
+    return {folder: others.get(folder) or found[folder] for folder in folders}
 
 
 # over 60 lines: its docstring explains every argument
@@ -76,7 +104,7 @@ def evaluate(
             `main_table` cannot average, before they are computed; for weights that are not finite and scores that are
             not numbers.
     """
-    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    manifests = manifests_of(folders)
     own, suites = _suites(manifests, options or {}, implied)
     main_table(planned(manifests.values(), split=split), split=split)
     if recipes is not None:
@@ -129,7 +157,7 @@ def _suites(
                 "evaluate one of them, or train one with another --label"
             )
         # third-party experts name no suite, nor does a model merged from them
-        found = manifest.get("suite") or _asked(folder, {**implied, **options})
+        found = manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
         if not found:
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -141,7 +169,7 @@ def _suites(
             suite = load_suite(**{**found, **options})
             suites[recipe] = suite, checkpoint.fingerprint(suite.base)
         suite, base = suites[recipe]
-        if manifest.get("base_fingerprint") != base:
+        if OTHER not in manifest and manifest.get("base_fingerprint") != base:
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
@@ -198,8 +226,8 @@ def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     known = options["name"] in SUITES and "dtype" in describe_options(options["name"])
     try:
-        leaves = open_folder(str(folder), folder).leaves if known else {}
-    except ValueError:  # a folder of several models
+        leaves = open_folder(str(folder), local_folder(str(folder), folder)).leaves if known else {}
+    except ValueError:  # a folder of several models, or an adapter
         leaves = {}
     found = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves.values() if leaf.is_floating_point()}
     return {"seed": 0, **options, **({"dtype": found.pop()} if len(found) == 1 else {})}
@@ -219,15 +247,40 @@ def _models(
             yield (task,), tree.unflatten(suite.base, task_params(folder, task, base))
         return
     tasks = suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
-    leaves = checkpoint.load_leaves(folder)[0] if manifest["kind"] == "merged" else {}
-    if narrow := _narrower(leaves, suite.base):
+    leaves: dict[str, Tensor] = checkpoint.load_leaves(folder)[0] if manifest["kind"] == "merged" else {}
+    if OTHER in manifest:
+        leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
+    if (narrow := _narrower(leaves, suite.base)) or OTHER in manifest:
         names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
-        report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
+        if narrow:
+            report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
         leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
         tree.check_same(suite.base, "the base", **{str(folder): leaves})
         yield tasks, leaves
     else:
         yield tasks, lora.load_expert(folder, suite.base)[0]
+
+
+def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:
+    """The leaves of an expert of another tool, as a merge in memory reads them. Raises: ValueError as `read_inputs`."""
+    if "model" not in suite.recipe:
+        raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
+    problems, told = list[str](), list[str]()
+    _, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
+    errors.raise_problems(problems)
+    rounded = {
+        str(suite.base[path].dtype).removeprefix("torch.")
+        for path, leaf in found[task].items()
+        if leaf.is_floating_point() and path in suite.base
+        if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
+    }
+    told += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
+    for line in told:
+        report(f"note: {line}")
+    return {
+        path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf
+        for path, leaf in found[task].items()
+    }
 
 
 def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,10 +312,9 @@ def write_report(
     Args: recipes: of the suites that the checkpoints were scored on (`evaluate`); of others the manifest's.
     """
     write_results(out / "results.jsonl", rows)
-    manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
     manifests = [
         {**manifest, "suite": recipes.get(folder, manifest.get("suite"))}
-        for folder, manifest in zip(checkpoints, manifests, strict=True)
+        for folder, manifest in manifests_of(checkpoints).items()
     ]
     write_results(out / RUNS, map(run_of, manifests))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -50,7 +50,7 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
     with pytest.raises(ValueError, match=r"holds no expert or merged checkpoint: give.*missing holds no .*no such"):
         find_checkpoints([tmp_path, runs["ft"], tmp_path / "missing"])
     (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match=f"--experts TASK={tmp_path} --coef 1 --out OUT writes this model as one"):
+    with pytest.raises(ValueError, match=f"or name the task of an expert of another tool: TASK={tmp_path}"):
         find_checkpoints([tmp_path])
 
 
