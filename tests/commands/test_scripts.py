@@ -193,7 +193,7 @@ def test_options_without_the_one_that_they_belong_to_are_errors(refused, tmp_pat
 def test_a_grid_of_one_cannot_be_widened(refused, trained, tmp_path):
     words = "--run", trained[0], "--out", tmp_path / "out", "--search", "--widen", "--grid", "0.2"
     assert refused("merge.py", "ta", *words) == (
-        "merge.py: --widen goes on by the steps of --grid, 0.2 has none: give two or more"
+        "merge.py: --widen extends by the steps of --grid, 0.2 has none: give two or more"
     )
 
 

@@ -133,7 +133,9 @@ def gains(options: Gains) -> "Result":
 
     split, folders = options.split, find_checkpoints(options.runs)
     with progress("checkpoint", len(folders)) as done:
-        scores = evaluate(folders, split=split, options=options.suite_options, on_model=lambda name: done(1))
+        recipes: dict[Path, dict[str, Any]] = {}
+        shared: dict[str, Any] = {"options": options.suite_options, "recipes": recipes}
+        scores = evaluate(folders, split=split, on_model=lambda name: done(1), **shared)
     rows = [
         {
             "method": method,
@@ -146,7 +148,7 @@ def gains(options: Gains) -> "Result":
         for seed, drop in gain.drop.by_seed.items()
     ]
     kept = ("label", "kind", "task", "merger", "hyperparameters", "seed", "suite", "fingerprint", "versions")
-    manifests = manifests_of(folders)
+    manifests = {folder: {**m, "suite": recipes[folder]} for folder, m in manifests_of(folders).items()}
     models = [{"path": str(f), **{name: m[name] for name in kept if name in m}} for f, m in manifests.items()]
     return {**result_of("gains", [], rows, split=split), "runs": models}
 

@@ -271,7 +271,7 @@ def _check_grid(choice: Choices, configs: Sequence[MergerConfig]) -> None:
     if choice.widen and not choice.search:
         raise ValueError("--widen requires --search")
     if choice.widen and len(choice.grid) == 1:
-        raise ValueError(f"--widen goes on by the steps of --grid, {choice.grid[0]:g} has none: give two or more")
+        raise ValueError(f"--widen extends by the steps of --grid, {choice.grid[0]:g} has none: give two or more")
     if choice.grid or choice.widen:
         without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
         if all(getattr(config, "coef", 0.0) is not None for config in configs):

@@ -149,7 +149,7 @@ def merge_run(
 
 
 def notes_of(config: MergerConfig, inputs: Inputs) -> list[str]:
-    """What a merge of these inputs on disk would report of one merger: buffers, and globs without a match."""
+    """The notes of a merge of these inputs on disk by one merger: buffers, and globs without a match."""
     floating = [path for path, leaf in inputs.base.items() if leaf.is_floating_point()]
     globs = [glob for glob in getattr(config, "skip", ()) if not any(fnmatchcase(path, glob) for path in floating)]
     notes = [f"skip {glob!r} matches no parameter" for glob in globs]
