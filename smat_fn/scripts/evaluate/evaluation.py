@@ -293,7 +293,7 @@ def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[
     }
 
 
-def _model(manifest: dict[str, Any]) -> str:
+def _model(manifest: Mapping[str, Any]) -> str:
     return f"expert:{manifest['task']}" if manifest["kind"] == "expert" else manifest["merger"]
 
 
@@ -346,7 +346,7 @@ def verdict(table: MainTable) -> str:
     parts = [f"{method} {cell.mean:.2f}" for method, cell in five.items()]
     for method in others:
         got = differences(five[first].by_seed, five[method].by_seed)
-        common = [] if got is None or five[first].by_seed.keys() == five[method].by_seed.keys() else len(got.values)
+        common = 0 if got is None or five[first].by_seed.keys() == five[method].by_seed.keys() else len(got.values)
         over = f" over the {common} common seed{'s' * (common != 1)}" if common else ""
         parts.append(f"{method} - {first} {'has no seed in common' if got is None else f'{got.mean:+.2f}{over}'}")
     return "mean over five mergers: " + ", ".join(parts)
