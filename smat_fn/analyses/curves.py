@@ -1,5 +1,6 @@
 """Scores over sets of experts (paper section 5.3): number of experts, replaced experts, sources of merging gains."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
@@ -96,7 +97,15 @@ def replacement_curve(
 def _scored(
     subsets: Sequence[tuple[int, tuple[str, ...]]], found: Sequence[Mapping[str, float]], reference: Mapping[str, float]
 ) -> list[Scored]:
-    """A row for every subset and task that was scored."""
+    """A row for every subset and task that was scored. Raises: ValueError for scores that are NaN."""
+    errors.raise_problems(
+        [
+            f"the score of {'+'.join(subset) or 'no expert'} on {task} is NaN, its weights overflow: lower the coef"
+            for (_, subset), scores in zip(subsets, found, strict=True)
+            for task, score in scores.items()
+            if math.isnan(score)
+        ]
+    )
     return [
         Scored(count, subset, task, score, 100 * score / reference[task])
         for (count, subset), scores in zip(subsets, found, strict=True)

@@ -49,8 +49,8 @@ def generator(
 
     Args: model: of a causal language model or an encoder-decoder of ``transformers``; params: its flat parameters, on
         its device; prompts: reads the prompts of a causal model whose lower blocks are frozen (default: the model).
-    Raises: ValueError for a batch size below 1; when called, for bad settings, and for prompts that hold no token,
-        have tokens without a row in the embedding, or are too long for the model's positions.
+    Raises: ValueError for a batch size below 1; when called, for bad settings, for prompts that hold no token, have
+        tokens without a row in the embedding, or are too long for the model's positions, and for logits that are NaN.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, must be at least 1")
@@ -130,17 +130,38 @@ def _decode(
     step = _answering(module, rows, device) if _is_pair(module) else _continuing(module, rows, device, prompts)
     stop = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    lost = torch.zeros_like(ended)
     new: list[Tensor] = []
     for position in range(settings.max_new_tokens):
         logits = step(new[-1] if new else None)
+        lost = lost | logits.amax(1).isnan()
         token = logits.argmax(1) if keys is None else sample(logits, keys, position, settings.temperature)
         new.append(token)
         ended = ended | torch.isin(token, stop)
         if bool(ended.all()):
             break
+    if count := int(lost.sum()):
+        raise ValueError(
+            f"the logits of {count} of {len(rows)} prompts are NaN: the weights overflow in {logits.dtype}, choose a "
+            "smaller coefficient, or load the model as float32 (--suite-options dtype float32)"
+        )
     return [_until(stops, row) for row in torch.stack(new, 1).tolist()]
 
 
+_UNUSED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothing
+    "num_beams": (1,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": (),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "forced_bos_token_id": (),
+    "stop_strings": (),
+}
 CACHES = "past_key_values", "cache_params"  # argument and output; RWKV's "state" mixes the rows of a batch up
 
 Step = Callable[[Tensor | None], Tensor]  # the last tokens (B,), None: none yet -> logits of the next ones (B, V)
@@ -234,6 +255,13 @@ def stops(module: Any, tokenizer: Any) -> frozenset[int]:
     own = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     several: Iterable[int | None] = own if isinstance(own, (list, tuple)) else [own]
     return frozenset(i for i in [*several, tokenizer.eos_token_id] if i is not None)
+
+
+def unused_settings(module: Any) -> dict[str, Any]:
+    """Settings of the model's generation config that change logits or search, and that decoding here does not use."""
+    own = getattr(module, "generation_config", None)
+    found = {name: getattr(own, name, None) for name in _UNUSED}
+    return {name: value for name, value in found.items() if value not in (*_UNUSED[name], None, [])}
 
 
 def _check_settings(settings: Decoding, repeat: int) -> None:

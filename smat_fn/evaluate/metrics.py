@@ -5,6 +5,7 @@ Predictions and references are stripped first. An empty prediction has no label,
 has deleted all that is to be deleted.
 """
 
+import math
 import re
 import sys
 import unicodedata
@@ -41,7 +42,7 @@ _NUMBERS = (
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
-    """``100 * (number of equal entries) / N``.
+    """``100 * (number of equal entries) / N``, NaN where a prediction is negative: its logits were NaN.
 
     Args: predictions, labels: integers of one shape (N,).
     Raises: ValueError for unequal shapes and for N = 0.
@@ -51,6 +52,8 @@ def accuracy(predictions: Tensor, labels: Tensor) -> float:
             f"accuracy of predictions {tuple(predictions.shape)} against labels {tuple(labels.shape)}: "
             "give one prediction per label, at least one"
         )
+    if bool((predictions < 0).any()):
+        return math.nan
     return 100 * int((predictions == labels.to(predictions.device)).sum()) / labels.numel()
 
 
@@ -154,7 +157,12 @@ def sari(predictions: Sequence[str], references: Sequence[str], prompts: Sequenc
 
 def exact_match(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
     """Share of rows whose words are the reference's words (`_words`), in their order."""
-    return _mean(predictions, references, lambda p, r: float(_words(p) == _words(r)))
+
+    def row(prediction: str, reference: str) -> float:
+        p, r = _words(prediction, reference)
+        return float(p == r)
+
+    return _mean(predictions, references, row)
 
 
 def token_f1(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
@@ -166,7 +174,7 @@ def token_f1(predictions: Sequence[str], references: Sequence[str], prompts: Seq
     """
 
     def row(prediction: str, reference: str) -> float:
-        p, r = Counter(_words(prediction)), Counter(_words(reference))
+        p, r = map(Counter, _words(prediction, reference))
         return 2 * (p & r).total() / (p.total() + r.total()) if p or r else 1.0
 
     return _mean(predictions, references, row)
@@ -176,7 +184,7 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
     """Share of rows whose prediction holds the reference's words one after another (`_words`); an empty one never."""
 
     def row(prediction: str, reference: str) -> float:
-        p, r = (f" {' '.join(_words(text))} " for text in (prediction, reference))
+        p, r = (f" {' '.join(words)} " for words in _words(prediction, reference))
         return float(bool(r.strip()) and r in p)
 
     return _mean(predictions, references, row)
@@ -222,11 +230,17 @@ TRACE_METRICS: Mapping[str, TextMetric] = MappingProxyType(
 )
 
 
-def _words(text: str) -> list[str]:
-    """Words in lower case and NFKC, without punctuation and English articles, as SQuAD compares answers."""
-    text = unicodedata.normalize("NFKC", text).lower()
-    kept = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+def _words(prediction: str, reference: str) -> list[list[str]]:
+    """The words of both in lower case and NFKC, without punctuation and English articles, as SQuAD compares answers.
+
+    Where the reference has nothing but articles they are kept: the A of a choice is an answer.
+    """
+    texts = [unicodedata.normalize("NFKC", text).lower() for text in (prediction, reference)]
+    words = ["".join(c for c in text if not unicodedata.category(c).startswith("P")).split() for text in texts]
+    articles = {"a", "an", "the"}
+    if words[1] and articles.issuperset(words[1]):
+        return words
+    return [[word for word in own if word not in articles] for own in words]
 
 
 def _sari(source: Counter[str], prediction: Counter[str], reference: Counter[str]) -> float:

@@ -1,13 +1,13 @@
 """Scores of models held in memory, each computed once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .. import __version__, checkpoint, progress
+from .. import checkpoint, machine, progress
 from ..types import Params, Suite
 from .records import Answer, Journal, Kept, Records, content_key
 from .results import EXPERT, Result
@@ -27,9 +27,9 @@ class Cost(NamedTuple):
 class Scorer:
     """Scores models of a suite, each score computed once and cached by its inputs.
 
-    The cache key holds the suite's recipe and content, the versions of smat_fn and torch, ``about``, the model's facts,
-    task, split and repeat. The number of threads and the decoding batch size are left out: they change scores by
-    rounding alone.
+    The cache key holds the suite's recipe and content, torch's version, that of smat_fn with a hash of its source files
+    (mergers and metrics may be edited), ``about``, the model's facts, task, split and repeat. The number of threads and
+    the decoding batch size are left out: they change scores by rounding alone.
 
     Args:
         suite: provides tasks and ``score`` or ``score_once``.
@@ -51,7 +51,7 @@ class Scorer:
         self.suite, self.cost = suite, Cost()
         self._records = Records() if records is None else records
         self._answers, self._bar = answers, bar
-        versions = {"smat_fn": __version__, "torch": metadata.version("torch")}
+        versions = {"smat_fn": machine.code(), "torch": metadata.version("torch")}
         self._facts = {"suite": dict(suite.recipe), "versions": versions, "about": dict(about)}
 
     def of(self, about: Mapping[str, Any]) -> "Scorer":
@@ -87,7 +87,7 @@ class Scorer:
             The score, 0 to 100.
 
         Raises:
-            ValueError: the score is outside [0, 100].
+            ValueError: the score is outside [0, 100]; the suite's own, with the names of model and task.
         """
         facts = {"model": dict(model), "task": task, "split": split, "repeat": repeat}
         content = self.suite.content(task, split) if self.suite.content is not None else None
@@ -99,11 +99,14 @@ class Scorer:
             return kept.score
         params, about = build(), {"name": name, **facts}
         started = perf_counter()
-        kept = Kept(self._score(params, task, split, repeat, key, about), perf_counter() - started)
+        try:
+            kept = Kept(self._score(params, task, split, repeat, key, about), perf_counter() - started)
+        except ValueError as error:
+            raise ValueError(f"{name} on {task} ({split}): {error}") from error
         if not 0 <= kept.score <= 100:
             raise ValueError(
                 f"the score of {name} on {task} ({split}) is {kept.score}, no number from 0 to 100: "
-                f"look at the metric of suite {self.suite.name!r}"
+                f"look at the metric of suite {self.suite.name!r}, or at weights that are too large for their dtype"
             )
         self.cost = Cost(cost.scores + 1, cost.kept, cost.seconds + kept.seconds, cost.saved)
         self._records.add_score(key, kept, about)
@@ -137,6 +140,14 @@ class Scorer:
             value = self.suite.score_once(params, task, split, repeat)
         advance(1.0)
         return float(value)
+
+
+def shares_note(scores: Iterable[float]) -> str:
+    """A note where no score is above 1 and some are above 0; an empty text elsewhere."""
+    scores = list(scores)
+    if not scores or not 0 < max(scores) <= 1:
+        return ""
+    return "no score is above 1: scores are from 0 to 100, so a metric of your own must not return shares"
 
 
 def score_bar(total: int | None = None) -> Any:

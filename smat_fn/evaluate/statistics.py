@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+ROUNDING = 1e-9  # points: means of equal scores in another order differ by less
+
 
 class Estimate(NamedTuple):
     """A mean of n independent values, with its interval where n > 1."""
@@ -15,8 +17,14 @@ class Estimate(NamedTuple):
 
     @property
     def signs(self) -> tuple[int, int, int]:
-        """How many values are above, at, and below 0."""
-        return sum(v > 0 for v in self.values), sum(v == 0 for v in self.values), sum(v < 0 for v in self.values)
+        """How many values are above, at, and below 0, but for rounding."""
+        above, below = sum(v > ROUNDING for v in self.values), sum(v < -ROUNDING for v in self.values)
+        return above, len(self.values) - above - below, below
+
+    @property
+    def alike(self) -> bool:
+        """Whether all values are equal, but for rounding: such an interval is a point, whatever n."""
+        return max(self.values) - min(self.values) <= ROUNDING
 
     @property
     def settled(self) -> bool:

@@ -1,6 +1,6 @@
 """The facts below the findings: costs, scores by task, coefficients, tuning, settings and provenance."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evaluate.results import EXPERT
@@ -87,11 +87,27 @@ def coefficients(found: Found) -> Section | None:
         {"method": label, "merger": merger, "seed": seed, "coef": coef}
         for label, line in coefs.items() for merger in mergers for seed, coef in sorted(line.get(merger, {}).items())
     ]  # fmt: skip
-    return Section(
-        "Coefficients",
-        "In order of seeds; chosen on dev where a search was made.",
-        Table(["Method", *mergers], rows, records),
-    )
+    text = " ".join(["In order of seeds; chosen on dev where a search was made.", *_other_settings(found, mergers)])
+    return Section("Coefficients", text, Table(["Method", *mergers], rows, records))
+
+
+def _other_settings(found: Found, mergers: Sequence[str]) -> list[str]:
+    """A sentence for each merger whose models differ in more than the coefficient."""
+    sentences = []
+    for merger in mergers:
+        own: dict[str, dict[str, None]] = {}  # labels by settings
+        for run in found.runs:
+            if not run.trains and run.model.upper() == merger:
+                kept = {k: "by parameter" if k == "coefs" else v for k, v in run.hyperparameters.items() if k != "coef"}
+                own.setdefault(words(kept) or "no others", {})[run.label] = None
+        if len(own) > 1:
+            each = "; ".join(f"{', '.join(labels)}: {settings}" for settings, labels in own.items())
+            sentences.append(f"**Other settings of {merger} differ** ({each}).")
+        several = [run for run in found.runs if run.model.upper() == merger and "coefs" in run.hyperparameters]
+        if several:
+            labels = ", ".join(dict.fromkeys(run.label for run in several))
+            sentences.append(f"{merger} of {labels} has other coefficients for some parameters.")
+    return sentences
 
 
 def dev_curves(found: Found) -> Section | None:

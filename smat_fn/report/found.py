@@ -205,7 +205,8 @@ class Found(NamedTuple):
 def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: str) -> Found:
     """Scores of one split with the facts of their runs. What is there twice counts once.
 
-    Raises: ValueError as `main_table` and `settings_of`; for no scores of the split, and for runs of several suites.
+    Raises: ValueError as `main_table` and `settings_of`; for no scores of the split, for runs of several suites, and
+        for a reference other than FT that is not there.
     """
     scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
@@ -214,7 +215,12 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]
     raise_problems(problems)
-    return Found(scores, facts, main_table(scores, split=split), settings_of(facts), costs_of(facts, scores), reference)
+    table, costs = main_table(scores, split=split), costs_of(facts, scores)
+    found = Found(scores, facts, table, settings_of(facts), costs, reference)
+    if reference != "FT" and not any(found.base(muon=muon) for muon in (False, True)):
+        labels = ", ".join(map(repr, found.labels("main")))
+        raise ValueError(f"reference {reference!r} is none of the labels to compare with: choose one of {labels}")
+    return found
 
 
 def _several(runs: Iterable[Run]) -> list[str]:

@@ -33,7 +33,7 @@ def colours(methods: Iterable[str]) -> dict[str, str | None]:
 
 def drawable(table: MainTable) -> bool:
     """Whether `main_plot` has a line to draw and a colour for each."""
-    return len(table.cells) > 0 and None not in colours(table.cells).values()
+    return len(table.scored) > 0 and None not in colours(table.cells).values()
 
 
 def main_plot(table: MainTable, *, title: str = "") -> bytes:
@@ -51,8 +51,9 @@ def main_plot(table: MainTable, *, title: str = "") -> bytes:
             f"cannot draw methods {list(table.cells)}: give at least one, at most {len(SPARE)} beside {list(COLOURS)}"
         )
     columns = table.columns
-    # panels of one scale, for experts are far above what is merged
-    parts = [part for part in (columns[:1], columns[1:]) if part] if columns[0] == "Expert" else [columns]
+    # panels of one scale, for experts are far above what is merged; of nothing there is none
+    parts = [columns[:1], columns[1:]] if columns[0] == "Expert" else [columns]
+    parts = [part for part in parts if table.scored.intersection(part)]
     reaches = [reach(cell for line in table.cells.values() for c, cell in line.items() if c in part) for part in parts]
     span = max(high - low for low, high in reaches)
     figure, grid = new_figure(9, 4.5, ncols=len(parts), squeeze=False, width_ratios=list(map(len, parts)))

@@ -72,6 +72,10 @@ def _legend(found: Found, rows: list[list[object]]) -> str:
     seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
     split = found.table.split.capitalize()
     text = f"{split} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
+    own = {label: _seeds(found, label) for label in found.table.cells}
+    if len({*own.values()}) > 1:
+        each = "; ".join(f"{label} {', '.join(map(str, of))}" for label, of in own.items())
+        text += f" **Labels have different seeds** ({each}): a mean is over its label's, a difference over common ones."
     if rows:
         text += (
             " Difference: of the mean of five mergers (Avg), or of the experts where not all five are there. Finding: "
@@ -79,6 +83,10 @@ def _legend(found: Found, rows: list[list[object]]) -> str:
             f"difference before merging. Time: of training, over that of what it is compared with. {NOTE}"
         )
     return text
+
+
+def _seeds(found: Found, label: str) -> tuple[int, ...]:
+    return tuple(sorted({seed for cell in found.table.cells[label].values() for seed in cell.by_seed}))
 
 
 def _alone(found: Found, labels: list[str]) -> list[str]:
@@ -245,10 +253,12 @@ def verdict(found: Estimate | None) -> str:
     """The finding that the interval of a paired difference supports."""
     if found is None:
         return "no seed has both"
-    if set(found.values) == {0.0}:
+    if found.signs[1] == len(found.values):
         return "equal"
     if found.interval is None:
         return "open: one seed"
+    if found.alike:
+        return "open: the same in all seeds"
     if not found.settled:
         return "not established"
     return "above" if found.mean > 0 else "below"

@@ -89,8 +89,8 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
     left out. Avg: the mean of the paper's five mergers, where all five are there.
 
     Args: methods: which, in this order; None: all, in order of appearance.
-    Raises: ValueError for two scores of one thing, for models of one method that were not scored on the same tasks,
-        for columns of one method that miss a seed, and for methods without rows.
+    Raises: ValueError for two scores of one thing, for models that were not scored on the same tasks, for columns of
+        one method that miss a seed, and for methods without rows.
     """
     scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     problems = []
@@ -112,6 +112,10 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
             column: cell_of({seed: float(np.mean(list(tasks.values()))) for seed, tasks in by_seed.items()})
             for column, by_seed in mine.items()
         }
+    tasks_of = {method: _tasks(scores, method) for method in methods}
+    if not problems and len({*tasks_of.values()}) > 1:
+        each = "; ".join(f"{method} on {', '.join(sorted(tasks))}" for method, tasks in tasks_of.items())
+        problems = [f"means over different tasks cannot be compared ({each}): give methods of the same tasks"]
     raise_problems(problems)
     for line in cells.values():
         if all(merger in line for merger in MERGERS):
@@ -123,7 +127,9 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
 def markdown(table: MainTable, *, digits: int = 2) -> str:
     """The table in Markdown, ``mean ± sd`` where there are several seeds."""
     lines = [["Method", *table.columns], ["---", *["---:"] * len(table.columns)]]
-    lines += [[method, *_texts(line, table.columns, digits)] for method, line in table.cells.items()]
+    lines += [
+        [method.replace("|", "\\|"), *_texts(line, table.columns, digits)] for method, line in table.cells.items()
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -142,7 +148,9 @@ def marked(table: MainTable, mark: Callable[[str], str], *, digits: int = 2, joi
 def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
     lines = marked(table, "[bold]{}[/bold]".format, digits=digits, joint="\n")
-    rows = [[method, *texts] for method, texts in lines.items()]
+    from rich.markup import escape
+
+    rows = [[escape(method), *texts] for method, texts in lines.items()]
     return rich_table(f"mean {table.split} score over tasks, 0 to 100", ["Method", *table.columns], rows)
 
 
@@ -167,6 +175,10 @@ def show(table: "RichTable") -> None:
 
 def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:
     return [line[column].text(digits, joint=joint) if column in line else "–" for column in columns]  # noqa: RUF001
+
+
+def _tasks(scores: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]], method: str) -> frozenset[str]:
+    return frozenset(t for (name, _), seeds in scores.items() if name == method for own in seeds.values() for t in own)
 
 
 def _gaps(method: str, split: str, mine: dict[str, dict[int, dict[str, float]]]) -> list[str]:

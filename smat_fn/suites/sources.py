@@ -100,11 +100,15 @@ def collect(
 
 
 def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:
-    """A note on rows of dev and test, by split, that the task trains on too, or none."""
-    train = set(rows.get("train", ()))
+    """Notes on rows of dev and test, by split, that the task trains on too, and on those of test that are in dev."""
+    train, dev = set(rows.get("train", ())), set(rows.get("dev", ()))
     counts = {split: sum(row in train for row in own) for split, own in rows.items() if split != "train"}
     found = [f"{count} of the {len(rows[split])} {split} rows" for split, count in counts.items() if count]
-    return [f"{' and '.join(found)} of {task} are training rows too: scores on them are too high"] if found else []
+    notes = [f"{' and '.join(found)} of {task} are training rows too: scores on them are too high"] if found else []
+    if both := sum(row in dev for row in rows.get("test", ())):
+        count = f"{both} of the {len(rows['test'])} test rows of {task}"
+        notes.append(f"{count} are dev rows too: what is chosen on dev scores too high on them")
+    return notes
 
 
 def two_labels(task: str, rows: Sequence[Hashable], labels: Sequence[Hashable]) -> list[str]:

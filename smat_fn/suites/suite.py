@@ -137,11 +137,12 @@ class EncoderSuite(BaseSuite):
         return batch_indices(key, self.examples(task), self.batch_size, step).tolist()
 
     def predictions(self, params: Params, task: str, batches: Iterable[Batch]) -> Tensor:
-        """The classes with the largest logits. Raises: ValueError for parameters of another model."""
+        """The classes with the largest logits, -1 where they are NaN. Raises: ValueError for leaves unlike base's."""
         tree.check_same(self.base, "the base", params=params)
         here = {name: leaf.to(self.device) for name, leaf in params.items()}
         with torch.no_grad():
-            return torch.cat([self.losses[task](here, batch)[1].argmax(1) for batch in batches])
+            logits = torch.cat([self.losses[task](here, batch)[1] for batch in batches])
+        return torch.where(logits.amax(1).isnan(), -1, logits.argmax(1))
 
 
 def remembered(method: Method) -> Method:

@@ -8,7 +8,8 @@ option ``metric``.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import product
@@ -162,6 +163,7 @@ class Trace(BaseSuite):
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
+        self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
         self._settings = {task: settings_of(task, own) for task in tasks}
         config: Any = lm.module.config
@@ -176,6 +178,19 @@ class Trace(BaseSuite):
         self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
+
+    def _doubts(self, lm: LanguageModel) -> Iterator[str]:
+        """Notes on answers that cannot be counted, and on settings for generation that are not used."""
+        for (task, split), rows in self._rows.items():
+            others = sum(not _is_letter(answer) for answer in rows.answers)
+            if split != "train" and self._metric(task) in LABELS and others:
+                yield (
+                    f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
+                    "to D, which its metric compares: they count as wrong, whatever the model says"
+                )
+        if unused := decoding.unused_settings(lm.module):
+            said = ", ".join(f"{name} {value}" for name, value in unused.items())
+            yield f"{self.options.model} sets {said} for generation, which decoding here does not use"
 
     def _frozen_below(self, lm: LanguageModel) -> tuple[TopLanguage | None, Prompts | None]:
         """The top layers alone, to train and decode with, where only these are trained and need nothing but states."""
@@ -329,7 +344,12 @@ class Trace(BaseSuite):
             known={} if journal is None else journal.known,
             on_batch=keep,
         )
-        return self._metric(task)(texts, answers, prompts)
+        value: Any = self._metric(task)(texts, answers, prompts)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise ValueError(f"metric {self.options.metric!r} returned a {kind}, must return a number") from None
 
     def cuts(self, task: str) -> text.Cut:
         self.check(task)
@@ -355,7 +375,7 @@ class Trace(BaseSuite):
             facts["frozen"] = fingerprint(held)
         metric = self._metric(task)
         if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
-            facts["metric"] = inspect.getsource(metric)
+            facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])
         return content_key(facts)
 
     def _metric(self, task: str) -> TextMetric:

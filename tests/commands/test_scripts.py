@@ -190,6 +190,13 @@ def test_options_without_the_one_that_they_belong_to_are_errors(refused, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_grid_of_one_cannot_be_widened(refused, trained, tmp_path):
+    words = "--run", trained[0], "--out", tmp_path / "out", "--search", "--widen", "--grid", "0.2"
+    assert refused("merge.py", "ta", *words) == (
+        "merge.py: --widen extends by the steps of --grid, 0.2 has none: give two or more"
+    )
+
+
 def test_merge_refuses_what_cannot_be_merged_in_one_line(refused, trained, tmp_path):
     out, base = ("--out", tmp_path / "out"), trained[0] / "base"
     either = "merge.py: give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
+from smat_fn.evaluate import read_results
 from smat_fn.merge import ties_density
+from smat_fn.suites import load_suite
 from smat_fn.testing import assert_trees_equal
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +149,27 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     cpu = ("--suite-options", "device", "cpu")
     assert exits("eval.py", tmp_path / "merged", "--out", tmp_path / "scores", *cpu) is None
     assert "TIES" in capsys.readouterr().out
+    # with the experts themselves, one of them named as a model and in another dtype
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / TASKS[1], dtype="float32")
+    wide.save_pretrained(tmp_path / "wide")
+    given = [f"{TASKS[0]}={tmp_path / TASKS[0]}", f"{TASKS[1]}={tmp_path / 'wide'}"]
+    capsys.readouterr()
+    assert exits("eval.py", tmp_path / "merged", *given, *cpu) is None
+    assert f"note: {tmp_path / 'wide'} is rounded to bfloat16, the dtype of its suite" in capsys.readouterr().out
+    given = [f"{task}={tmp_path / task}" for task in TASKS]
+    assert exits("eval.py", tmp_path / "merged", *given, "--out", tmp_path / "own", *cpu) is None
+    rows = read_results(tmp_path / "own" / "results.jsonl")
+    suite = load_suite(**manifest["suite"] | {"device": "cpu"})
+    own = {f"expert:{task}": suite.score(expert, task, "test") for task, expert in zip(TASKS, experts, strict=True)}
+    assert {row.model: row.score for row in rows if row.model != "ties"} == own
+    lines = map(json.loads, (tmp_path / "own" / "scores.jsonl").read_text().splitlines())
+    scored = {line["model"]["fingerprint"] for line in lines if "expert:" in line["name"]}
+    assert scored == set(map(checkpoint.fingerprint, experts))
+    assert {(row.method, row.seed) for row in rows} == {("+".join(TASKS), 0)}
+    assert exits("eval.py", *given, *cpu).endswith("or images, with --model BASE --data DATA")
+    capsys.readouterr()
+    assert exits("eval.py", *given, "--preset", "lm", "--model", tmp_path / "base", *data[:2], *place[-5:]) is None
+    assert f"{sum(own.values()) / 2:.2f}" in capsys.readouterr().out
     # without a search: merged from disk, in several files, of experts whose folders have other names
     for task in TASKS:
         (tmp_path / task).rename(tmp_path / f"step-{task}")

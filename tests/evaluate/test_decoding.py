@@ -299,6 +299,15 @@ def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(module, make):
     assert got == make()(PROMPTS, Decoding(6), 0)
 
 
+def test_logits_that_are_nan_are_an_error(module, make):
+    params = weights(module)
+    broken = {**params, "lm_head.weight": params["lm_head.weight"] * math.inf}
+    with pytest.raises(
+        ValueError, match=r"the logits of 2 of 2 prompts are NaN: the weights overflow in torch.float64"
+    ):
+        make(broken)(["a", "b"], Decoding(2), 0)
+
+
 def test_bad_input_is_told_before_any_work(module, make):
     run = make()
     with pytest.raises(ValueError, match=r"max_new_tokens is 0.*temperature is -1.*repeat is -2"):

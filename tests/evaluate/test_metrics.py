@@ -1,6 +1,7 @@
 """Metrics of texts: by hand, by stored values of the packages, and of real references against themselves."""
 
 import json
+import math
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -36,6 +37,7 @@ def golden(name):
 
 def test_accuracy_counts_equal_entries():
     assert accuracy(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 0])) == 75
+    assert math.isnan(accuracy(torch.tensor([0, -1]), torch.tensor([0, 1])))  # its logits were NaN
     with pytest.raises(ValueError, match=r"predictions \(0,\) against labels \(0,\)"):
         accuracy(torch.zeros(0), torch.zeros(0))
 
@@ -219,6 +221,13 @@ def test_exact_f1_and_contains_compare_words_as_squad_does():
     assert token_f1([""], ["x"]) == token_f1(["x"], [""]) == 0
     assert contains(says, want) == 50  # whole words one after another, and nothing is in nothing
     assert contains(["tower eiffel", "the eiffel, tower of"], ["eiffel tower", "eiffel tower"]) == 50
+
+
+def test_the_a_of_a_choice_is_an_answer_and_no_article():
+    says = ["A", "the answer is (A).", "", "the", "B"]
+    assert exact_match(says, ["A"] * 5) == token_f1(["A", "", "the", "B"], ["A"] * 4) - 5 == 20
+    assert contains(says, ["A"] * 5) == 40
+    assert (exact_match(["the A"], ["b"]), exact_match(["a B"], ["b"])) == (0, 100)
 
 
 def test_metrics_are_found_by_name_or_as_functions():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from smat_fn import machine
 from smat_fn.evaluate import Records, Result, Scorer, score_bar, score_models
 from smat_fn.evaluate.records import Answer
 from smat_fn.suites.suite import BaseSuite
@@ -66,6 +67,22 @@ def test_a_score_is_computed_once_and_its_parameters_only_then_built(counted, tm
     again = score_models(suite, models, "dev", method="FT", seed=0, scorer=Scorer(suite, Records(tmp_path)))
     assert first == again
     assert len(calls) == 3
+
+
+def test_edited_code_scores_anew(counted, tmp_path, monkeypatch):
+    suite, calls = counted()
+    for code in ("one", "two", "one"):
+        monkeypatch.setattr(machine, "code", lambda code=code: code)
+        Scorer(suite, Records(tmp_path)).once(at(1), "a", "dev", model=ONE, name="m")
+    assert len(calls) == 2
+
+
+def test_a_suites_own_error_names_model_and_task(suite):
+    def fail(params, task, split):
+        raise ValueError("prompt 3 is too long")
+
+    with pytest.raises(ValueError, match=r"^ta, coef 1 on a \(dev\): prompt 3 is too long$"):
+        Scorer(suite.replace(score=fail)).once(at(1), "a", "dev", model=ONE, name="ta, coef 1")
 
 
 def test_whatever_a_score_depends_on_is_in_its_key(counted, tmp_path):

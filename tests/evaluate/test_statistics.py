@@ -36,6 +36,15 @@ def test_zero_in_the_interval_settles_nothing_and_one_value_has_none():
     assert (alone.mean, alone.sd, alone.interval, alone.settled) == (3.0, None, None, False)
 
 
+def test_rounding_is_no_difference():
+    # a mean of the same scores in another order
+    one, other = (fsum / 3 for fsum in (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1))
+    assert one != other
+    got = estimate([one - other, 0.5, -0.5])
+    assert got.signs == (1, 1, 1)
+    assert (estimate([0.5 + one - other, 0.5]).alike, got.alike) == (True, False)
+
+
 def test_differences_are_of_the_seeds_that_both_have():
     got = differences({1: 10.0, 2: 20.0, 3: 30.0}, {3: 33.0, 2: 20.0, 4: 0.0})
     assert got is not None

@@ -84,6 +84,13 @@ def test_tables_that_cannot_be_drawn_are_refused(rows):
             main_plot(MainTable("test", cells))
 
 
+def test_experts_alone_and_mergers_alone_have_one_panel(rows, figures):
+    for kind, labels in ((True, ["Experts"]), (False, [*COLUMNS[1:-1], "Avg of 5"])):
+        main_plot(main_table([row for row in rows if row.model.startswith("expert:") == kind]))
+        panels = [[text.get_text() for text in axes.get_xticklabels()] for axes in figures[-1].axes]
+        assert panels == [labels]
+
+
 def test_other_mergers_have_points_of_their_own(rows, figures):
     more = [Result("FT", "slerp", task, "test", 40.0, seed) for task in "ab" for seed in (0, 1)]
     for given, labels in ((rows + more, [*COLUMNS[1:-1], "SLERP", "Avg of 5"]), (more, ["SLERP"])):

@@ -81,6 +81,7 @@ def test_scores_alone_make_a_report_with_dashes(make, sections):
         ([51.0, 50.0, 48.0], ["-0.33", "-4.13 to +3.46", "1 / 1 / 1", "not established"]),
         ([50.0, 50.0, 50.0], ["+0.00", "+0.00 to +0.00", "0 / 3 / 0", "equal"]),
         ([53.0], ["+3.00", None, "1 / 0 / 0", "open: one seed"]),
+        ([52.0, 52.0, 52.0], ["+2.00", "+2.00 to +2.00", "3 / 0 / 0", "open: the same in all seeds"]),
     ],
 )
 def test_the_summary_says_what_the_interval_says(make, sections, scores, told):
@@ -182,6 +183,28 @@ def test_the_peak_is_the_largest_of_all_experts(make, sections):
 def test_another_reference_can_be_named(make, sections):
     found = sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"), reference="SMAT")
     assert column(found["Paired differences"], "Difference") == ["FT - SMAT"] * 7
+    with pytest.raises(ValueError, match=r"reference 'SMATT' is none of the labels .* choose one of 'FT', 'SMAT'"):
+        sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"), reference="SMATT")
+
+
+def test_labels_of_different_seeds_are_said_to_be(make, sections):
+    found = sections(make("FT", [50.0, 60.0]), make("SMAT", [51.0], "smat"))
+    assert "**Labels have different seeds** (FT 0, 1; SMAT 0)" in found["Summary"].text
+    assert "different seeds" not in sections(make("FT", [50.0]), make("SMAT", [51.0], "smat"))["Summary"].text
+
+
+def test_settings_of_a_merger_that_differ_are_said(make, sections):
+    def merged(label, keep, **more):
+        options = {"coef": 0.3, "keep": keep, **more}
+        return [], [Run(label, "ties", 0, hyperparameters=options), Run(label, "ta", 0, hyperparameters={"coef": 0.2})]
+
+    studies = make("FT", [50.0]), make("SMAT", [51.0], "smat")
+    alike = sections(*studies, merged("FT", 0.5), merged("SMAT", 0.5))["Coefficients"].text
+    assert alike == sections(*studies)["Coefficients"].text
+    text = sections(*studies, merged("FT", 0.5), merged("SMAT", 0.2, coefs={"a": 1.0}))["Coefficients"].text
+    assert text == f"{alike} **Other settings of TIES differ** (FT: keep 0.5; SMAT: keep 0.2, coefs by parameter)." + (
+        " TIES of SMAT has other coefficients for some parameters."
+    )
 
 
 def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, full):
@@ -190,14 +213,14 @@ def test_ablations_stand_beside_the_full_smat_that_they_are_of(make, sections, f
         make("SMAT", [60.0, 61.0], "smat", full),
         make("SMAT p2", [70.0, 71.0], "smat", full | {"period": 2}),
         make("no scale", [58.0, 59.5], "smat", full | {"alpha_min": 1.0}),
-        make("no noise", [55.0, 56.0], "smat", full | {"sigma": 0.0}),
+        make("no noise", [55.0, 56.1], "smat", full | {"sigma": 0.0}),
     ]
     found = sections(*studies)
     ablation = found["Ablation"]
     assert [row[:2] for row in ablation.table.rows] == [
         ["full SMAT", "SMAT"], ["without Scale", "no scale"], ["without Perturb", "no noise"],
     ]  # fmt: skip
-    assert column(ablation, "Change") == [None, "-1.75", "-5.00"]
+    assert column(ablation, "Change") == [None, "-1.75", "-4.95"]
     assert column(ablation, "Finding") == [None, "not established", "below"]
     assert column(found["Main results"], "Method") == ["FT", "SMAT", "SMAT p2"]
     pairs = set(column(found["Paired differences"], "Difference"))

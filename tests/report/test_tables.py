@@ -94,6 +94,23 @@ def test_methods_choose_lines_and_order(rows):
         main_table(rows, methods=["ASAM"])
 
 
+def test_methods_of_different_tasks_are_not_compared(rows):
+    few = [row for row in rows if row.method == "FT" or row.task == "a"]
+    with pytest.raises(ValueError, match=r"different tasks .*\(FT on a, b; SMAT on a\): give methods of the same"):
+        main_table(few)
+
+
+def test_names_are_shown_as_they_are(rows):
+    from rich.console import Console
+
+    names = {"FT": "FT [v2]", "SMAT": "S|T [/x]"}
+    table = main_table([replace(row, method=names[row.method]) for row in rows])
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terminal(table))
+    assert all(name in console.file.getvalue() for name in names.values())
+    assert markdown(table).splitlines()[3].startswith("| S\\|T [/x] | ")
+
+
 def test_gaps_and_repetitions_are_listed_together(rows):
     without = [r for r in rows if not (r.method == "FT" and r.model == "ties" and r.task == "b" and r.seed == 1)]
     without = [r for r in without if not (r.method == "SMAT" and r.model == "wa" and r.seed == 0)]

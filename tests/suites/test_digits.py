@@ -231,6 +231,12 @@ def test_score_counts_right_answers_of_the_whole_split(suite):
         assert suite.score(suite.base, "mirror", split) == 100 * right / SIZES[split]
 
 
+def test_logits_that_are_nan_give_no_score(suite):
+    broken = {name: leaf * 1e30 for name, leaf in suite.base.items()}
+    assert math.isnan(suite.score(broken, "mirror", "dev"))
+    assert suite.score_tensor(broken, "mirror", "dev").isnan()
+
+
 def test_masked_set_is_the_twelve_linear_weights_of_the_blocks(suite):
     masked = [name for name, leaf in suite.base.items() if suite.where(name, leaf)]
     assert len(masked) == 12

@@ -1,8 +1,11 @@
 """Language tasks on a tiny model: the rows as batches, the decodes as scores, all problems before any training."""
 
+import importlib
 import json
+import linecache
 import runpy
 import shutil
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -279,7 +282,9 @@ def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_pat
         load(data=str(tmp_path / "some"), metric="label")
     load(data=str(tmp_path / "some"))
     write_rows(tmp_path / "some", "FOMC", answers=("A", "e", "b"))  # the paper's rows are as they are
-    load(data=str(tmp_path / "some"), tasks=("FOMC",))
+    dev, test = load(data=str(tmp_path / "some"), tasks=("FOMC",)).notes
+    assert dev.startswith("1 of 3 answers of FOMC (dev) do not begin with a letter A to D")
+    assert test.startswith("1 of 4 answers of FOMC (eval) do not")
 
 
 def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
@@ -418,7 +423,7 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
 
 def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_its_source(load, tmp_path, monkeypatch):
     write_rows(tmp_path / "rows", "mine", answers=("A", "B"))
-    (tmp_path / "own_metric.py").write_text("def half(predictions, references, prompts):\n    return 50.0\n")
+    (tmp_path / "own_metric.py").write_text("def half(*_):\n    return 50.0\n\ndef rows(*_):\n    return [1.0]\n")
     (tmp_path / "other_metric.py").write_text("def half(predictions, references, prompts):\n    return 100 / 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     suite = load(data=str(tmp_path / "rows"), metric="own_metric:half")
@@ -426,8 +431,35 @@ def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_
     assert suite.recipe["metric"] == "own_metric:half"
     other = load(data=str(tmp_path / "rows"), metric="other_metric:half")
     assert other.content("mine", "dev") != suite.content("mine", "dev")
+    rows = load(data=str(tmp_path / "rows"), metric="own_metric:rows")
+    with pytest.raises(ValueError, match="metric 'own_metric:rows' returned a list, must return a number"):
+        rows.score(rows.base, "mine", "dev")
+    # what the function calls is a part of it
+    monkeypatch.delitem(sys.modules, "own_metric")
+    (tmp_path / "own_metric.py").write_text((tmp_path / "own_metric.py").read_text() + "\nMORE = 1\n")
+    linecache.clearcache()
+    importlib.invalidate_caches()
+    assert load(data=str(tmp_path / "rows"), metric="own_metric:half").content("mine", "dev") not in (
+        suite.content("mine", "dev"), other.content("mine", "dev"),
+    )  # fmt: skip
     with pytest.raises(ValueError, match="metric 'own_metric:none' cannot be imported"):
         load(data=str(tmp_path / "rows"), metric="own_metric:none")
+
+
+def test_what_generation_would_do_otherwise_is_said(load, folders, tmp_path):
+    shutil.copytree(folders / "model", tmp_path / "model")
+    assert load().notes == ()
+    config = {"repetition_penalty": 1.3, "num_beams": 1, "top_p": 0.5, "forced_bos_token_id": 5}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(config))
+    (note,) = load(model=str(tmp_path / "model")).notes
+    assert "model sets repetition_penalty 1.3, forced_bos_token_id 5 for generation" in note
+
+
+def test_test_rows_that_are_dev_rows_are_said(load, tmp_path):
+    write_rows(tmp_path, "mine")
+    shutil.copy(tmp_path / "mine" / "dev.json", tmp_path / "mine" / "eval.json")
+    (note,) = load(data=str(tmp_path)).notes
+    assert note == "3 of the 3 test rows of mine are dev rows too: what is chosen on dev scores too high on them"
 
 
 CHAT = (

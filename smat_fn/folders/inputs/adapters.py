@@ -138,8 +138,19 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         made[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
-    note = "" if head or config.get("ensure_weight_tying") else _tied_note(label, touched, base)
+    note = "; ".join(filter(None, (_base_note(label, config, base), _tied_note(label, config, touched, base, head))))
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+
+
+def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
+    """A note on an adapter whose configuration names another model than base, by the last part of the name."""
+    named = config.get("base_model_name_or_path")
+    own = config_of(base.root).get("_name_or_path")
+    hub = [part.rpartition("--")[2] for part in base.root.parts if part.startswith("models--")]
+    known = {base.root.resolve().name, *hub, Path(own).name if isinstance(own, str) else ""}
+    if not isinstance(named, str) or not named or Path(named).name.lower() in map(str.lower, known):
+        return ""
+    return f"{label} names {named!r} as its base, here it is {base.root}: make sure that they have the same weights"
 
 
 def _is_copied_head(name: str, store: Store | Pickled) -> bool:
@@ -150,10 +161,12 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
 
-def _tied_note(label: str, touched: Collection[str], base: Folder) -> str:
+def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
     """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
     changed = [path for path in touched if by_token(path)]
-    if not changed or HEAD in base.leaves or config_of(base.root).get("tie_word_embeddings") is not True:
+    if head or config.get("ensure_weight_tying") or not changed or HEAD in base.leaves:
+        return ""
+    if config_of(base.root).get("tie_word_embeddings") is not True:
         return ""
     return (
         f"{label} changes {changed[0]!r}, and with it the head that base ties to it; in peft the head stays base's "

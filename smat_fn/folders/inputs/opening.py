@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
+from .beside import differences
 from .heads import apart, ways_out
 from .hub import header_problems, local_folder, repository_of
 from .naming import Naming, namings
@@ -16,7 +17,7 @@ from .reading import Folder, open_folder
 from .spare import with_bases
 from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
-from .vocabulary import HEAD, fit_rows, one_head
+from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
 __all__ = [
     "Place", "adapted", "local_folder", "open_input", "open_inputs", "place_of", "placed", "prefix_of", "read_inputs",
@@ -25,12 +26,22 @@ __all__ = [
 
 
 def read_inputs(
-    base: Path, experts: Mapping[str, Path], problems: list[str]
+    base: Path, experts: Mapping[str, Path], problems: list[str], told: list[str]
 ) -> tuple[Leaves | None, dict[str, Leaves]]:
-    """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed."""
+    """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed.
+
+    Notes on experts go into ``told``: other configurations and tokenizers than base's, by which they then run.
+    """
     start, found = open_inputs(base, experts, "error", problems)
     if start is None or problems:
         return None, {}
+    roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
+    wrong, notes = differences(start.root, roots, chosen=False, template=True)
+    if wrong:
+        problems += wrong
+        return None, {}
+    told += [*tokenizer_notes(start.root, roots), *notes]
+    told += [folder.note for folder in (start, *found.values()) if folder.note]
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model
     return _values(start, modules), {name: _values(folder, modules) for name, folder in found.items()}
 

@@ -45,6 +45,7 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         if args.memory is not None and args.memory < 0:
             raise ValueError(f"memory is {args.memory}, must not be negative")
         import torch
+        from rich.markup import escape
 
         from ...analyses.plots import write
         from ...analyses.results import summary
@@ -53,7 +54,7 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         torch.set_num_threads(args.threads)
         result = compute(args)
         title, columns, rows = summary(result)
-        show(rich_table(title, columns, rows))
+        show(rich_table(escape(title), columns, [map(escape, row) for row in rows]))
         outcome.add("tables", {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
         if args.out:
             for path in write(args.out, result):

@@ -135,7 +135,8 @@ def facts(run: Run) -> dict[str, Any]:
     first = next(iter(run.inputs.manifests.values()))
     names = ("label", "method", "hyperparameters", "seed", "suite", "base_fingerprint", "training", "versions")
     experts = {task: manifest.get("fingerprint") for task, manifest in run.inputs.manifests.items()}
-    return {"path": str(run.path), **{n: first[n] for n in names if n in first}, "experts": experts}
+    scored = {"suite": dict(run.suite.recipe)}  # with the options of this analysis
+    return {"path": str(run.path), **{n: first[n] for n in names if n in first}, **scored, "experts": experts}
 
 
 def result_of(analysis: str, runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], **settings: Any) -> Result:

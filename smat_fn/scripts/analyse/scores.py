@@ -126,14 +126,16 @@ def gains(options: Gains) -> "Result":
 
     Raises: ValueError as `evaluate`, `main_table` and `analyses.gains` do.
     """
-    from ... import analyses, checkpoint
+    from ... import analyses
     from ...report.tables import main_table
-    from ..evaluate.evaluation import evaluate, find_checkpoints
+    from ..evaluate.evaluation import evaluate, find_checkpoints, manifests_of
     from .runs import result_of
 
     split, folders = options.split, find_checkpoints(options.runs)
     with progress("checkpoint", len(folders)) as done:
-        scores = evaluate(folders, split=split, options=options.suite_options, on_model=lambda name: done(1))
+        recipes: dict[Path, dict[str, Any]] = {}
+        shared: dict[str, Any] = {"options": options.suite_options, "recipes": recipes}
+        scores = evaluate(folders, split=split, on_model=lambda name: done(1), **shared)
     rows = [
         {
             "method": method,
@@ -146,7 +148,7 @@ def gains(options: Gains) -> "Result":
         for seed, drop in gain.drop.by_seed.items()
     ]
     kept = ("label", "kind", "task", "merger", "hyperparameters", "seed", "suite", "fingerprint", "versions")
-    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    manifests = {folder: {**m, "suite": recipes[folder]} for folder, m in manifests_of(folders).items()}
     models = [{"path": str(f), **{name: m[name] for name in kept if name in m}} for f, m in manifests.items()]
     return {**result_of("gains", [], rows, split=split), "runs": models}
 

@@ -16,7 +16,7 @@ the tasks of the experts merged into them. An interrupted evaluation resumes whe
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -34,7 +34,7 @@ class Eval:
     """Evaluate experts and merged models."""
 
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help_behavior_hint="(at least one)")]
-    """Checkpoints, or folders that contain them."""
+    """Checkpoints, or folders that contain them; TASK=FOLDER for an expert of another tool (a model or an adapter)."""
     out: Annotated[Path | None, cli.NONE] = None
     """Folder for results.jsonl, results.json and table.md, and for the cache of scores and answers."""
     plot: Annotated[Path | None, cli.NONE] = None
@@ -62,23 +62,31 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
+    from smat_fn.evaluate.scoring import shares_note
     from smat_fn.report.plots import main_plot
     from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
     torch.set_num_threads(args.threads)
+    if args.plot:
+        pictures.check_picture(args.plot)
     implied = {}
     if args.preset is not None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
-    rows = evaluation.evaluate(folders, split=args.split, options=options, implied=implied, keep=args.out)
+    recipes: dict[Path, dict[str, Any]] = {}
+    rows = evaluation.evaluate(
+        folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
+    )
+    if note := shares_note(row.score for row in rows):
+        print(f"note: {note}")
     table = main_table(rows, split=args.split)
     show(terminal(table))
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
-        evaluation.write_report(args.out, rows, table, checkpoints=folders)
+        evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes)
         print(f"results: {args.out}")
         outcome.add("written", args.out)
     if args.plot:

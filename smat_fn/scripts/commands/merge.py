@@ -229,14 +229,7 @@ def main(args: Merge) -> None:
     experts, weights = [path for path, _ in pairs], [weight for _, weight in pairs]
     preset = preset_of(args.choice.preset or trained_by(manifests_of(experts)))
     configs = weighted(mergers(args, preset), base, experts, weights)
-    if args.choice.grid and not args.choice.search:
-        raise ValueError("--grid requires --search")
-    if args.choice.widen and not args.choice.search:
-        raise ValueError("--widen requires --search")
-    if args.choice.grid or args.choice.widen:
-        without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
-        if all(getattr(config, "coef", 0.0) is not None for config in configs):
-            raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
+    _check_grid(args.choice, configs)
     cli.with_named(args.choice.suite_options, data=args.choice.data)
     for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
         if value and not (args.choice.search or args.choice.calibrate):
@@ -269,6 +262,20 @@ def main(args: Merge) -> None:
         picture(plot, rows, [args.output.out / config.name for config in searched])
         print(f"plot: {plot}")
         outcome.add("written", plot)
+
+
+def _check_grid(choice: Choices, configs: Sequence[MergerConfig]) -> None:
+    """Raises: ValueError for --grid and --widen without a search, and where there is nothing to choose or to extend."""
+    if choice.grid and not choice.search:
+        raise ValueError("--grid requires --search")
+    if choice.widen and not choice.search:
+        raise ValueError("--widen requires --search")
+    if choice.widen and len(choice.grid) == 1:
+        raise ValueError(f"--widen extends by the steps of --grid, {choice.grid[0]:g} has none: give two or more")
+    if choice.grid or choice.widen:
+        without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
+        if all(getattr(config, "coef", 0.0) is not None for config in configs):
+            raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:

@@ -3,44 +3,74 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
+from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
-from ...report.tables import MainTable, markdown
+from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
+from ..merge.inputs import manifest_of, named
+
+OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
 def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     """Checkpoints of experts and merged models at or below the given folders, in order, each once.
+
+    TASK=FOLDER is an expert of another tool, and stays as it is.
 
     Raises: ValueError that lists every folder without one.
     """
     found: dict[Path, None] = {}
     problems = []
     for path in paths:
+        name, folder = named(path)
+        if name is not None and not manifest_of(folder):
+            found[path] = None
+            continue
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
         folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in ("expert", "merged")]
         if not folders:
             way = "give folders of train.py or merge.py" if path.is_dir() else "there is no such folder"
-            if (path / "config.json").is_file():
-                way += f"; merge.py ta --base BASE --experts TASK={path} --coef 1 --out OUT writes this model as one"
+            if (path / "config.json").is_file() or is_adapter(path):
+                way += f", or name the task of an expert of another tool: TASK={path}"
+            way += "" if name is None else f"; {folder} is a checkpoint, give it without a name"
             problems.append(f"{path} holds no expert or merged checkpoint: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
     return list(found)
 
 
+def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """The manifests of checkpoints as `find_checkpoints` gives them, and what stands for those of other tools' experts.
+
+    The latter have label and seed of the first model merged from experts of their names: they share its line.
+    """
+    given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
+    found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
+    names = set(given.values())
+    merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
+    line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}
+    suite = next((m["suite"] for m in merged if m.get("suite")), None)
+    of_all = {"kind": "expert", "label": line["label"], "seed": line["seed"], "hyperparameters": {}, "suite": suite}
+    others = {folder: {**of_all, "task": name, OTHER: str(named(folder)[1])} for folder, name in given.items()}
+    return {folder: others.get(folder) or found[folder] for folder in folders}
+
+
+# over 60 lines: its docstring explains every argument
 def evaluate(
     folders: Sequence[Path],
     *,
@@ -49,6 +79,8 @@ def evaluate(
     options: Mapping[str, Any] | None = None,
     implied: Mapping[str, Any] = MappingProxyType({}),
     keep: Path | None = None,
+    recipes: dict[Path, dict[str, Any]] | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """Score checkpoints: experts on their own task, merged models on every task of the experts merged into them.
 
@@ -63,13 +95,22 @@ def evaluate(
         implied: name and options of the suite of checkpoints whose manifest names none; its dtype is theirs.
         keep: folder for ``scores.jsonl`` and, of language tasks, ``answers.jsonl``, written during scoring. Scores
             found there for the same weights, recipe and data are reused: an interrupted run resumes, with equal rows.
+        recipes: gets the recipe of the suite that each checkpoint is scored on, with ``options``.
+        report: called with each line of notes on the suites, before anything is scored.
 
     Raises:
-        ValueError: lists every checkpoint without a suite, of another base, or of one label, model and seed with
-            another, before any is scored; for weights that are not finite and scores that are not numbers.
+        ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
+            are scored beside it, or of one label, model and seed with another, before any is scored; for scores that
+            `main_table` cannot average, before they are computed; for weights that are not finite and scores that are
+            not numbers.
     """
-    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
-    recipes, suites = _suites(manifests, options or {}, implied)
+    manifests = manifests_of(folders)
+    own, suites = _suites(manifests, options or {}, implied)
+    main_table(planned(manifests.values(), split=split), split=split)
+    if recipes is not None:
+        recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
+    for line in dict.fromkeys(f"note: {note}" for suite, _ in suites.values() for note in suite.notes):
+        report(line)
     rows, records = [], Records(keep)
     with score_bar() as bar:
         scorers = {
@@ -77,13 +118,13 @@ def evaluate(
             for recipe, (suite, base) in suites.items()
         }
         for folder, manifest in manifests.items():
-            scorer = scorers[recipes[folder]]
+            scorer = scorers[own[folder]]
             scorer.expect(sum(scorer.suite.repeats.get(task, 1) for task in _tasks(manifest)))
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
-            scorer, model = scorers[recipes[folder]], _model(manifest)
-            for tasks, params in _models(folder, manifest, scorer.suite):
+            scorer, model = scorers[own[folder]], _model(manifest)
+            for tasks, params in _models(folder, manifest, scorer.suite, report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
                     scorer.suite.replace(tasks=tasks),
@@ -107,7 +148,7 @@ def _suites(
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = []
+    problems = _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], _model(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
@@ -116,7 +157,7 @@ def _suites(
                 "evaluate one of them, or train one with another --label"
             )
         # third-party experts name no suite, nor does a model merged from them
-        found = manifest.get("suite") or _asked(folder, {**implied, **options})
+        found = manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
         if not found:
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -128,7 +169,7 @@ def _suites(
             suite = load_suite(**{**found, **options})
             suites[recipe] = suite, checkpoint.fingerprint(suite.base)
         suite, base = suites[recipe]
-        if manifest.get("base_fingerprint") != base:
+        if OTHER not in manifest and manifest.get("base_fingerprint") != base:
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
@@ -143,14 +184,50 @@ def _suites(
     return recipes, suites
 
 
+def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
+    """The rows that `evaluate` will return for checkpoints, all with score 0."""
+    return [
+        Result(manifest["label"], _model(manifest), task, split, 0.0, manifest["seed"])
+        for manifest in manifests
+        for task in _tasks(manifest)
+    ]
+
+
+def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Errors for models merged from other weights than the expert of the same label, seed and task given here."""
+    trained = {
+        (manifest["label"], manifest["seed"], manifest["task"]): (folder, manifest.get("fingerprint"))
+        for folder, manifest in manifests.items()
+        if manifest["kind"] == "expert"
+    }
+    problems = []
+    for folder, manifest in manifests.items():
+        experts = manifest["experts"] if manifest["kind"] == "merged" else {}
+        for task, merged in experts.items():
+            expert, found = trained.get((manifest["label"], manifest["seed"], task), (None, None))
+            if expert is not None and None not in (merged, found) and merged not in (found, *_snapshots(expert)):
+                problems.append(
+                    f"{folder} was merged from other weights of {task!r} than {expert} holds now: merge again "
+                    "(--overwrite), or evaluate them apart"
+                )
+                break
+    return problems
+
+
+def _snapshots(expert: Path) -> list[str | None]:
+    """The fingerprints of an expert's snapshots, which a merge of its run may take."""
+    places = (expert.parent / checkpoint.SNAPSHOTS).glob(f"*/{expert.name}/{checkpoint.MANIFEST}")
+    return [checkpoint.load_manifest(place.parent).get("fingerprint") for place in places]
+
+
 def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """The suite asked for where a checkpoint names none, in the dtype of the checkpoint's leaves if they have one."""
     if "name" not in options:
         return None
     known = options["name"] in SUITES and "dtype" in describe_options(options["name"])
     try:
-        leaves = open_folder(str(folder), folder).leaves if known else {}
-    except ValueError:  # a folder of several models
+        leaves = open_folder(str(folder), local_folder(str(folder), folder)).leaves if known else {}
+    except ValueError:  # a folder of several models, or an adapter
         leaves = {}
     found = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves.values() if leaf.is_floating_point()}
     return {"seed": 0, **options, **({"dtype": found.pop()} if len(found) == 1 else {})}
@@ -160,36 +237,92 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return (manifest["task"],) if manifest["kind"] == "expert" else tuple(manifest["experts"])
 
 
-def _models(folder: Path, manifest: Mapping[str, Any], suite: Suite) -> Iterator[tuple[tuple[str, ...], Params]]:
+def _models(
+    folder: Path, manifest: Mapping[str, Any], suite: Suite, report: Callable[[str], None]
+) -> Iterator[tuple[tuple[str, ...], Params]]:
     """The models in a folder and the tasks of each: one for all, or one for each task."""
     if is_several(folder):
         base = tree.flatten(suite.base)
         for task in _tasks(manifest):
             yield (task,), tree.unflatten(suite.base, task_params(folder, task, base))
+        return
+    tasks = suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
+    leaves: dict[str, Tensor] = checkpoint.load_leaves(folder)[0] if manifest["kind"] == "merged" else {}
+    if OTHER in manifest:
+        leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
+    if (narrow := _narrower(leaves, suite.base)) or OTHER in manifest:
+        names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
+        if narrow:
+            report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
+        leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
+        tree.check_same(suite.base, "the base", **{str(folder): leaves})
+        yield tasks, leaves
     else:
-        params, _ = lora.load_expert(folder, suite.base)
-        yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), params
+        yield tasks, lora.load_expert(folder, suite.base)[0]
 
 
-def _model(manifest: dict[str, Any]) -> str:
+def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:
+    """The leaves of an expert of another tool, as a merge in memory reads them. Raises: ValueError as `read_inputs`."""
+    if "model" not in suite.recipe:
+        raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
+    problems, told = list[str](), list[str]()
+    _, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
+    errors.raise_problems(problems)
+    rounded = {
+        str(suite.base[path].dtype).removeprefix("torch.")
+        for path, leaf in found[task].items()
+        if leaf.is_floating_point() and path in suite.base
+        if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
+    }
+    told += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
+    for line in told:
+        report(f"note: {line}")
+    return {
+        path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf
+        for path, leaf in found[task].items()
+    }
+
+
+def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The floating-point leaves that base's dtype holds exactly and that have another, as --out-dtype writes them."""
+    return {
+        path: leaf
+        for path, leaf in leaves.items()
+        if leaf.is_floating_point() and path in base and leaf.dtype != base[path].dtype
+        if torch.promote_types(leaf.dtype, base[path].dtype) == base[path].dtype
+    }
+
+
+def _model(manifest: Mapping[str, Any]) -> str:
     return f"expert:{manifest['task']}" if manifest["kind"] == "expert" else manifest["merger"]
 
 
-def write_report(out: Path, rows: Sequence[Result], table: MainTable, *, checkpoints: Sequence[Path]) -> None:
+def write_report(
+    out: Path,
+    rows: Sequence[Result],
+    table: MainTable,
+    *,
+    checkpoints: Sequence[Path],
+    recipes: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     """``results.jsonl`` (a line a score), ``table.md`` and ``results.json`` (means, what was scored) in a folder.
 
     ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
+
+    Args: recipes: of the suites that the checkpoints were scored on (`evaluate`); of others the manifest's.
     """
     write_results(out / "results.jsonl", rows)
-    manifests = [checkpoint.load_manifest(folder) for folder in checkpoints]
+    manifests = [
+        {**manifest, "suite": recipes.get(folder, manifest.get("suite"))}
+        for folder, manifest in manifests_of(checkpoints).items()
+    ]
     write_results(out / RUNS, map(run_of, manifests))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = machine.describe(shlex.join(["python", *sys.argv]), gpu=gpu)
     summary: dict[str, Any] = {
-        **{name: facts[name] for name in ("command", "commit", "hardware")},
+        **{name: facts[name] for name in ("command", "commit", "hardware", "versions")},
         "suites": list({json.dumps(m["suite"]): m["suite"] for m in manifests}.values()),
         "learning_rates": {m["label"]: m["training"]["lr"] for m in manifests if "training" in m},
-        "versions": manifests[0]["versions"],
         "split": table.split,
         "means": {
             method: {
@@ -213,5 +346,7 @@ def verdict(table: MainTable) -> str:
     parts = [f"{method} {cell.mean:.2f}" for method, cell in five.items()]
     for method in others:
         got = differences(five[first].by_seed, five[method].by_seed)
-        parts.append(f"{method} - {first} {'has no seed in common' if got is None else f'{got.mean:+.2f}'}")
+        common = 0 if got is None or five[first].by_seed.keys() == five[method].by_seed.keys() else len(got.values)
+        over = f" over the {common} common seed{'s' * (common != 1)}" if common else ""
+        parts.append(f"{method} - {first} {'has no seed in common' if got is None else f'{got.mean:+.2f}{over}'}")
     return "mean over five mergers: " + ", ".join(parts)

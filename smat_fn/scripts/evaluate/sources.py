@@ -17,6 +17,9 @@ OUTCOME = "outcome.json"  # of a trial of a study
 FACTS = ("command", "commit", "hardware", "versions", "dev", "lr", "chosen")
 
 
+Weights = tuple[str, str, int]  # label, model, seed
+
+
 class Sources(NamedTuple):
     """All that was found, in the order of the folders."""
 
@@ -37,7 +40,7 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
     Raises: ValueError that lists all that cannot be read, and for no scores at all.
     """
     found = Sources([], [], {}, [])
-    problems = []
+    problems, scored, there = list[str](), dict[Weights, tuple[str, Path]](), dict[Weights, dict[str, Path]]()
     for path in paths:
         try:
             files = [path] if path.is_file() else _below(path, besides)
@@ -45,17 +48,38 @@ def read_sources(paths: Sequence[Path], *, besides: Path | None = None) -> Sourc
             problems.append(f"{path}: {error}")
             continue
         for file in files:
+            known = len(found.runs)
             try:
                 _read(file, found)
+                for run in found.runs[known:]:
+                    key = run.label, run.model, run.seed
+                    if run.fingerprint and file.name == checkpoint.MANIFEST:
+                        there.setdefault(key, {})[run.fingerprint] = file.parent
+                    elif run.fingerprint:
+                        scored.setdefault(key, (run.fingerprint, file))
             except KeyError as error:
                 problems.append(f"{file} lacks {error}: it was written by another version, or is something else")
             except (ValueError, TypeError) as error:
                 problems.append(f"{file}: {error}")
+    problems += _outdated(found.runs, scored, there)
     if not found.rows and not problems:
         names = ", ".join(map(str, paths)) or "no folder"
         problems = [f"{names}: no scores there: run eval.py on the checkpoints with --out, then report on that folder"]
     errors.raise_problems(problems)
     return Sources(found.rows, once(found.runs), found.facts, found.analyses)
+
+
+def _outdated(
+    runs: Sequence[Run], scored: Mapping[Weights, tuple[str, Path]], there: Mapping[Weights, Mapping[str, Path]]
+) -> list[str]:
+    """Errors for scores of weights that are no longer the checkpoint's; not where Muon and others share a label."""
+    muon = {run.label for run in runs if run.training.get("optimizer") == "muon"}
+    return [
+        f"{file}: the scores of {key[0]}, {key[1]}, seed {key[2]} are of other weights than "
+        f"{next(iter(there[key].values()))} holds now: run eval.py again, or report on the scores alone"
+        for key, (fingerprint, file) in scored.items()
+        if key in there and fingerprint not in there[key] and key[0] not in muon
+    ]
 
 
 def _below(folder: Path, besides: Path | None) -> list[Path]:

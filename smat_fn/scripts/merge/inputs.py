@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
     manifests: dict[str, dict[str, Any]]  # of the experts, by task
     places: Mapping[str, Path] = MappingProxyType({})  # where they lie, by task
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
+    notes: tuple[str, ...] = ()  # on folders of other tools
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -159,10 +160,10 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
         that are not finite, and every name that comes twice.
     """
-    problems = [] if experts else ["no experts: give at least one folder"]
+    problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
     try:
-        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else _as_it_is(base)[0]
+        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else _as_it_is(base, told)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
@@ -174,14 +175,15 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
             else:
-                loaded[name] = _as_it_is(base, path)[1]
+                loaded[name] = _as_it_is(base, told, path)[1]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
     errors.raise_problems(list(dict.fromkeys(problems + others)))
     assert origin is not None
     places = {name: path for name, path, _ in found}
-    return Inputs(origin, loaded, {name: manifest for name, _, manifest in found}, places)
+    manifests = {name: manifest for name, _, manifest in found}
+    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)))
 
 
 def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] | None:
@@ -255,10 +257,10 @@ def mask_key(seed: int) -> Tensor:
     return random.fold_in(random.key(seed), "merge")
 
 
-def _as_it_is(base: Path, expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _as_it_is(base: Path, told: list[str], expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The leaves of base and of an expert, by the rules of a merge on disk."""
     problems: list[str] = []
-    start, found = read_inputs(base, {} if expert is None else {expert.name: expert}, problems)
+    start, found = read_inputs(base, {} if expert is None else {expert.name: expert}, problems, told)
     errors.raise_problems(problems)
     assert start is not None
     return start, {} if expert is None else found[expert.name]

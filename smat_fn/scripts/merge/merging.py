@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,8 +14,10 @@ from ... import checkpoint, errors, merge, random
 from ...config import MergerConfig, Ties, settings
 from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
+from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import parts_of
+from ...folders.prepare import buffers_note
 from ...suites import SUITES, Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
@@ -108,6 +111,8 @@ def merge_run(
     errors.raise_problems(problems)
     sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
     note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
+    for said in suite.notes if suite is not None and len(kept) < len(configs) else ():
+        report(f"note: {said}")
     with score_bar() as bar:
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
@@ -131,7 +136,8 @@ def merge_run(
                     kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
                 else:
                     kept[folder] = merge_at(inputs, scorer=scorer)
-                notes = note if config.based else with_buffers(merged_of)[1], tied(kept[folder])
+                notes = [*merged_of.notes, *notes_of(config, merged_of)]
+                notes += [note if config.based else "", tied(kept[folder]), shares_note(kept[folder].dev.values())]
                 kept[folder] = kept[folder]._replace(notes=tuple(filter(None, notes)))
                 own = facts[config.name]
                 if chosen:
@@ -140,6 +146,22 @@ def merge_run(
             for line in summary({folder: kept[folder]}):
                 report(line)
     return {out / config.name: kept[out / config.name] for config in configs}
+
+
+def notes_of(config: MergerConfig, inputs: Inputs) -> list[str]:
+    """The notes of a merge of these inputs on disk by one merger: buffers, and globs without a match."""
+    floating = [path for path, leaf in inputs.base.items() if leaf.is_floating_point()]
+    globs = [glob for glob in getattr(config, "skip", ()) if not any(fnmatchcase(path, glob) for path in floating)]
+    notes = [f"skip {glob!r} matches no parameter" for glob in globs]
+    if not config.based:
+        return [*notes, *filter(None, [with_buffers(inputs)[1]])]
+    unlike = {
+        path
+        for path, leaf in inputs.base.items()
+        if not leaf.is_floating_point() and not path.endswith("num_batches_tracked")
+        if any(other[path].dtype != leaf.dtype or not leaf.equal(other[path]) for other in inputs.experts.values())
+    }
+    return notes + ([buffers_note(unlike, "differs from base's in an expert")] if unlike else [])
 
 
 def by_depth(coefs: Mapping[str, float], inputs: Inputs) -> Mapping[str, float]:
@@ -228,7 +250,11 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             edge = merge.edge_of(coef, [tried for tried, _ in curve]) if curve else ""
             notes = tuple(manifest.get("notes", ()))
             at = manifest.get("snapshot", {}).get("index", 0)
-            kept[folder] = Merged(params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at)
+            blocks = tuple((block, tried, score) for block, tried, score in manifest.get("dev_blocks", ()))
+            layers = merge.Layered({}, fmean(dev.values()), blocks) if blocks else None  # the folder has the coefs
+            kept[folder] = Merged(
+                params, coef, dev, curve, finals, kept=True, notes=notes, edge=edge, snapshot=at, layers=layers
+            )
         else:
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)

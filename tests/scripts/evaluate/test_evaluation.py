@@ -1,11 +1,12 @@
 """Scores of checkpoints: the suite's own numbers, on the right tasks, and the report of them."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
@@ -49,7 +50,7 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
     with pytest.raises(ValueError, match=r"holds no expert or merged checkpoint: give.*missing holds no .*no such"):
         find_checkpoints([tmp_path, runs["ft"], tmp_path / "missing"])
     (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match=f"--experts TASK={tmp_path} --coef 1 --out OUT writes this model as one"):
+    with pytest.raises(ValueError, match=f"or name the task of an expert of another tool: TASK={tmp_path}"):
         find_checkpoints([tmp_path])
 
 
@@ -94,6 +95,65 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
     assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
 
 
+def copied(folder, place, **facts):
+    """A checkpoint with another manifest."""
+    shutil.copytree(folder, place)
+    manifest = json.loads((place / "manifest.json").read_text()) | facts
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return place
+
+
+def test_what_cannot_be_averaged_is_told_before_any_is_scored(runs, merged, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+    ft = [runs["ft"] / task for task in ("mirror", "rot90")]
+    with pytest.raises(ValueError, match=r"different tasks .*FT on mirror, rot90; SMAT on mirror\)"):
+        evaluate([*ft, runs["smat"] / "mirror"])
+    second = copied(ft[0], tmp_path / "second", seed=22)
+    with pytest.raises(ValueError, match="FT, Expert, seed 22 lacks task 'rot90'"):
+        evaluate([*ft, second])
+    with pytest.raises(ValueError, match="FT, Expert, seed 21 lacks task 'negative'"):
+        evaluate([*ft, merged["ft"] / "ta"])
+
+
+def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_path, monkeypatch):
+    names = {"label": "FT", "method": "ft"}
+    anew = copied(runs["smat"] / "mirror", tmp_path / "mirror", **names)
+    others = [runs["ft"] / task for task in ("negative", "rot90", "stripes")]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
+        stale = f"{merged['ft'] / 'ta'} was merged from other weights of 'mirror' than {anew} holds now"
+        with pytest.raises(ValueError, match=stale):
+            evaluate([*others, anew, merged["ft"] / "ta"])
+    # its own snapshots are no other weights
+    copied(runs["ft"] / "mirror", tmp_path / "snapshots" / "1" / "mirror", kind="snapshot")
+    assert len(evaluate([*others, anew, merged["ft"] / "ta"])) == 4 + 4
+
+
+def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suite, tmp_path):
+    leaves, manifest = checkpoint.load_leaves(merged["ft"] / "ta")
+    narrow = {path: leaf.bfloat16() for path, leaf in leaves.items()}
+    checkpoint.save_expert(tmp_path / "ta", narrow, manifest)
+    said = []
+    rows = evaluate([tmp_path / "ta"], report=said.append)
+    wide = {path: leaf.float() for path, leaf in narrow.items()}
+    assert [row.score for row in rows] == [suite.score(wide, row.task, "test") for row in rows]
+    assert said == [f"note: {tmp_path / 'ta'} has parameters in bfloat16: scored in the wider dtype of its suite"]
+    checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
+    with pytest.raises(ValueError, match="float64"):
+        evaluate([tmp_path / "wide"])
+
+
+def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
+    recipes, folder = {}, runs["ft"] / "rot90"
+    rows = evaluate([folder], options={"batch_size": 8}, recipes=recipes)
+    write_report(tmp_path, rows, main_table(rows), checkpoints=[folder], recipes=recipes)
+    trained = checkpoint.load_manifest(folder)["suite"]
+    scored = {**trained, "batch_size": 8}
+    assert trained != scored
+    assert json.loads((tmp_path / "results.json").read_text())["suites"] == [scored]
+    assert json.loads((tmp_path / "runs.jsonl").read_text())["suite"] == scored
+
+
 def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     loads = []
     load = evaluation.load_suite
@@ -130,7 +190,7 @@ def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_p
     summary = json.loads((tmp_path / "report" / "results.json").read_text())
     manifest = checkpoint.load_manifest(folders[0])
     assert summary["suites"] == [manifest["suite"]]
-    assert summary["versions"] == manifest["versions"]
+    assert summary["versions"] == machine.describe("")["versions"]  # that scored; runs.jsonl has those that trained
     assert summary["learning_rates"] == {"FT": 5e-4, "SMAT": 5e-4}
     assert summary["split"] == "test"
     ta = [row.score for row in rows if (row.method, row.model) == ("SMAT", "ta")]
@@ -152,4 +212,4 @@ def test_the_verdict_is_the_five_merger_mean_and_its_difference():
     # one has a seed more, and differences are those of the seeds that both have
     more = [replace(row, seed=1, score=90.0) for row in made("FT", (10, 20, 30, 40, 50))]
     part = main_table(made("FT", (10, 20, 30, 40, 50)) + more + made("SMAT", (11, 21, 31, 41, 51)))
-    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00"
+    assert verdict(part) == "mean over five mergers: FT 60.00, SMAT 31.00, SMAT - FT +1.00 over the 1 common seed"

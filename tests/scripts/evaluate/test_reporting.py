@@ -81,6 +81,23 @@ def test_manifests_fill_what_no_runs_file_tells(tmp_path):
     assert [(run.model, run.seconds) for run in found.runs] == [("expert:a", 2.5), (SET, 2.5), ("expert:b", None)]
 
 
+def test_scores_of_weights_that_have_been_replaced_are_refused(tmp_path):
+    evaluated(tmp_path / "scores", FT, [replace(RUN, fingerprint="old")])
+    facts = {"kind": "expert", "task": "a", "label": "FT", "seed": 0, "method": "ft", "hyperparameters": {}}
+
+    def write(name, **more):
+        write_text(tmp_path / name / MANIFEST, json.dumps(facts | more))
+
+    write("run/a", fingerprint="new")
+    with pytest.raises(ValueError, match=r"results\.jsonl: the scores of FT, expert:a, seed 0 are of other .*run/a"):
+        read_sources([tmp_path])
+    assert read_sources([tmp_path / "scores"]).rows == FT
+    write("kept/a", fingerprint="old")  # they lie there too
+    assert read_sources([tmp_path]).rows == FT
+    write("kept/a", fingerprint="other", training={"optimizer": "muon"})
+    assert read_sources([tmp_path]).rows == FT
+
+
 def test_a_file_of_scores_brings_what_is_beside_it(tmp_path):
     write_results(tmp_path / "study.jsonl", FT)
     write_results(tmp_path / "study_runs.jsonl", [RUN])

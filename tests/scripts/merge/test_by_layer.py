@@ -7,7 +7,7 @@ import torch
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, TsvMerge, WeightAverage
-from smat_fn.scripts.merge import commands
+from smat_fn.scripts.merge import commands, merging
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.merge.merging import merge_run
 
@@ -43,6 +43,7 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     assert same(checkpoint.load_leaves(tmp_path / "disk" / config.name)[0], found.params)
     (again,) = merge_run([config], base, experts, sweeps=2, **options).values()
     assert again.kept
+    assert " and others by block" in next(iter(merging.summary({tmp_path: again})))
     with pytest.raises(ValueError, match=r"holds another merge: its asked\.sweeps is 2"):
         merge_run([config], base, experts, sweeps=1, **options)
 

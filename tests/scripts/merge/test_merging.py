@@ -1,5 +1,6 @@
 """Merged models on disk: checked inputs, coefficients and sparsity from dev alone, the merger's own bits."""
 
+import json
 import math
 import re
 import shutil
@@ -19,6 +20,7 @@ from smat_fn.config import (
     Slerp,
     TaskArithmetic,
     Ties,
+    TsvMerge,
     WeightAverage,
     WeightedAverage,
     WiseFt,
@@ -27,7 +29,7 @@ from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import commands, merging, streaming
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.merge.inputs import trained_by
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, summary, tied
+from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, notes_of, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -434,9 +436,42 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     assert same(left, right)
     whole = merge.task_arithmetic(*load_inputs(base, [runs["ft"] / task for task in TWO])[:2], coef=0.3)
     assert not same(left, whole)
+    config = json.loads((tmp_path / two / "adapter_config.json").read_text())
+    assert load_inputs(base, experts).notes == ()
+    config["base_model_name_or_path"] = "owner/another"
+    (tmp_path / two / "adapter_config.json").write_text(json.dumps(config))
+    (note,) = load_inputs(base, experts).notes
+    assert note.startswith(f"expert '{two}' names 'owner/another' as its base, here it is {base}: make sure")
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is not a readable adapter"):
         load_inputs(base, experts)
+
+
+def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):
+    (_, two), plain = TWO, [bare(runs["ft"], name, tmp_path / name) for name in ("base", *TWO)]
+    base, experts = plain[0], plain[1:]
+    for folder, scale in zip(plain, (10000.0, 10000.0, 500000.0), strict=True):
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "rope_theta": scale, "x": 1}))
+    given = {"search": True, "seed": 0, "options": dict(suite.recipe)}
+    skips = TaskArithmetic(coef=0.3), TsvMerge(coef=0.3, skip=("*nothing*",))
+    done = merge_run(skips, base, experts, out=tmp_path / "memory", **given)
+    ta, tsv = (model.notes for model in done.values())
+    assert ta[0] == f"expert '{two}' has other positions: rope_theta 500000.0, base's is 10000.0"
+    assert "skip '*nothing*' matches no parameter" in tsv
+    assert "skip '*nothing*' matches no parameter" not in ta
+    assert ta[0] in (tmp_path / "memory" / "ta" / "README.md").read_text()
+    (experts[1] / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(ValueError, match=f"expert '{two}' has another kind of model in config.json"):
+        merge_run(skips, base, experts, out=tmp_path / "other", **given)
+
+
+def test_buffers_that_differ_from_bases_are_said(suite):
+    start = {"a": torch.zeros(2), "count": torch.tensor(1), "n.num_batches_tracked": torch.tensor(1)}
+    other = {**start, "count": torch.tensor(2), "n.num_batches_tracked": torch.tensor(5)}
+    inputs = Inputs(start, {"one": start, "two": other}, {})
+    (note,) = notes_of(TaskArithmetic(coef=0.3), inputs)
+    assert note == "leaf 'count', not floating-point, differs from base's in an expert: base's is used"
+    assert notes_of(TaskArithmetic(coef=0.3), inputs._replace(experts={"one": start})) == []
 
 
 def test_experts_of_unequal_norms_and_a_choice_at_the_edge_are_said(runs, tmp_path):

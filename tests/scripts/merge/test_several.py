@@ -60,6 +60,7 @@ def test_manifest_card_and_verification(inputs, merged):
     assert set(manifest["files"]) == {"vector.safetensors", "tasks.json"}
     card = (merged / "emr" / "README.md").read_text()
     assert "Not one model but one for each task" in card
+    assert manifest["notes"] == []  # such as that no parameter differs from base
     assert all(f"{task} {scale:.6g}" in card for task, scale in manifest["scales"].items())
     count, problems = streaming.verify(merged / "emr")
     assert (count, problems) == (2 + 3, [])  # files, and the weights of base and of two experts
