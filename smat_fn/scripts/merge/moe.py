@@ -20,11 +20,11 @@ from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
-from .commands import Moe
 from .finished import differences, hashes, other_files, sources_text, verify
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, Fields, folders_beside
 from .recipe_write import placed_by_name
+from .settings import Moe
 from .streaming import bytes_of
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
