@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import checkpoint, errors, random
 from ..errors import problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
-from ..merge.parts.common import Merger
 from ..merge.parts.inputs import coef_problems, short
+from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .files import identity
 from .inputs.beside import Files
