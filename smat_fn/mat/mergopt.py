@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import no_grad
+from ..errors import raise_problems
 from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, Number, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -64,8 +65,7 @@ def build(
     problems += step.check_not_negative(b=b)
     if not (isinstance(k_max, int) and k_max >= 1):
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
-    if problems:
-        raise ValueError("mergopt: " + "; ".join(problems))
+    raise_problems(problems, "mergopt")
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:

@@ -246,8 +246,7 @@ def build_from(
         found.append("climb 'clean' is of clean steps, lam has none: take climb 'both', or a period instead of lam")
     factors, wrong = _factors(alpha_depth, like if weights is None else weights)
     found += wrong
-    if found:
-        raise_problems(["smat: " + found[0], *found[1:]])
+    raise_problems(found, "smat")
     assert at_simulated is not None
     gradient, simulated = value_and_grad(keyed(loss_fn), engine=engine), at_simulated
     learned = isinstance(lam, Tensor) or isinstance(alpha_max, Tensor)  # what a tensor holds decides nothing

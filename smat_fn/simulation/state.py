@@ -72,7 +72,7 @@ def draw(
     """
     problems = draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max) + factor_problems(factors or {})
     if problems:
-        raise ValueError("draw: " + "; ".join(problems))
+        raise_problems(problems, "draw")
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
     known = noise == "uniform" and not torch.compiler.is_compiling()  # which takes the other function as a constant
