@@ -10,18 +10,13 @@ from torch import Tensor
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .heads import apart, ways_out
-from .hub import header_problems, local_folder, repository_of
+from .hub import header_problems, local_folder
 from .naming import Naming, namings
 from .reading import Folder, open_folder
 from .spare import with_bases
 from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
 from .vocabulary import HEAD, fit_rows, one_head
-
-__all__ = [
-    "Place", "adapted", "local_folder", "open_input", "open_inputs", "place_of", "placed", "prefix_of", "read_inputs",
-    "repository_of", "roots_of",
-]  # fmt: skip
 
 
 def read_inputs(

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import checkpoint
 from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
-from .opening import local_folder
+from .hub import local_folder
 from .reading import Folder, Store
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .beside import Files, beside, chosen_template, differences
 from .heads import head_files, head_notes
-from .opening import local_folder, roots_of
+from .hub import local_folder
+from .opening import roots_of
 from .reading import Folder, load_config
 from .tokens import Aligned, Tokens, aligned
 from .vocabulary import tokenizer_notes

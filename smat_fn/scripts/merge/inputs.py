@@ -13,7 +13,7 @@ from ... import checkpoint, errors, lora, random, tree
 from ...config import MergerConfig
 from ...errors import problems_of
 from ...folders import read_inputs
-from ...folders.inputs.opening import repository_of
+from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import folders_of, parts_of
 from ...folders.inputs.statistics import stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics

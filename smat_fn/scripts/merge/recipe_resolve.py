@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from ... import errors
 from ...config import MergerConfig
 from ...folders.inputs.beside import TOKENIZER, files_of
-from ...folders.inputs.opening import local_folder, open_input
+from ...folders.inputs.hub import local_folder
+from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp
 

@@ -41,8 +41,6 @@ from .finished import differences, hashes, is_merged, other_files, seconds_to_ha
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .recipe_write import OWN, placed_by_name, written
 
-__all__ = ["Order", "by_depth", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
-
 BESIDE = (
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
 )  # fmt: skip

@@ -26,8 +26,8 @@ from smat_fn.config import (
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import commands, merging, settings, streaming
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
-from smat_fn.scripts.merge.inputs import trained_by
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, summary, tied
+from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
+from smat_fn.scripts.merge.merging import merge_run, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
