@@ -31,11 +31,7 @@ def read_inputs(
 
 
 def _values(folder: Folder, without: tuple[str, ...]) -> Leaves:
-    return {
-        path: folder.read(path, 0, leaf.numel()).view(leaf.shape)
-        for path, leaf in folder.leaves.items()
-        if not path.startswith(without)
-    }
+    return {path: folder.leaf(path) for path in folder.leaves if not path.startswith(without)}
 
 
 def open_inputs(

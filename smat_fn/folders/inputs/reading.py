@@ -117,6 +117,14 @@ class Folder(NamedTuple):
             return self.made[path](start, stop)
         return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
 
+    def leaf(self, path: str) -> Tensor:
+        """A whole leaf in its shape, as `read` gives it."""
+        return self.read(path, 0, self.leaves[path].numel()).view(self.leaves[path].shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All leaves, each as `leaf` gives it."""
+        return {path: self.leaf(path) for path in self.leaves}
+
     def reader(self, path: str) -> Read:
         """A function that reads coordinates of one leaf."""
         return lambda start, stop: self.read(path, start, stop)
@@ -173,7 +181,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 continue
             leaves[prefix + name] = leaf
             if prefix:
-                made[prefix + name] = _reader(store, name)
+                made[prefix + name] = reader_of(store, name)
             else:
                 files[name] = file
     problems += _quantised(label, path, leaves)
@@ -206,7 +214,8 @@ def _main(files: Iterable[Path]) -> str:
     return DIFFUSION if any(file.name.startswith(DIFFUSION.partition(".")[0]) for file in files) else WEIGHTS
 
 
-def _reader(store: Any, name: str) -> Read:
+def reader_of(store: Any, name: str) -> Read:
+    """A function that reads coordinates of a stored tensor."""
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
 
 

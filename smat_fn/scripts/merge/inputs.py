@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -199,7 +200,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
             continue
         try:
             facts = checkpoint.statistics_facts(file)
-            problems += stale(file, facts, lambda params=params: params)
+            problems += stale(file, facts, partial(dict, params))
             found[name] = checkpoint.load_statistics(file)
         except ValueError as error:
             problems.append(str(error))

@@ -259,10 +259,7 @@ def _texts(
 
 
 def _fingerprint(folder: Path) -> str:
-    opened = open_folder(str(folder), folder)
-    return checkpoint.fingerprint(
-        {path: opened.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in opened.leaves.items()}
-    )
+    return checkpoint.fingerprint(open_folder(str(folder), folder).tensors())
 
 
 def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
@@ -305,9 +302,7 @@ def _states(mode: str, base: Path, models: Models) -> States:
         return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
     if mode == "cheap_embed":
-        path = "model.embed_tokens.weight"
-        leaf = models.base.leaves[path]
-        table = models.base.read(path, 0, leaf.numel()).view(leaf.shape)
+        table = models.base.leaf("model.embed_tokens.weight")
 
         def embedded(prompts: Sequence[str]) -> Tensor:
             found = tokens(prompts)
