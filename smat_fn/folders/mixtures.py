@@ -150,10 +150,9 @@ def merge_mixture(
     errors.raise_problems(problems)
     whole, dtype = mixed(models, router, scales), out_dtypes(out_dtype)
     seen = {file: identity(file) if store is None else store.identity for file, store in whole.stores.items()}
-    told = (*models.notes, *notes)
     job = Job(
         WeightAverage(), {}, None, whole, {"mixture": whole}, dtype, max(1, chunk // workers), torch.device("cpu"),
-        Scratch(), told, workers, frozenset(), seen, MappingProxyType(beside(models, dtype)),
+        Scratch(), (*models.notes, *notes), workers, frozenset(), seen, MappingProxyType(beside(models, dtype)),
     )  # fmt: skip
     like = {path: leaf.to(target(job, path)) for path, leaf in whole.leaves.items()}
     digest = hashlib.sha256(router.float().contiguous().numpy().tobytes()).hexdigest()
