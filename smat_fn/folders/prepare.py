@@ -15,10 +15,9 @@ from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, short
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
-from .files import identity
 from .inputs.beside import Files
 from .inputs.opening import open_inputs
-from .inputs.reading import Folder
+from .inputs.reading import Folder, seen
 from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
@@ -127,8 +126,7 @@ def prepare(
     masks = key if config.random else None
     each = max(1, chunk // workers)
     place = torch.device(device)
-    stores = {file: store for folder in (start, *found.values()) for file, store in folder.stores.items()}
-    seen = {file: identity(file) if store is None else store.identity for file, store in stores.items()}
+    read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:
         notes.append(buffers_note(other))
@@ -136,7 +134,7 @@ def prepare(
         differing = unlike(start, (start, *found.values()), each)
         apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
         notes += [buffers_note(apart, "differs from base's in an expert")] if apart else []
-    rest = tuple(notes), workers, other, seen, files
+    rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size, start.outputs)

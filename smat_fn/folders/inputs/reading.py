@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS
+from ...errors import first_line
 from ...merge.parts.inputs import short
-from ..files import identity
+from ..files import Identity, identity
 
 DTYPES = {
     "F64": torch.float64,
@@ -76,8 +77,9 @@ class Pickled:
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # pickle's, zip's, torch's
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"{file} holds pickled weights that cannot be read safely ({reason}): {_SAFE}") from error
+            raise ValueError(
+                f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {_SAFE}"
+            ) from error
         if not isinstance(found, dict) or not all(isinstance(leaf, Tensor) for leaf in found.values()):
             raise ValueError(f"{file} holds pickled weights that are not a mapping of names to tensors: {_SAFE}")
         self._leaves = found
@@ -136,6 +138,12 @@ class Folder(NamedTuple):
     def without(self, path: str) -> "Folder":
         """The same checkpoint without a leaf."""
         return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name != path})
+
+
+def seen(*folders: Folder) -> dict[Path, Identity | None]:
+    """The identity of every file of some checkpoints, as it was when the file was opened."""
+    stores = {file: store for folder in folders for file, store in folder.stores.items()}
+    return {file: identity(file) if store is None else store.identity for file, store in stores.items()}
 
 
 def open_folder(label: str, path: Path) -> Folder:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ... import checkpoint, random
+from ... import checkpoint, errors, random
 from ...folders import Report, chunk_of, local_folder, open_folder
 from ...folders.files import digests, size_text
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
@@ -290,8 +290,9 @@ def _states(mode: str, base: Path, models: Models) -> States:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"base: the tokenizer of {base} cannot be read ({first}): prompts need it") from error
+        raise ValueError(
+            f"base: the tokenizer of {base} cannot be read ({errors.first_line(error)}): prompts need it"
+        ) from error
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.bos_token_id
     if tokenizer.pad_token_id is None:
