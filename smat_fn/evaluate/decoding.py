@@ -6,6 +6,7 @@ depend on (seed, r, i, t) alone: a sample of the softmax (Gumbel-max), and model
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from .. import random
 from ..errors import raise_problems
 from ..grad import ModuleLoss
 from ..models.modules import filled
+from ..models.prompts import Prompts
 from .engine import Decoding, Generate, root_key
 
 TRACE = {
@@ -31,7 +33,14 @@ TRACE = {
 }
 
 
-def generator(model: ModuleLoss, tokenizer: Any, params: Mapping[str, Tensor], *, batch_size: int = 16) -> Generate:
+def generator(
+    model: ModuleLoss,
+    tokenizer: Any,
+    params: Mapping[str, Tensor],
+    *,
+    batch_size: int = 16,
+    prompts: Prompts | None = None,
+) -> Generate:
     """`Generate` with given weights: rows of similar length together, with a key-value cache.
 
     The weights stand in the module by reference while it decodes, and its own are back afterwards, exceptions
@@ -39,14 +48,14 @@ def generator(model: ModuleLoss, tokenizer: Any, params: Mapping[str, Tensor], *
     model's generation config. Other settings of that config (top_p and so on) are not used.
 
     Args: model: of a causal language model or an encoder-decoder of ``transformers``; params: its flat parameters, on
-        its device.
+        its device; prompts: reads the prompts of a causal model whose lower blocks are frozen (default: the model).
     Raises: ValueError for a batch size below 1; when called, for bad settings, and for prompts that hold no token,
         have tokens without a row in the embedding, or are too long for the model's positions.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, must be at least 1")
     module: Any = model.module
-    ends = stops(module, tokenizer)
+    ends, reads = stops(module, tokenizer), prompts
 
     def generate(
         prompts: Sequence[str], settings: Decoding, seed: int, *, repeat: int = 0, rows: Sequence[int] | None = None
@@ -63,12 +72,12 @@ def generator(model: ModuleLoss, tokenizer: Any, params: Mapping[str, Tensor], *
             for chosen in _batches(order, ids, batch_size, padded=not recurrent(module)):
                 own = torch.tensor([numbers[i] for i in chosen])
                 keys = random.fold_in(root, own) if settings.temperature else None
-                new = _decode(lm, [ids[i] for i in chosen], settings, keys, ends)
+                new = _decode(lm, [ids[i] for i in chosen], settings, keys, ends, reads)
                 for i, tokens in zip(chosen, new, strict=True):
                     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                     texts[i] = text.strip()
 
-        with torch.no_grad(), _evaluating(module):
+        with torch.no_grad(), evaluating(module):
             model.within(params, run)
         return texts
 
@@ -109,11 +118,16 @@ def sample(logits: Tensor, keys: Tensor, position: int, temperature: float) -> T
 
 
 def _decode(
-    module: nn.Module, rows: Sequence[Sequence[int]], settings: Decoding, keys: Tensor | None, stops: frozenset[int]
+    module: nn.Module,
+    rows: Sequence[Sequence[int]],
+    settings: Decoding,
+    keys: Tensor | None,
+    stops: frozenset[int],
+    prompts: Prompts | None,
 ) -> list[list[int]]:
     device = next(module.parameters()).device
     keys = None if keys is None else keys.to(device)
-    step = (_answering if _is_pair(module) else _continuing)(module, rows, device)
+    step = _answering(module, rows, device) if _is_pair(module) else _continuing(module, rows, device, prompts)
     stop = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     new: list[Tensor] = []
@@ -132,10 +146,17 @@ CACHES = "past_key_values", "cache_params"  # argument and output; RWKV's "state
 Step = Callable[[Tensor | None], Tensor]  # the last tokens (B,), None: none yet -> logits of the next ones (B, V)
 
 
-def _continuing(module: nn.Module, rows: Sequence[Sequence[int]], device: torch.device) -> Step:
-    """A causal model: the prompt on the left of its answer; read anew for every token by a model without a cache."""
+def prompt_tokens(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Prompts that end together, filled up on the left: input_ids, attention_mask, position_ids, int64 (B, T) each."""
     ids, mask = (tensor.flip(1) for tensor in _padded([row[::-1] for row in rows], device))
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def _continuing(
+    module: nn.Module, rows: Sequence[Sequence[int]], device: torch.device, prompts: Prompts | None
+) -> Step:
+    """A causal model: the prompt on the left of its answer; read anew for every token by a model without a cache."""
+    ids, mask, positions = prompt_tokens(rows, device).values()
     accepted = signature(module.forward).parameters
     name = next((name for name in CACHES if name in accepted), "")
     cache = None
@@ -150,7 +171,8 @@ def _continuing(module: nn.Module, rows: Sequence[Sequence[int]], device: torch.
         options = {name: cache, "use_cache": bool(name), "position_ids": positions[:, new], "logits_to_keep": 1}
         known = {option: value for option, value in options.items() if option in accepted}
         masked = {} if recurrent(module) else {"attention_mask": mask}  # Mamba reads a mask of one step wrongly
-        out = module(input_ids=ids[:, new], **masked, **known)
+        read = partial(prompts, module) if prompts is not None and cache is None else module
+        out = read(input_ids=ids[:, new], **masked, **known)
         cache = getattr(out, name, None)
         return out.logits[:, -1]
 
@@ -196,7 +218,7 @@ def _until(stops: frozenset[int], tokens: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Eval mode everywhere (gradient checkpointing would drop the cache), then the modes from before."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .modules import blocks
 
 CLOSE = 1e-3  # relative to the largest: both run the same operations, a layer that lacks an input is off by 1e-1
+CLOSE_NARROW = 3e-2  # the same, relative to the resolution of a dtype of 8 bits, in which both round on their own
 
 
 class Passed(nn.Module):
@@ -40,14 +41,21 @@ class Cut(NamedTuple):
     states: Callable[[Callable[[], Any]], Tensor]  # a call of the whole model -> input of the first trained block
 
 
-def cut_of(module: nn.Module) -> Cut | str:
-    """Cut a model of which only top blocks are trained below the first of these; or why it cannot be."""
+def trained_from(module: nn.Module) -> int | str:
+    """The place of the first trained block of a model of which only top blocks are trained; or that it is none."""
     own = blocks(module)
     trained = [place for place, block in enumerate(own) if any(p.requires_grad for p in block.parameters())]
     before = {id(p) for block in own[trained[0] :] for p in block.parameters()} if trained else set()
     if not trained or any(p.requires_grad and id(p) not in before for p in module.parameters()):
         return "layers other than top ones are trained"
-    first = trained[0]
+    return trained[0]
+
+
+def cut_of(module: nn.Module) -> Cut | str:
+    """Cut a model of which only top blocks are trained below the first of these; or why it cannot be."""
+    if isinstance(first := trained_from(module), str):
+        return first
+    own = blocks(module)
     kept: dict[int, Any] = {id(p): p for p in [*module.parameters(), *module.buffers()]}
     top = copy.deepcopy(module, kept | {id(block): Passed() for block in own[:first]})
     given: list[Tensor] = []

@@ -42,6 +42,7 @@ from ..grad import ModuleLoss
 from ..models import language
 from ..models.modules import frozen
 from ..models.pretrained import DeviceMap, LanguageModel
+from ..models.prompts import Prompts, prompts_of
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
@@ -173,24 +174,26 @@ class Trace(BaseSuite):
             self._chat(lm)
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
-        self._top = self._states_of(lm)
+        self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
 
-    def _states_of(self, lm: LanguageModel) -> TopLanguage | None:
-        """The top layers alone, where only these are trained and need nothing but states."""
+    def _frozen_below(self, lm: LanguageModel) -> tuple[TopLanguage | None, Prompts | None]:
+        """The top layers alone, to train and decode with, where only these are trained and need nothing but states."""
         own = self.options
         if self._pair or own.train_layers is None or own.gradient_checkpointing or own.device_map is not None:
-            return None
-        prompts = next(iter(self._rows.values())).prompts[:3]
-        rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(prompts, lm.tokenizer))]
+            return None, None
+        texts = next(iter(self._rows.values())).prompts[:3]
+        rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
         top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
-        if isinstance(top, TopLanguage):
-            return top
-        self.notes += (
-            f"the top layers of {own.model} do not run on states alone ({top}): the frozen ones run in every step",
-        )
-        return None
+        if isinstance(top, str):
+            self.notes += (
+                f"the top layers of {own.model} do not run on states alone ({top}): the frozen ones run in every step",
+            )
+            return None, None
+        with decoding.evaluating(lm.module):
+            found = prompts_of(lm.module, decoding.prompt_tokens(rows, self._device))
+        return top, None if isinstance(found, str) else found
 
     def _chat(self, lm: LanguageModel) -> None:
         """Prompts by the tokenizer's template. Raises: ValueError for a model without one."""
@@ -284,8 +287,9 @@ class Trace(BaseSuite):
                 journal.add([Answer(row, text, answers[row]) for row, text in new.items()], done, total)
 
         size = self.options.decode_batch
+        kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
         texts = in_batches(
-            self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size),
+            self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size, **kept),
             prompts,
             self._settings[task],
             self.seed,

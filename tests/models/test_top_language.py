@@ -12,31 +12,8 @@ from smat_fn.models.modules import train_only
 from smat_fn.models.pretrained import language_model
 from smat_fn.models.top_language import TopLanguage, top_language
 
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-LLAMA = {**SIZES, **SPECIAL, "intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 128}
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]  # each kind has rotary tables of its own
-SLIDING = {**LLAMA, "head_dim": 8, "sliding_window": 4}
-MODELS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
-    "tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "qwen2": lambda: hf.Qwen2ForCausalLM(
-        hf.Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    ),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=61, n_embd=16, n_layer=3, n_head=2, **SPECIAL)),
-    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SLIDING)),
-    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SLIDING, layer_types=LAYERS)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=2)),
-    "mamba": lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=3)),
-}
-
-
-def model(kind, layers=1, dtype=torch.float32):
-    torch.manual_seed(0)
-    whole = MODELS[kind]().to(dtype)
-    train_only(whole, layers=layers)
-    return language_model(whole, None, next_token_loss)
+KINDS = ["llama", "tied", "qwen2", "gpt2", "opt", "gemma2", "gemma3", "mixtral", "mamba"]
+LLAMA = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def batch(*lengths, prompt=0):
@@ -53,8 +30,8 @@ def top_of(lm):
     return found
 
 
-@pytest.mark.parametrize(("kind", "layers"), [*((kind, 1) for kind in MODELS), ("llama", 2), ("gemma3", 2), ("opt", 2)])
-def test_loss_and_gradients_are_those_of_the_whole(kind, layers):
+@pytest.mark.parametrize(("kind", "layers"), [*((kind, 1) for kind in KINDS), ("llama", 2), ("gemma3", 2), ("opt", 2)])
+def test_loss_and_gradients_are_those_of_the_whole(kind, layers, model):
     lm = model(kind, layers)
     top = top_of(lm)
     for given in (batch(9, 20, 40), batch(9, 20, 40, prompt=6)):  # longer than a window of attention
@@ -69,7 +46,7 @@ def test_loss_and_gradients_are_those_of_the_whole(kind, layers):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_bfloat16_is_as_close_as_its_resolution(kind):
+def test_bfloat16_is_as_close_as_its_resolution(kind, model):
     lm, given = model(kind, dtype=torch.bfloat16), batch(9, 30)
     top = top_of(lm)
     states = top.states(given)
@@ -78,7 +55,7 @@ def test_bfloat16_is_as_close_as_its_resolution(kind):
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
 
-def test_states_decide_and_not_the_frozen_layers():
+def test_states_decide_and_not_the_frozen_layers(model):
     lm, given = model("llama"), batch(9, 30)
     top = top_of(lm)
     states = top.states(given)
@@ -92,7 +69,7 @@ def test_states_decide_and_not_the_frozen_layers():
         top.loss_fn(lm.params, given)
 
 
-def test_what_fills_a_row_does_not_count():
+def test_what_fills_a_row_does_not_count(model):
     lm, given = model("llama"), batch(9, 30)
     top = top_of(lm)
     states = top.states(given)
@@ -101,7 +78,7 @@ def test_what_fills_a_row_does_not_count():
     assert torch.equal(*losses)
 
 
-def test_models_of_several_weights_run_together():
+def test_models_of_several_weights_run_together(model):
     lm, given = model("llama"), batch(9, 30)
     lm.module.set_attn_implementation("eager")  # vmap has no rule for the fused one
     top = top_of(lm)
@@ -112,7 +89,7 @@ def test_models_of_several_weights_run_together():
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_the_head_runs_where_a_token_is_predicted():
+def test_the_head_runs_where_a_token_is_predicted(model):
     lm, given, sizes = model("llama"), batch(9, 30, prompt=6), []
     top = top_of(lm)
     head = top.loss_fn.module.get_output_embeddings()
@@ -121,7 +98,7 @@ def test_the_head_runs_where_a_token_is_predicted():
     assert sizes == [(3 + 24, 61)]
 
 
-def test_models_that_need_more_say_why():
+def test_models_that_need_more_say_why(model):
     lm = model("llama")
     lm.module.lm_head.weight.requires_grad_(True)
     assert top_language(lm, batch(12, 7)) == "layers other than top ones are trained"

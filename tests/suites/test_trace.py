@@ -505,6 +505,36 @@ def test_states_are_kept_and_follow_weights_depth_and_rows(top, cache, deep, tmp
     assert len(list(cache.glob("text-states-*"))) == 5
 
 
+def test_prompts_pass_the_frozen_layers_once_for_all_weights(top, cache, monkeypatch):
+    top, whole = top(), top(train_layers=None, train="*.layers.1.*")
+
+    calls = []
+    below = top._lm.module.model.layers[0].mlp
+
+    below.register_forward_hook(lambda _, args, out: calls.append(out.shape[1]))
+    prompts = [len(row) for row in top._tokens("FOMC", "dev")]
+    for shift in (0.0, 0.3, 0.6):
+        params = {name: leaf + shift * leaf.sign() for name, leaf in top.base.items()}
+        answers = [Kept(), Kept()]
+        for suite, journal in zip((top, whole), answers, strict=True):
+            suite.score_once(params, "FOMC", "dev", 0, journal)
+        assert answers[0].texts == answers[1].texts
+        assert len(answers[0].texts) == len(prompts)
+    read = [length for length in calls if length > 1]
+    assert len(read) == -(-len(prompts) // top.options.decode_batch)
+    assert max(read) == max(prompts)
+
+
+class Kept:
+    """A journal of answers alone."""
+
+    def __init__(self):
+        self.known, self.texts = {}, {}
+
+    def add(self, answers, done, total):
+        self.texts |= {answer.row: answer.prediction for answer in answers}
+
+
 def test_many_states_are_computed_batch_by_batch(top, cache, monkeypatch):
     kept, suite = top(), top()
     own = kept.batch("FOMC", random.key(0), 0)
