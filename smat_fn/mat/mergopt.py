@@ -87,12 +87,9 @@ def offset(key: Tensor, *, b: Number, k_max: int) -> Draw:
 
 def _factor(key: Tensor, k_max: int) -> Tensor:
     """``c = k a - 1`` of a step's key."""
-    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * _steps(k_max, key)).floor() + 1
+    steps = torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
+    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * steps).floor() + 1
     return k * a / 10 - 1
-
-
-def _steps(k_max: int, key: Tensor) -> Tensor:
-    return torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         **_settings(config, order),
         **_stacks(order),
         base_fingerprint=fingerprint.result(),
-        **_scales(config, files),
+        **({"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}),
         dev={},
         dev_curve=[],
         density=report.density,
@@ -312,11 +312,6 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         checkpoint.SOURCES: sources_text(report.inputs | _whose(order), places),
         checkpoint.RECIPE: _recipe(config, order),
     }
-
-
-def _scales(config: MergerConfig, files: Sequence[Path]) -> dict[str, Any]:
-    """The scales of all tasks, for the manifest of a folder with a model for each."""
-    return {"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}
 
 
 def _by_name(value: Any) -> Any:
