@@ -149,7 +149,10 @@ def train_expert(
     with offloaded(suite.base, kept) if kept else nullcontext():
         if log is not None:
             if state.step < training.steps:
-                suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no time of training
+                text = f"before step {state.step + 1} of {task}: continue with --resume"
+                alone = stop is not None and world.size == 1  # other processes would wait for this one
+                with stop.at_once(text) if stop is not None and alone else nullcontext():
+                    suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no training time
             log.watch.skip()
         for step in range(state.step, training.steps):
             if curve is not None and curve.ended():

@@ -43,6 +43,22 @@ class Stop:
     """The number of the signal that asked training to end, if one did."""
 
     signal: int | None = None
+    _meanwhile = ""
+
+    @contextmanager
+    def at_once(self, text: str) -> Iterator[None]:
+        """A signal ends what is done here instead of waiting for the next step. Raises: Interrupted with ``text``."""
+        self._meanwhile = text
+        try:
+            yield
+        finally:
+            self._meanwhile = ""
+
+    def ask(self, number: int) -> None:
+        """A signal has come. Raises: Interrupted inside `at_once`."""
+        self.signal = number
+        if self._meanwhile:
+            raise Interrupted(number, f"stopped by signal {number} {self._meanwhile}")
 
 
 @contextmanager
@@ -54,9 +70,9 @@ def on_signals(*, second_ends: bool = True) -> Iterator[Stop]:
     stop = Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        stop.signal = number
         if second_ends:
             signal.signal(number, previous[number])
+        stop.ask(number)
 
     previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in previous:

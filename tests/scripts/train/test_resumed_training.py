@@ -211,6 +211,29 @@ def test_asked_to_stop_it_saves_at_once_and_says_where(train, tmp_path, monkeypa
     assert [row["step"] for row in log_of(tmp_path, "rot90")] == [0, 1, 2]
 
 
+def test_a_signal_ends_what_comes_before_the_first_step_at_once(runs, train, suite, tmp_path, monkeypatch):
+    asked, batch = [], suite.batch
+
+    def prepares(task, key, step):
+        asked.append(step)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGTERM)
+            asked.append("on")
+        return batch(task, key, step)
+
+    monkeypatch.setattr(suite, "batch", prepares)
+    with (
+        pytest.raises(
+            Interrupted, match=r"^stopped by signal 15 before step 1 of rot90: continue with --resume$"
+        ) as caught,
+        snapshots.on_signals() as stop,
+    ):
+        train(tmp_path, tasks=("rot90",), stop=stop)
+    assert (asked, caught.value.status) == ([0], 143)
+    train(tmp_path, tasks=("rot90",), resume=True)
+    assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
+
+
 def test_killed_before_any_snapshot_it_starts_anew(runs, train, tmp_path, monkeypatch):
     after(monkeypatch, 3, kill)
     with pytest.raises(Killed):
