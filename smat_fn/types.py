@@ -121,7 +121,10 @@ class Suite(Protocol):
 
     @property
     def train_rows(self) -> Callable[[str], dict[str, Any]] | None:
-        """(task) -> its training rows: "from", a file or a source, "count", and "hash", which edited rows change."""
+        """(task) -> its training rows: "from", a file or a source, "count", and "hash", which edited rows change.
+
+        "dev", such a hash of its dev rows, and "inputs", of what tokenizer or image processor makes of the first rows.
+        """
 
     @property
     def dev_batches(self) -> Callable[[str], list[Micro]] | None:

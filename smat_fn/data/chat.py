@@ -1,6 +1,8 @@
 """Conversations as training rows: rendered by the tokenizer's own chat template, the loss on the answers alone."""
 
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeAlias
 
 from ..errors import raise_problems
@@ -11,6 +13,9 @@ from .text import Cut, Example, Truncate, fit_problems, kept_places
 Conversation: TypeAlias = Sequence[Mapping[str, str]]  # of messages with role and content
 Span: TypeAlias = tuple[int, int]  # characters of a rendered conversation
 ANSWERS = "assistant"
+_TODAY = datetime(2024, 7, 26)  # for templates that write the date: Llama 3's own default
+_NOW = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+_MARK = "\ue000"  # stands for an answer; in no text
 
 
 class Rendered:
@@ -55,8 +60,13 @@ def render(conversations: Sequence[Conversation], tokenizer: Any) -> tuple[list[
             for i, message in enumerate(messages):
                 if message["role"] != ANSWERS:
                     continue
-                front, end = prompt_of(messages[: i + 1], tokenizer), _text(messages[: i + 1], tokenizer)
-                if not (whole.startswith(end) and end.startswith(front)):
+                front, end = _front(messages[: i + 1], tokenizer), _text(messages[: i + 1], tokenizer)
+                if not end.startswith(front):
+                    raise ValueError(
+                        f"before the answer of message {i} it renders other text than as a prompt: change the template "
+                        "(chat_template.jinja), or write a system message into the user's"
+                    )
+                if not whole.startswith(end):
                     raise ValueError(f"it renders message {i} otherwise when more follow: give that answer its own row")
                 own.append((len(front), len(end)))
         except Exception as error:  # of jinja2, or whatever a template raises
@@ -69,8 +79,16 @@ def render(conversations: Sequence[Conversation], tokenizer: Any) -> tuple[list[
 
 
 def prompt_of(messages: Conversation, tokenizer: Any) -> str:
-    """The rendered conversation up to where its last message, the answer, begins."""
-    return tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
+    """The rendered conversation up to where its last message, the answer, begins.
+
+    With what the template writes between its generation prompt and an answer (Qwen3: an empty thought), which is no
+    part of the answer.
+    """
+    front, end = _front(messages, tokenizer), _text(messages, tokenizer)
+    last = {"role": messages[-1]["role"], "content": _MARK}
+    before, mark, _ = _text([*messages[:-1], last], tokenizer).partition(_MARK)
+    added = before.removeprefix(front).strip() and before.startswith(front)
+    return before.rstrip(" ") if mark and added and end.startswith(before) else front
 
 
 def encode(
@@ -96,7 +114,7 @@ def encode(
         examples.append(Example(tuple(ids[i] for i in places), tuple(labels[i] for i in places)))
         if all(label == IGNORED for label in examples[-1].labels[1:]):
             empty.append(f"{row} ({len(ids)} tokens)")
-    problems = fit_problems([ids for ids, _ in whole], vocabulary)
+    problems = fit_problems([max(ids) for ids, _ in whole], vocabulary)
     if empty:
         problems.append(
             f"within {max_length} tokens rows {', '.join(empty[:5])} hold no answer: raise max_length, or keep the "
@@ -125,8 +143,14 @@ def ends_by(conversation: Conversation, tokenizer: Any) -> frozenset[int]:
     return frozenset([token for token, label in zip(ids, labels, strict=True) if label != IGNORED][-4:])
 
 
-def _text(messages: Conversation, tokenizer: Any) -> str:
-    return tokenizer.apply_chat_template(list(messages), tokenize=False)
+def _front(messages: Conversation, tokenizer: Any) -> str:
+    return _text(messages[:-1], tokenizer, add_generation_prompt=True)
+
+
+def _text(messages: Conversation, tokenizer: Any, **options: bool) -> str:
+    template = tokenizer.get_chat_template()
+    dated = _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), template)  # tomorrow's rows would be others
+    return tokenizer.apply_chat_template(list(messages), chat_template=dated, tokenize=False, **options)
 
 
 def _tokens(conversations: Sequence[Conversation], tokenizer: Any) -> list[Example]:

@@ -1,8 +1,10 @@
 """Rows of images and labels, from encoded images, arrays, or one folder per class."""
 
 import io
+import logging
+import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +13,10 @@ import numpy as np
 
 from ..errors import complain, name_rows
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+log = logging.getLogger(__name__)
+
+PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+_BESIDE = (".txt", ".md", ".json", ".csv", ".xml", ".db", ".ini")  # files that stand beside images
 _SHOWN = 10
 
 
@@ -67,20 +72,32 @@ def npz_rows(file: Path, names: Mapping[str, str]) -> ImageRows:
     return image_rows(str(file), images, labels, tuple(class_names.tolist()))
 
 
-def class_folders(home: Path, split: str) -> ImageRows:
+def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
     """The rows of ``home/<split>/<class>/<image files>``, class by class in turn, so that the first rows are of all.
 
-    The classes are the folders of any split of ``home``, by name. Raises: ValueError as `image_rows`.
+    The classes are the folders of all splits of ``home`` together, by name; hidden ones are left out.
+
+    Args: splits: names of splits, among which folders of ``home`` are looked up.
+    Raises: ValueError as `image_rows`, and for classes that differ only by case, spaces, hyphens or underscores.
     """
-    names = sorted({folder.name for part in home.iterdir() for folder in _folders(part)})
-    found = []
+    names = sorted({f.name for part in home.iterdir() if part.name in splits for f in _visible(part) if f.is_dir()})
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(re.split(r"[\s_-]+", name)).casefold(), []).append(name)
+    twice = [f"the folders {own} name one class in {len(own)} ways" for own in alike.values() if len(own) > 1]
+    complain(home, [f"{'; '.join(twice)}: name them alike in all splits"] if twice else [])
+    found, others = [], [file for file in _visible(home / split) if not file.is_dir()]
     for label, name in enumerate(names):
-        folder = home / split / name
-        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURES) if folder.is_dir() else []
+        inside = sorted(_visible(home / split / name))
+        files = [file for file in inside if file.suffix.lower() in PICTURES]
+        others += [file for file in inside if file.suffix.lower() not in PICTURES]
         found += [(place, label, file) for place, file in enumerate(files)]
     found.sort()
     if not found:
         complain(home / split, [f"there are no images in its folders, none of {', '.join(PICTURES)}"])
+    if lost := [str(file.relative_to(home)) for file in others if file.suffix.lower() not in _BESIDE]:
+        ways = f"images are files {', '.join(PICTURES)} in the folder of their class"
+        log.warning(f"{home}: {len(lost)} files or folders of {split} are left out, {lost[0]} the first: {ways}")
     paths = [file for _, _, file in found]
     images = Images(lambda i: {"path": paths[i]}, range(len(paths)))
     return image_rows(str(home / split), images, [label for _, label, _ in found], tuple(names))
@@ -92,7 +109,8 @@ def image_rows(
     """Rows whose labels are places of the class names and whose images decode. Raises: ValueError that lists others."""
     integers = [isinstance(label, (int, np.integer)) and not isinstance(label, bool) for label in labels]
     wrong = [i for i, integer in enumerate(integers) if not integer]
-    problems = [f"the label of {name_rows(wrong)} is not an integer"] if wrong else []
+    way = "number the classes from 0, with their names in a ClassLabel, or make a folder for each class"
+    problems = [f"the label of {name_rows(wrong)} is not an integer: {way}"] if wrong else []
     limit = len(class_names) or np.iinfo(np.int64).max
     outside = [i for i, integer in enumerate(integers) if integer and not 0 <= labels[i] < limit]
     if outside:
@@ -120,8 +138,8 @@ def image_rows(
     return ImageRows(images, np.asarray(labels, dtype=np.int64), class_names)
 
 
-def _folders(folder: Path) -> list[Path]:
-    return [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+def _visible(folder: Path) -> list[Path]:
+    return [child for child in folder.iterdir() if not child.name.startswith(".")] if folder.is_dir() else []
 
 
 def _encoded(cell: Any) -> bytes:
@@ -136,4 +154,8 @@ def _decode(encoded: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
+        if image.mode.startswith(("I", "F")):  # Pillow would cut values off at 255: all white, or all black
+            raise ValueError(
+                f"it has more than 8 bits a value, mode {image.mode}: scale it to 8 bits and save it again"
+            )
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))

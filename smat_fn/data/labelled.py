@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
-from .rows import SPELLINGS, TABLES, TextRows, read_hub, read_objects, read_parquet
+from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_hub, read_table
 from .splits import split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
@@ -37,9 +37,9 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     then all numbers or all names. A split that the source lacks is made from train by the rule of `splits`, seed 0:
     first test, then dev.
 
-    Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl, .csv or
-        .parquet; or a dataset of the hub, ``name`` or ``name:config``; columns: the source's names of ``text`` and
-        ``label``.
+    Args: source: a folder with train, dev (or validation) and test as .json (a list of objects), .jsonl, .csv, .parquet
+        or a folder that ``datasets`` saved; or a dataset of the hub, ``name``, ``name@revision`` or ``name:config``;
+        columns: the source's names of ``text`` and ``label``.
     Raises: ValueError that lists all problems by row, counted from 0, and classes without training rows; for a source
         that cannot be loaded.
     """
@@ -65,6 +65,7 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
         problems += [
             f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
             f"({rows[bad[0]].get(label)!r} the first): write whole numbers from 0, or the classes' names as texts"
+            + (", and leave out a split whose labels are withheld (-1)" if rows[bad[0]].get(label) == -1 else "")
         ] if bad else []  # fmt: skip
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
@@ -155,12 +156,13 @@ def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
     raw, problems = {}, []
     for split, spellings in SPLITS.items():
         files = [file for name in spellings for suffix in TABLES if (file := home / f"{name}{suffix}").is_file()]
+        files += [saved for name in spellings if is_saved(saved := home / name)]
         if len(files) > 1:
             problems.append(f"{home} has {' and '.join(file.name for file in files)}: keep one of them")
         elif files:
             try:
                 (file,) = files
-                raw[split] = read_parquet(file).to_list() if file.suffix == ".parquet" else read_objects(file)
+                raw[split] = read_table(file)
             except ValueError as error:
                 problems.append(str(error))
     names: Any = None

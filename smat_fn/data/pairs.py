@@ -36,7 +36,7 @@ def encode(
     check_tokenizer(tokenizer, vocabulary)
     found = [Example(tuple(source), tuple(target)) for source, target in _tokens(rows, tokenizer)]
     bare = [f"{i}" for i, own in enumerate(found) if not own.input_ids]
-    raise_problems(fit_problems([(*own.input_ids, *own.labels) for own in found], vocabulary))
+    raise_problems(fit_problems([max(*own.input_ids, *own.labels) for own in found], vocabulary))
     raise_problems([f"rows {', '.join(bare)} have prompts without a token: remove them"] if bare else [])
     end = max_length - 1  # the last token stays the last: EOS of most tokenizers
     return [Example(*(ids if len(ids) <= max_length else (*ids[:end], ids[-1]) for ids in own)) for own in found]

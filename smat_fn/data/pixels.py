@@ -23,6 +23,9 @@ from .images import Images
 HELD = 2 * 2**30  # bytes of a split that are kept in memory and in the cache; of a larger one none
 _TOGETHER = 16
 _ELEMENTWISE = ("do_rescale", "do_normalize", "include_top")  # the last of EfficientNet: it normalizes twice
+_WAY = (
+    "save another processor with the model, a CLIPImageProcessorPil with this one's sizes, mean and standard deviation"
+)
 _LAYOUT = {"input_data_format": "channels_last", "return_tensors": "pt"}
 
 Pixels = Callable[[Tensor], Tensor]  # places (n,) -> uint8 (n, 3, H, W)
@@ -52,17 +55,26 @@ def prepare(images: np.ndarray | Images, processor: Any, places: Sequence[int] |
     if parts.dtype != torch.uint8 or parts.ndim != 4 or parts.shape[1] != 3:
         raise ValueError(
             f"the image processor {type(processor).__name__} gives {parts.dtype} {tuple(parts.shape)} before it "
-            "rescales, must be uint8 (N, 3, H, W): save another processor with the model, a CLIPImageProcessorPil "
-            "with this one's sizes, mean and standard deviation"
+            f"rescales, must be uint8 (N, 3, H, W): {_WAY}"
         )
     return parts
 
 
 def value_table(processor: Any) -> Tensor:
-    """The processor's values for 8-bit values: float32 (3, 256)."""
+    """The processor's values for 8-bit values: float32 (3, 256).
+
+    Raises: ValueError for a processor whose values are others: it pads, or resizes, after it has rescaled.
+    """
     levels = repeat(np.arange(256, dtype=np.uint8), "(h w) -> h w c", h=16, c=3)
     sizes = dict.fromkeys(("do_resize", "do_center_crop"), False)
-    return rearrange(processor([levels], **_LAYOUT, **sizes)["pixel_values"], "1 c h w -> c (h w)").float()
+    table = rearrange(processor([levels], **_LAYOUT, **sizes)["pixel_values"], "1 c h w -> c (h w)").float()
+    wide = np.random.default_rng(0).integers(0, 256, (1, 20, 33, 3), dtype=np.uint8)
+    for images in (wide, wide.transpose(0, 2, 1, 3)):
+        own = processor(list(images), **_LAYOUT)["pixel_values"]
+        if len(table[0]) != 256 or not torch.equal(look_up(table, prepare(images, processor, [0])), own.float()):
+            name = type(processor).__name__
+            raise ValueError(f"the image processor {name} pads or resizes images that are already rescaled: {_WAY}")
+    return table
 
 
 def look_up(table: Tensor, pixels: Tensor) -> Tensor:
@@ -84,6 +96,12 @@ def open_pixels(images: np.ndarray | Images, processor: Any, first: Tensor) -> P
     config = {"images": content(images), "processor": processor.to_json_string(), **versions("transformers", "pillow")}
     kept = cached("pixels", config, lambda: {"pixels": prepare(images, processor)})["pixels"]
     return lambda places: kept[places]
+
+
+def each(images: np.ndarray | Images) -> list[bytes]:
+    """Hash of every stored image."""
+    stored = (images[i].tobytes() if isinstance(images, np.ndarray) else images.encoded(i) for i in range(len(images)))
+    return [hashlib.blake2b(own, digest_size=16).digest() for own in stored]
 
 
 def content(images: np.ndarray | Images) -> str:

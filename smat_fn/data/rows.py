@@ -23,6 +23,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split, the first that is th
     "eval": ("eval", "test"),
     "test": ("test", "eval"),
 }
+_SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
 _MISSING = object()
 
@@ -46,9 +47,10 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
     image is decoded once, to be checked; all but those of an .npz then stay encoded.
 
     Args:
-        source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .csv, .parquet or .npz, or as a
-            folder with a folder of images per class; or one such file, whatever the task and split; or a dataset id of
-            the hub, whose config is the task (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are minded).
+        source: a folder with ``<task>/<split>`` as .json (a list of objects), .jsonl, .csv, .parquet or .npz, as a
+            folder that ``datasets`` saved, or as one with a folder of images per class; or one such file, whatever the
+            task and split; or a dataset id of the hub, perhaps with @revision, whose config is the task
+            (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are minded).
         columns: the source's name of a column by its name here, e.g. ``{"prompt": "question"}``.
     Raises: ValueError that lists all problems by row, counted from 0; for a source that cannot be reached.
     """
@@ -65,8 +67,10 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
         data = _hub_split(str(source), part=part, instead=instead, name=task, split=split)
         return _dataset(data, names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
+    if is_saved(file):
+        return _dataset(read_saved(file), names, str(file))
     if file.is_dir():
-        return class_folders(file.parent, file.name)
+        return class_folders(file.parent, file.name, {*_SPLITS, split})
     if file.suffix not in SUFFIXES:
         raise ValueError(f"{file} is none of {', '.join(SUFFIXES)}: convert it to one of them")
     if file.suffix == ".npz":
@@ -95,9 +99,9 @@ def load_conversations(
         where, found = str(source), list(_hub_split(str(source), part=part, instead=instead, name=task, split=split))
     else:
         file = _find(path, task, split) if path.is_dir() else path
-        if file.suffix not in TABLES:
+        if file.suffix not in TABLES and not is_saved(file):
             raise ValueError(f"{file} holds no conversations: give .json, .jsonl, .csv or .parquet")
-        where, found = str(file), list(read_parquet(file)) if file.suffix == ".parquet" else read_objects(file)
+        where, found = str(file), read_table(file)
     there = list(dict.fromkeys(key for row in found for key in row))
     if not {names["messages"], names["prompt"]} & {*there}:
         complain(where, [f"there is no column {names['messages']!r}, there are {there}: {_conversation_way(there)}"])
@@ -185,19 +189,45 @@ def read_parquet(file: Path) -> Any:
         raise ValueError(f"{file} is not a parquet file ({error})") from error
 
 
-def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) -> Any:
-    """``datasets.load_dataset(source, **where)``.
+def is_saved(folder: Path) -> bool:
+    """Whether ``Dataset.save_to_disk`` has written it."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
-    Args: part: the part of the dataset that is asked for, and instead: the files of a folder that would do, both for
-        the message. Raises: ValueError for a source that is not a name on the hub, or is unavailable.
-    """
-    if source.endswith(SUFFIXES) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
-        raise ValueError(f"there is no file or folder {source}")
+
+def read_saved(folder: Path) -> Any:
+    """The rows of such a folder. Raises: ValueError for one that cannot be read."""
     import datasets
 
     try:
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:  # of datasets, pyarrow and the file system
+        raise ValueError(f"{folder} is not a dataset that can be read ({error}): save it again") from error
+
+
+def read_table(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file of `TABLES`, or of a saved dataset. Raises: ValueError as the functions that it calls."""
+    if file.is_dir():
+        return read_saved(file).to_list()
+    return read_parquet(file).to_list() if file.suffix == ".parquet" else read_objects(file)
+
+
+def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) -> Any:
+    """``datasets.load_dataset(source, **where)``, at a revision of its own.
+
+    Args: source: its name, or ``name@revision``; part: the part of the dataset that is asked for, and instead: the
+        files of a folder that would do, both for the message.
+    Raises: ValueError for a source that is not a name on the hub, or is unavailable.
+    """
+    if source.endswith(SUFFIXES) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w.-]+)?", source):
+        raise ValueError(f"there is no file or folder {source}")
+    import datasets
+
+    name, _, revision = source.partition("@")
+    pinned = {"revision": revision} if revision else {}
+
+    try:
         with downloading(source, "datasets"):
-            return datasets.load_dataset(source, **where)
+            return datasets.load_dataset(name, **where, **pinned)
     except Exception as error:  # of many packages: hub, http client, file system
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
@@ -269,12 +299,15 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
 
     Lines are split by `csv`, not before: a quoted text may hold line ends.
     """
+    limit = csv.field_size_limit(max(len(text), 1))  # else 131,072 characters a value
     try:
         head, *cells = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row] or [[]]
     except csv.Error as error:
         raise ValueError(
             f"{file} is not CSV ({error}): separate columns by commas, quote texts that hold some"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     problems = [f"column {name!r} is there twice" for name in dict.fromkeys(head) if head.count(name) > 1]
     if bad := [i for i, row in enumerate(cells) if len(row) != len(head)]:
         problems.append(

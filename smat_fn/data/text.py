@@ -3,7 +3,8 @@
 A tokenizer is one of ``transformers``; only its call, its special ids and its vocabulary are used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..types import Micro
 from .batching import split_rows
 
 MULTIPLE = 8
+_TOGETHER = 1000  # rows that are tokenized in one call
 Truncate: TypeAlias = Literal["right", "left", "prompt-middle"]
 Row: TypeAlias = tuple[str, str]
 
@@ -73,15 +75,18 @@ def encode(
     if max_length < 2:
         raise ValueError(f"max_length is {max_length}, must be at least 2: the first token has no prediction")
     check_tokenizer(tokenizer, vocabulary)
-    texts, starts = _tokens(rows, tokenizer)
-    examples, empty = [], []
-    for index, (ids, start) in enumerate(zip(texts, starts, strict=True)):
-        labels = [IGNORED] * start + ids[start:] if mask_prompt else ids
+    examples, empty, largest = [], [], []
+    one = list(range(vocabulary))  # an integer a token, however often it occurs: most of the memory of many rows
+    apart = mask_prompt or truncate == "prompt-middle"
+    for index, (ids, start) in enumerate(_tokens(rows, tokenizer, apart=apart)):
+        largest.append(max(ids))
         kept = kept_places(len(ids), start, max_length, truncate, bos=ids[0] == tokenizer.bos_token_id)
-        examples.append(Example(tuple(ids[i] for i in kept), tuple(labels[i] for i in kept)))
+        own = tuple(one[ids[i]] if ids[i] < vocabulary else ids[i] for i in kept)
+        labels = tuple(IGNORED if i < start else token for i, token in zip(kept, own, strict=True))
+        examples.append(Example(own, labels if mask_prompt else own))
         if all(label == IGNORED for label in examples[-1].labels[1:]):
             empty.append(f"{index} ({len(ids)} tokens)")
-    problems = fit_problems(texts, vocabulary)
+    problems = fit_problems(largest, vocabulary)
     if empty:
         problems.append(
             f"within {max_length} tokens nothing is to be predicted in rows {_some(empty)}: "
@@ -133,8 +138,8 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
     raise_problems([f"task {task!r} has no rows: leave it out" for task, pairs in rows.items() if not pairs])
     report = {}
     for task, pairs in rows.items():
-        texts, starts = _tokens(pairs, tokenizer)
-        lengths, n = [len(ids) for ids in texts], len(pairs)
+        found = [(len(ids), start) for ids, start in _tokens(pairs, tokenizer, apart=True)]
+        (lengths, starts), n = zip(*found, strict=True), len(pairs)
         answers = [start < length - 1 for start, length in zip(starts, lengths, strict=True)]
         report[task] = Cut(
             n,
@@ -146,9 +151,12 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
     return report
 
 
-def fit_problems(texts: Sequence[Sequence[int]], vocabulary: int) -> list[str]:
-    """A sentence on the rows with tokens that have no row in the embedding, if there are any."""
-    outside = [f"{index} (token {max(ids)})" for index, ids in enumerate(texts) if ids and max(ids) >= vocabulary]
+def fit_problems(largest: Sequence[int], vocabulary: int) -> list[str]:
+    """A sentence on the rows with tokens that have no row in the embedding, if there are any.
+
+    Args: largest: token of each row.
+    """
+    outside = [f"{index} (token {token})" for index, token in enumerate(largest) if token >= vocabulary]
     return [
         f"the embedding has {vocabulary} rows, too few for the tokens of rows {_some(outside)}: "
         "take the model's own tokenizer, or remove these rows"
@@ -160,22 +168,25 @@ def closed(ids: Sequence[int], eos: int) -> list[int]:
     return list(ids) if ids and ids[-1] == eos else [*ids, eos]
 
 
-def _tokens(rows: Sequence[Row], tokenizer: Any) -> tuple[list[list[int]], list[int]]:
-    """Whole texts with EOS, and where their answers begin."""
+def _tokens(rows: Sequence[Row], tokenizer: Any, *, apart: bool) -> Iterator[tuple[list[int], int]]:
+    """Whole texts with EOS, and where their answers begin: 0 if they need not be told ``apart`` from prompts."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise ValueError(NO_EOS)
-    if not rows:
-        return [], []
     options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
-    fronts = tokenizer([prompt + "\n" for prompt, _ in rows], **options)["input_ids"]
-    texts = tokenizer([prompt + "\n" + answer for prompt, answer in rows], **options)["input_ids"]
-    texts = [closed(ids, eos) for ids in texts]
-    starts = []
-    for front, ids in zip(fronts, texts, strict=True):
-        same = (i for i, (a, b) in enumerate(zip(front, ids, strict=False)) if a != b)
-        starts.append(min(next(same, len(front)), len(ids) - 1))
-    return texts, starts
+    for first in range(0, len(rows), _TOGETHER):
+        some = rows[first : first + _TOGETHER]
+        texts = tokenizer([prompt + "\n" + answer for prompt, answer in some], **options)["input_ids"]
+        texts = [closed(ids, eos) for ids in texts]
+        fronts = tokenizer([prompt + "\n" for prompt, _ in some], **options)["input_ids"] if apart else []
+        starts = (_border(front, ids) for front, ids in zip(fronts, texts, strict=True)) if apart else repeat(0)
+        yield from zip(texts, starts, strict=False)
+
+
+def _border(front: Sequence[int], ids: Sequence[int]) -> int:
+    """The first token in which a row differs from its front."""
+    same = (i for i, (a, b) in enumerate(zip(front, ids, strict=False)) if a != b)
+    return min(next(same, len(front)), len(ids) - 1)
 
 
 def _some(items: Sequence[str], shown: int = 5) -> str:

@@ -40,6 +40,7 @@ class Encoder(NamedTuple):
     frozen: dict[str, Tensor]  # all weights of the pretrained model: features and states depend on them
     config: dict[str, Any]  # of the pretrained model, JSON values
     loss_fn: Callable[[Tensor, Tensor], FullLoss]  # (weight (C, D), bias (C,)) of a head -> loss of `Texts`
+    positions: int | None  # tokens of a text, at most; None: any number
     note: str = ""  # why frozen layers run in every step, where they do
 
 
@@ -89,6 +90,7 @@ def load(
             {name: p.detach() for name, p in model.named_parameters()},
             model.config.to_dict(),
             lambda weight, bias: FullLoss(trained, classify(weight, bias, normalize=normalize, pad=pad)),
+            _positions(model),
             note,
         )
 
@@ -123,8 +125,18 @@ def _read(source: str | Path, train_layers: int | None, device: str | torch.devi
     return model, tokenizer, layers
 
 
+def _positions(model: Any) -> int | None:
+    """The positions of a text: of RoBERTa's table the first ones are not for tokens."""
+    count = getattr(model.config, "max_position_embeddings", None)
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    unused = getattr(table, "padding_idx", None)
+    return count if not count or unused is None else count - unused - 1
+
+
 def _ids(tokenizer: Any, vocabulary: int, texts: Sequence[str], longest: int) -> list[Tensor]:
     found = tokenizer(list(texts), truncation=True, max_length=longest, padding=False, verbose=False)["input_ids"]
+    if bare := [text for text, own in zip(texts, found, strict=True) if not own]:
+        raise ValueError(f"{len(bare)} texts give no token, {bare[0]!r} the first: remove them, they have no features")
     if (top := max(map(max, found))) >= vocabulary:
         raise ValueError(
             f"the tokenizer gives token {top}, the model has embeddings of {vocabulary}: use the model's own tokenizer"

@@ -8,7 +8,7 @@ processor prepares images, without augmentation. A score is top-1 accuracy.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,18 @@ from ..models.top import Top, top_of
 from ..progress import bar
 from ..types import Batch, LossFn, Micro, Params
 from .heads import image_heads, text_heads
-from .sources import absolute, collect, columns_of, json_file, model_problems, patterns_of, pick_device, tasks_of
+from .sources import (
+    absolute,
+    collect,
+    columns_of,
+    json_file,
+    model_problems,
+    patterns_of,
+    pick_device,
+    shared_rows,
+    tasks_of,
+    two_labels,
+)
 from .suite import EncoderSuite, SuiteOptions, remembered
 from .templates import DEFAULT, TEMPLATES
 
@@ -127,6 +138,7 @@ class Clip8(EncoderSuite):
         )
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])
         names = _class_names(self._rows, chosen)
+        self.notes = tuple(chain.from_iterable(self._notes(task, own) for task, own in names.items()))
         model: clip.Clip | ImageClassifier = (clip if of_texts else image_classifier).load(
             own.model, device=self.device, **own.loading()
         )
@@ -164,10 +176,13 @@ class Clip8(EncoderSuite):
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        rows = self._rows[task, "train"]
-        facts = {"images": pixels.content(rows.images), "labels": rows.labels.tolist()}
+        train, dev = (
+            content_key({"images": pixels.content(rows.images), "labels": rows.labels.tolist()})
+            for rows in (self._rows[task, "train"], self._rows[task, "dev"])
+        )
+        inputs = fingerprint({"first": self._firsts[task, "train"], "table": self._table})
         place = place_of(self.options.data, task, "train")
-        return {"from": place, "count": len(rows.labels), "hash": content_key(facts)}
+        return {"from": place, "count": self.examples(task), "hash": train, "dev": dev, "inputs": inputs}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)
@@ -192,6 +207,15 @@ class Clip8(EncoderSuite):
             facts["frozen"] = fingerprint(self._frozen)
         return content_key(facts)
 
+    def _notes(self, task: str, names: Sequence[str]) -> list[str]:
+        """Rows that are in two splits or have two labels, and classes that nothing is trained on."""
+        own = {split: self._rows[task, split] for split in SPLITS}
+        hashes = {split: pixels.each(rows.images) for split, rows in own.items()}
+        labels = {split: set(rows.labels.tolist()) for split, rows in own.items()}
+        new = [names[label] for label in sorted((labels["dev"] | labels["test"]) - labels["train"])]
+        told = [f"no train row of {task} is of class {', '.join(new[:10])}, which dev or test have"] if new else []
+        return [*shared_rows(task, hashes), *two_labels(task, hashes["train"], own["train"].labels.tolist()), *told]
+
     def _states_of(self, model: clip.Clip | ImageClassifier) -> Top | None:
         """The top layers alone, where only these are trained and need nothing but states."""
         sizes = {first.shape[2:] for first in self._firsts.values()}
@@ -201,7 +225,7 @@ class Clip8(EncoderSuite):
         top = top_of(model.module, model.pooled, example.to(next(model.module.parameters()).dtype))
         if isinstance(top, Top):
             return top
-        self.notes = (
+        self.notes += (
             f"the top layers of {self.options.model} do not run on states alone ({top}): "
             "the frozen ones run in every step",
         )

@@ -37,6 +37,7 @@ from .sources import (
     pick_device,
     shared_rows,
     tasks_of,
+    two_labels,
 )
 from .suite import EncoderSuite, SuiteOptions, remembered
 
@@ -140,9 +141,11 @@ class ShortText(EncoderSuite):
             own.model, train_layers=own.train_layers, train=own.train, normalize=own.normalize, dtype=own.dtype,
             device=self.device,
         )  # fmt: skip
-        shared = [shared_rows(task, {s: own.texts for s, own in self._data[task].splits.items()}) for task in chosen]
-        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(shared))
-        longest = encoder.config.get("max_position_embeddings") or own.max_length
+        splits = {task: self._data[task].splits for task in chosen}
+        told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
+        told += [two_labels(task, *found["train"]) for task, found in splits.items()]
+        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(told))
+        longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
         self._model = {
@@ -189,10 +192,15 @@ class ShortText(EncoderSuite):
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        own, limit = self._data[task].splits["train"], self.options.rows
-        texts, labels = own.texts[:limit], own.labels[:limit]
-        facts = {"texts": texts, "labels": labels}
-        return {"from": place_of(self.options.source(task)), "count": len(labels), "hash": content_key(facts)}
+        splits, limit = self._data[task].splits, self.options.rows
+        train, dev = (
+            content_key({"texts": own.texts[:limit], "labels": own.labels[:limit]})
+            for own in (splits["train"], splits["dev"])
+        )
+        ids = self._rows(task, "train")[0]
+        inputs = content_key({"ids": [own.tolist() for own in ids[:1000]]})
+        place = place_of(self.options.source(task))
+        return {"from": place, "count": len(ids), "hash": train, "dev": dev, "inputs": inputs}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

@@ -107,6 +107,15 @@ def shared_rows(task: str, rows: Mapping[str, Sequence[Hashable]]) -> list[str]:
     return [f"{' and '.join(found)} of {task} are training rows too: scores on them are too high"] if found else []
 
 
+def two_labels(task: str, rows: Sequence[Hashable], labels: Sequence[Hashable]) -> list[str]:
+    """A note on training rows that are there with two labels, or none."""
+    found: dict[Hashable, set[Hashable]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        found.setdefault(row, set()).add(label)
+    count = sum(len(own) > 1 for own in found.values())
+    return [f"{task} trains on {count} row{'s' * (count > 1)} with two labels or more"] if count else []
+
+
 def model_problems(model: str) -> list[str]:
     """A message for a model's folder that does not exist, or nothing."""
     if Path(model).is_absolute() and not Path(model).is_dir():

@@ -26,7 +26,7 @@ from ..data.batching import batch_indices
 from ..data.cache import cached, versions
 from ..data.pixels import HELD
 from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of
-from ..errors import check_member, count_problem, problems_of
+from ..errors import check_member, count_problem, name_rows, problems_of
 from ..evaluate import decoding
 from ..evaluate.decoding import Decoding, prompt_ids
 from ..evaluate.engine import Engine, engine_name, find_engine, in_batches
@@ -155,11 +155,8 @@ class Trace(BaseSuite):
             self._rows, found = collect(keys, lambda key: _texts(own, *key), local=lambda key: here)
         problems += [*model_problems(own.model), *found]
         for (task, split), rows in self._rows.items():
-            if split != "train" and self._metric(task) in LABELS and not any(map(_is_letter, rows.answers)):
-                problems.append(
-                    f"no answer of {task} ({SPLITS[split]}) begins with a letter A to D, which its metric compares: "
-                    "every score would be 0; write letters, or give the task another name and choose a metric"
-                )
+            if split != "train" and self._metric(task) in LABELS:
+                problems += _unlettered(task, SPLITS[split], rows.answers)
         errors.raise_problems(problems)
         asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
@@ -174,6 +171,8 @@ class Trace(BaseSuite):
             self._chat(lm)
         self._form: Any = pairs if self._pair else text  # how rows become batches
         self.split = self._form.split
+        for task in own.only or tasks:
+            self.notes += () if task in TASKS else (*self._cut_off(task), *self._joined(task))
         self._top, self._prompts = self._frozen_below(lm)
         repeats = {task: s.repeats for task, s in self._settings.items() if s.repeats > 1}
         super().__init__(tasks=tasks, base=lm.params, where=lm.where, seed=seed, repeats=repeats)
@@ -194,6 +193,30 @@ class Trace(BaseSuite):
         with decoding.evaluating(lm.module):
             found = prompts_of(lm.module, decoding.prompt_tokens(rows, self._device))
         return top, None if isinstance(found, str) else found
+
+    def _cut_off(self, task: str) -> list[str]:
+        """A note on dev answers that are longer than what is decoded."""
+        limit, answers = self._settings[task].max_new_tokens, self._rows[task, "dev"].answers
+        long = [answer for answer in answers if len(answer.encode()) > limit]  # a token is a byte at least
+        ids = self._lm.tokenizer(long, add_special_tokens=False, verbose=False)["input_ids"] if long else []
+        if not (beyond := [len(own) for own in ids if len(own) > limit]):
+            return []
+        return [
+            f"{len(beyond)} of the {len(answers)} dev answers of {task} have more than the {limit} tokens that are "
+            f"decoded, up to {max(beyond)}: --suite-options max_new_tokens {max(beyond) + 1} scores them whole"
+        ]
+
+    def _joined(self, task: str) -> list[str]:
+        """A note on prompts that are decoded from tokens that no training row begins with."""
+        if self._pair or self.options.chat or self.options.mask_prompt:
+            return []
+        prompts = self._rows[task, "dev"].prompts[:100]
+        alone, ended = (prompt_ids([p + end for p in prompts], self._lm.tokenizer) for end in ("", "\n"))
+        count = sum(longer[: len(ids)] != ids for ids, longer in zip(alone, ended, strict=True))
+        return [
+            f"the tokenizer joins the line end that follows a prompt to its last token in {count} of {len(prompts)} "
+            f"dev rows of {task}, but prompts are decoded without it: --mask-prompt decodes them as they are trained"
+        ] if count else []  # fmt: skip
 
     def _chat(self, lm: LanguageModel) -> None:
         """Prompts by the tokenizer's template. Raises: ValueError for a model without one."""
@@ -232,7 +255,7 @@ class Trace(BaseSuite):
     @remembered
     def epoch_steps(self, task: str) -> int:
         self.check(task)
-        limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task)
+        limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
         if new > limit:
@@ -242,7 +265,7 @@ class Trace(BaseSuite):
         for split in ("dev", "test"):
             room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
-            long = [prompt for prompt in self._rows[task, split].prompts if len(prompt.encode()) + 8 > room]
+            long = [prompt for prompt in self._asked(task, split) if len(prompt.encode()) + 8 > room]
             longest = max(map(len, self._lm.tokenizer(long, verbose=False)["input_ids"])) if long else 0
             if longest > room:
                 more = f" with {beside} new ones" if beside else ""
@@ -257,15 +280,22 @@ class Trace(BaseSuite):
 
     def batch_rows(self, task: str, key: Tensor, step: int) -> list[int]:
         self.check(task)
-        return batch_indices(key, len(self._examples(task)), self.options.batch_size, step).tolist()
+        return batch_indices(key, len(self._examples(task, "train")), self.options.batch_size, step).tolist()
 
     @remembered
     def train_rows(self, task: str) -> dict[str, Any]:
         self.check(task)
-        key = task, "train"
-        rows = self._chats[key] if self.options.chat else self._rows[key]
+        own = self._chats if self.options.chat else self._rows
+        train, dev = (content_key({"rows": own[task, split]}) for split in ("train", "dev"))
+        inputs = content_key({"ids": self._examples(task, "train")[:1000]})
         place = place_of(self.options.data, task, SPLITS["train"])
-        return {"from": place, "count": len(self._rows[key].answers), "hash": content_key({"rows": rows})}
+        return {
+            "from": place,
+            "count": len(self._rows[task, "train"].answers),
+            "hash": train,
+            "dev": dev,
+            "inputs": inputs,
+        }
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)
@@ -290,7 +320,7 @@ class Trace(BaseSuite):
         kept = {"prompts": self._prompts} if self._engine is decoding.generator else {}
         texts = in_batches(
             self._engine(self._lm.loss_fn, self._lm.tokenizer, here, batch_size=size, **kept),
-            prompts,
+            self._asked(task, split),
             self._settings[task],
             self.seed,
             repeat=repeat,
@@ -392,7 +422,7 @@ class Trace(BaseSuite):
         return self._form.collate(examples, text.pad_id(self._lm.tokenizer))
 
     @remembered  # tokenized when a task is first trained: merging and evaluation do not need it
-    def _examples(self, task: str, split: str = "train") -> list[text.Example]:
+    def _examples(self, task: str, split: str) -> list[text.Example]:
         options = {name: getattr(self.options, name) for name in ("max_length", "truncate", "mask_prompt")}
         vocabulary = self._lm.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         rows = _pairs(self._rows[task, split])
@@ -406,7 +436,13 @@ class Trace(BaseSuite):
 
     @remembered
     def _tokens(self, task: str, split: str) -> list[list[int]]:
-        return prompt_ids(self._rows[task, split].prompts, self._lm.tokenizer, closed=self._pair)
+        return prompt_ids(self._asked(task, split), self._lm.tokenizer, closed=self._pair)
+
+    def _asked(self, task: str, split: str) -> tuple[str, ...]:
+        """The prompts that are decoded: with the line end that no loss has taught an expert to write."""
+        prompts, own = self._rows[task, split].prompts, self.options
+        end = "\n" if own.mask_prompt and not (own.chat or self._pair) else ""
+        return tuple(prompt + end for prompt in prompts) if end else prompts
 
 
 def settings_of(task: str, options: TraceOptions) -> Decoding:
@@ -427,6 +463,19 @@ def _texts(options: TraceOptions, task: str, split: str) -> TextRows:
         way = "this suite takes prompts and answers: give some, or take --preset images"
         raise ValueError(f"{options.data} ({task}, {SPLITS[split]}) holds images, {way}")
     return TextRows(rows.prompts[: options.rows], rows.answers[: options.rows])
+
+
+def _unlettered(task: str, split: str, answers: Sequence[str]) -> list[str]:
+    """The error for answers that a metric of letters can never count; TRACE's own may have some."""
+    bad = [i for i, answer in enumerate(answers) if not _is_letter(answer)]
+    if not bad or (task in TASKS and len(bad) < len(answers)):
+        return []
+    which = "no answer" if len(bad) == len(answers) else f"the answer of {name_rows(bad)}"
+    begins, every = ("begins", "every score") if len(bad) == len(answers) else ("does not begin", "their score")
+    return [
+        f"{which} of {task} ({split}) {begins} with a letter A to D, which its metric compares: {every} would be 0; "
+        "write letters, or give the task another name and choose a metric"
+    ]
 
 
 def _is_letter(answer: str) -> bool:

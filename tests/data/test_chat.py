@@ -90,9 +90,45 @@ def test_a_template_that_renders_a_beginning_otherwise_is_refused(tokenizer):
         with pytest.raises(ValueError, match=r"row 1: .* renders message 2 otherwise when more follow"):
             chat.render([TALK[:3], TALK], own)
         assert chat.render([TALK[:3]], own)[0][0].endswith("[assistant](think)two</s>")
+        tokenizer.chat_template = TEMPLATE.replace("[assistant]{% endif", "[assistant](think){% endif")
+        with pytest.raises(ValueError, match=r"row 0: .*before the answer of message 2 it renders other text than as"):
+            chat.render([TALK[:3]], own)
         tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
         with pytest.raises(ValueError, match=r"row 0: the chat template does not take it .no system messages"):
             chat.render([TALK], own)
+    finally:
+        tokenizer.chat_template = kept
+
+
+THOUGHT = "]{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "end"),
+    [
+        ("]{{ m.content }}", THOUGHT, "[assistant]<think>\n\n</think>\n\n"),
+        ("{% if add_generation_prompt %}[assistant]{% endif %}", "", "[assistant]"),  # it knows no generation prompt
+        ("]{{ m.content }}", "] {{ m.content }}", "[assistant]"),  # a space belongs to the word that follows
+    ],
+)
+def test_a_prompt_holds_what_the_template_writes_before_an_answer(tokenizer, old, new, end):
+    kept, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE.replace(old, new)
+    try:
+        (example,), prompt = chat.encode([TALK[:3]], tokenizer, vocabulary=262), chat.prompt_of(TALK[:3], tokenizer)
+    finally:
+        tokenizer.chat_template = kept
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert prompt.endswith(f"1 + 1?</s>{end}")
+    assert example.input_ids[: len(ids)] == tuple(ids)
+    assert tokenizer.decode(example.input_ids[len(ids) :], skip_special_tokens=True).strip() == "two"
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer):
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }} {% endif %}" + kept
+    try:
+        assert chat.prompt_of(TALK[:3], tokenizer).startswith("26 Jul 2024 <s>[system]")
+        assert chat.render([TALK[:3]], tokenizer)[0][0].startswith("26 Jul 2024 <s>[system]")
     finally:
         tokenizer.chat_template = kept
 

@@ -56,3 +56,38 @@ def test_an_image_as_it_is_stored(tmp_path):
     write(tmp_path / "t" / "train" / "a" / "1.png", 1)
     rows = load_rows(tmp_path, "t", "train")
     assert rows.images.encoded(0) == (tmp_path / "t" / "train" / "a" / "1.png").read_bytes()
+
+
+def test_only_splits_give_classes_and_what_is_no_image_is_told(tmp_path, caplog):
+    for place in (
+        "train/a/1.png",
+        "train/b/1.png",
+        "raw/unsorted/1.png",
+        "train/.checkpoints/1.png",
+        "train/a/._1.png",
+    ):
+        write(tmp_path / "t" / place, 1)
+    for left in ("train/a/2.heic", "train/b/deep/3.png", "train/4.png"):
+        write(tmp_path / "t" / f"{left}.png", 1)
+        (tmp_path / "t" / f"{left}.png").rename(tmp_path / "t" / left)
+    (tmp_path / "t/train/a/labels.txt").touch()
+    rows = load_rows(tmp_path, "t", "train")
+    assert (rows.class_names, len(rows.images)) == (("a", "b"), 2)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{tmp_path / 't'}: 3 files or folders of train are left out, train/4.png the first" in line
+
+
+def test_folders_that_name_a_class_in_two_ways_are_told(tmp_path):
+    for place in ("train/ice cream/1.png", "train/b/1.png", "test/Ice_cream/1.png", "test/b/1.png"):
+        write(tmp_path / "t" / place, 1)
+    with pytest.raises(ValueError, match=r"t: the folders \['Ice_cream', 'ice cream'\] name one class in 2 ways: name"):
+        load_rows(tmp_path, "t", "train")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_values_that_do_not_fit_8_bits_are_not_cut_off(tmp_path, dtype):
+    folder = tmp_path / "t/train/a"
+    folder.mkdir(parents=True)
+    Image.fromarray(np.arange(20, dtype=dtype).reshape(4, 5)).save(folder / "1.tiff")
+    with pytest.raises(ValueError, match=r"1\.tiff does not decode \(it has more than 8 bits a value, mode [IF]"):
+        load_rows(tmp_path, "t", "train")

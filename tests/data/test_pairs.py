@@ -41,7 +41,9 @@ def rows(tmp_path_factory):
     for task in ("FOMC", "mine"):
         (folder / task).mkdir()
         for split, size in (("train", 7), ("dev", 3), ("eval", 2)):
-            own = [{"prompt": f"{split} {'abc'[i % 3] * (i + 1)}", "answer": "ab"[: i % 3]} for i in range(size)]
+            none = "" if split == "train" else "b"  # scores need a letter
+            answers = [("ab"[: i % 3] or none) for i in range(size)]
+            own = [{"prompt": f"{split} {'abc'[i % 3] * (i + 1)}", "answer": own} for i, own in enumerate(answers)]
             (folder / task / f"{split}.json").write_text(json.dumps(own))
     return folder
 
@@ -89,7 +91,7 @@ def test_parts_weigh_their_target_tokens_and_give_the_loss_of_the_whole(suite):
         torch.testing.assert_close(mean, loss, rtol=1e-5, atol=0)
     rows = sorted(row for step in range(2) for row in suite.batch_rows("mine", key, step))
     assert (suite.epoch_steps("mine"), rows) == (2, list(range(7)))
-    assert sum(weight for _, weight in suite.dev_batches("mine")) == (0 + 1) + (1 + 1) + (2 + 1)
+    assert sum(weight for _, weight in suite.dev_batches("mine")) == (1 + 1) + (1 + 1) + (2 + 1)
 
 
 def test_the_suite_is_that_of_the_model_and_scores_its_answers(suite, model, rows):

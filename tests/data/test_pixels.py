@@ -55,6 +55,16 @@ def test_a_processor_that_normalizes_twice_is_followed(changes):
     assert torch.equal(pixels.look_up(pixels.value_table(own), ready), expected.float())
 
 
+def test_a_processor_that_pads_what_it_has_normalized_is_refused():
+    import transformers
+
+    size = {"height": 24, "width": 24}
+    for kind, options in (("Donut", {"size": size}), ("Sam", {"size": {"longest_edge": 24}, "pad_size": size})):
+        own = getattr(transformers, f"{kind}ImageProcessorPil")(**options)
+        with pytest.raises(ValueError, match=f"{kind}ImageProcessorPil pads or resizes images that are already rescal"):
+            pixels.value_table(own)
+
+
 def test_a_table_has_a_value_for_every_level_of_every_channel():
     table = pixels.value_table(processor(image_mean=[0.0, 0.5, 0.5], image_std=[1.0, 0.5, 0.25]))
     levels = torch.arange(256) / 255

@@ -1,5 +1,6 @@
 """Rows from files and from the hub: what comes out, and every problem named by its row."""
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smat_fn.data.rows import ImageRows, TextRows, load_rows, take
+from smat_fn.data.labelled import load_task
+from smat_fn.data.rows import ImageRows, TextRows, load_conversations, load_rows, take
 from smat_fn.errors import name_rows
 from smat_fn.suites.sources import tasks_of
 
@@ -64,8 +66,8 @@ def hub(monkeypatch):
     def install(answer):
         asked = []
 
-        def load_dataset(path, name=None, split=None):
-            asked.append((path, name, split))
+        def load_dataset(path, name=None, split=None, **pinned):
+            asked.append((path, name, split, *pinned.items()))
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -147,6 +149,31 @@ def test_the_hub_is_asked_for_config_and_split(hub):
     assert asked == [("someone/texts", "FOMC", "dev")]
 
 
+def test_a_revision_of_the_hub_is_asked_for(hub):
+    from datasets import Dataset
+
+    asked = hub(Dataset.from_list(ROWS))
+    assert load_rows("someone/texts@v1.2", "FOMC", "train") == TEXTS
+    assert asked == [("someone/texts", "FOMC", "train", ("revision", "v1.2"))]
+
+
+def test_a_saved_dataset_is_rows_of_each_kind(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    splits = {"train": Dataset.from_list(ROWS), "validation": image_table()}
+    DatasetDict(splits).save_to_disk(tmp_path / "t")
+    assert load_rows(tmp_path, "t", "train") == TEXTS
+    images = load_rows(tmp_path, "t", "dev")
+    assert (images.class_names, np.array_equal(images.images[1], PIXELS[1])) == (("cat", "dog"), True)
+    assert [own[1]["content"] for own in load_conversations(tmp_path, "t", "train")] == list(TEXTS.answers)
+    labelled = [{"text": row["prompt"], "label": row["answer"] or "none"} for row in ROWS]
+    DatasetDict({name: Dataset.from_list(labelled) for name in ("train", "dev", "test")}).save_to_disk(tmp_path / "l")
+    assert load_task(str(tmp_path / "l")).splits["dev"].texts == TEXTS.prompts
+    next((tmp_path / "t" / "train").glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train is not a dataset that can be read \(.*\): save it again"):
+        load_rows(tmp_path, "t", "train")
+
+
 def test_a_hub_out_of_reach_says_what_to_put_where(hub):
     cause = ConnectionError("Couldn't reach 'someone/texts' on the Hub (OfflineModeIsEnabled)\nmore")
     hub(cause)
@@ -226,6 +253,13 @@ def test_a_csv_has_the_rows_of_json(tmp_path):
     text = 'id,prompt,answer\r\n1,"a, b",c\r\n\r\n2,"two\nlines ""q""",é\r\n'
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert load_rows(tmp_path / "a.csv", "t", "train") == found
+
+
+def test_a_csv_may_hold_long_texts(tmp_path):
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(f'prompt,answer\n"{"x" * 150_000}",y\n')
+    assert len(load_rows(tmp_path / "a.csv", "t", "train").prompts[0]) == 150_000
+    assert csv.field_size_limit() == limit
 
 
 def test_json_in_another_encoding(tmp_path):

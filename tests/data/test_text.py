@@ -65,6 +65,16 @@ def test_a_row_is_bos_prompt_line_end_answer_eos(plain):
         assert plain.decode(example.input_ids) == f"<s>{prompt}\n{answer}</s>"
 
 
+@pytest.mark.parametrize("options", [{}, {"mask_prompt": True}, {"truncate": "prompt-middle", "max_length": 9}])
+def test_many_rows_are_tokenized_in_parts(plain, monkeypatch, options):
+    rows = ROWS * 4
+    whole = encode(rows, plain, **options)
+    monkeypatch.setattr(text, "_TOGETHER", 3)
+    assert encode(rows, plain, **options) == whole
+    if not options.get("mask_prompt"):
+        assert all(example.labels is example.input_ids for example in whole), "kept once"
+
+
 def test_mask_prompt_supervises_the_answer_and_eos_alone(plain):
     for row, example in zip(ROWS, encode(ROWS, plain, mask_prompt=True), strict=True):
         front, answer = pieces(plain, *row)

@@ -297,6 +297,28 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
     assert suite.score(suite.base, "SVHN", "test") in (0, 50, 100)
 
 
+@pytest.mark.parametrize("encoded", [False, True])
+def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_path, encoded):
+    assert load().notes == ()
+    images = arrays(folders / "rows", "shapes", "train")["images"]
+    for split, chosen, labels in (("train", [0, 1, 2, 0], [0, 1, 0, 1]), ("dev", [3, 2], [1, 0]), ("test", [4], [2])):
+        file = tmp_path / "rows" / "shapes" / f"{split}.npz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not encoded:
+            np.savez(file, images=images[chosen], labels=labels, class_names=np.array(["a", "b", "c"]))
+            continue
+        from PIL import Image
+
+        for place, (i, label) in enumerate(zip(chosen, labels, strict=True)):
+            (folder := file.with_suffix("") / "abc"[label]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images[i]).save(folder / f"{place}.png")
+    assert load(data=str(tmp_path / "rows")).notes == (
+        "1 of the 2 dev rows of shapes are training rows too: scores on them are too high",
+        "shapes trains on 1 row with two labels or more",
+        "no train row of shapes is of class c, which dev or test have",
+    )
+
+
 def test_a_hub_that_fails_is_asked_once(load, monkeypatch):
     asked = []
 

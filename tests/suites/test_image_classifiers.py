@@ -52,7 +52,7 @@ def folders(tmp_path_factory):
         (root / "rows" / task).mkdir(parents=True)
         for split, size in (("train", 30), ("dev", 9), ("test", 12)):
             labels = np.arange(size) % 3
-            images = np.random.default_rng(seed).integers(0, 90, (size, 8, 8, 3))
+            images = np.random.default_rng((seed, size)).integers(0, 90, (size, 8, 8, 3))
             images[labels == 1] += 60
             images[labels == 2, ..., 0] += 60
             arrays = {"images": images.astype(np.uint8), "labels": labels, "class_names": np.array(NAMES)}

@@ -1,6 +1,7 @@
 """Short texts on a tiny random BERT: features, heads, frozen states, splits, and all problems before any work."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,11 @@ def test_a_csv_names_its_classes(tmp_path):
         ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
         (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
         ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
+        (
+            [0, 1],
+            [-1],
+            r"test: .*2 classes \(-1 the first\): .*, and leave out a split whose labels are wit",
+        ),
         (["a"], ["a"], "all rows are of class 'a': give two or more"),
     ],
 )
@@ -527,3 +533,31 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     edited = load(data=str(tmp_path)).train_rows("tone")
     assert edited["count"] == own["count"] == len(found)
     assert edited["hash"] != own["hash"]
+
+
+def test_texts_with_two_labels_are_a_note(load, tmp_path):
+    texts = ["a good film", "a bad film", "a good film", "some plot"] * 2
+    for split, size in (("train", 8), ("dev", 1), ("test", 1)):
+        rows = [{"text": texts[i], "label": int(i % 4 > 0)} for i in range(size)]
+        (tmp_path / "tone").mkdir(exist_ok=True)
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
+    notes = load(data=str(tmp_path)).notes
+    assert notes[-1] == "tone trains on 1 row with two labels or more"
+
+
+def test_positions_that_no_token_has_do_not_count(load, tmp_path):
+    write_model(tmp_path / "model", "roberta")
+    with pytest.raises(ValueError, match="max_length is 24, the model has 23 positions"):
+        load(model=str(tmp_path / "model"), max_length=24)
+    encoder = load(model=str(tmp_path / "model"), max_length=23)._encoder
+    assert encoder.features(encoder.ids(["w1 " * 40], 23)).isfinite().all()
+
+
+def test_texts_without_a_token_are_told(load, folders, tmp_path):
+    shutil.copytree(folders / "model", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))  # adds no special tokens
+    ids = load(model=str(tmp_path / "model"))._encoder.ids
+    assert [len(own) for own in ids(["w0 w1"], 9)] == [2]
+    with pytest.raises(ValueError, match="2 texts give no token, ' ' the first: remove them"):
+        ids(["w0", " ", "w1", "\n"], 9)

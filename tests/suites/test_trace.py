@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS, Finetune, Training
+from smat_fn.config import PRESETS, Dev, Finetune, Training
 from smat_fn.data import text
 from smat_fn.data.batching import batch_indices
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
@@ -125,6 +125,16 @@ def test_batches_are_the_rows_as_text_encodes_them(suite, folders, lm):
     assert sorted(rows) == sorted(example.input_ids for example in examples)
 
 
+def test_rows_are_tokenized_once(load, monkeypatch):
+    seen, encode = [], text.encode
+    monkeypatch.setattr(text, "encode", lambda rows, *args, **own: seen.append(len(rows)) or encode(rows, *args, **own))
+    suite = load()
+    suite.epoch_steps("FOMC")
+    suite.batch("FOMC", random.key(0), 0)
+    suite.batch_rows("FOMC", random.key(0), 1)
+    assert seen == [11]
+
+
 def test_the_loss_is_the_mean_over_every_token_that_is_real(suite, lm):
     batch = suite.batch("MeetingBank", random.key(0), 0)
     loss, tokens = suite.loss_fn("MeetingBank")(suite.base, batch)
@@ -148,6 +158,28 @@ def test_options_reach_the_rows(load, suite):
     assert short.cuts("FOMC").rows == 5
     assert short.cuts("FOMC").eos == 1
     assert suite.cuts("FOMC").eos == 0
+
+
+def test_without_a_loss_on_prompts_they_are_decoded_with_their_line_end(load, folders):
+    """No expert learns to write it, and a tokenizer may join it to the prompt's last character."""
+    asked = []
+
+    def engine(model, tokenizer, params, *, batch_size):
+        def generate(prompts, settings, seed, **options):
+            asked.extend(prompts)
+            return ["A"] * len(prompts)
+
+        return generate
+
+    masked = load(mask_prompt=True, engine=engine)
+    assert masked.score(masked.base, "FOMC", "dev") == pytest.approx(100 / 3)
+    prompts = [prompt for prompt, _ in pairs(folders, "FOMC", "dev")]
+    assert sorted(asked) == sorted(prompt + "\n" for prompt in prompts)
+    rows = masked.dev_batches("FOMC")[0].batch
+    for prompt, ids, labels in zip(prompts, rows["input_ids"], rows["labels"], strict=True):
+        unseen = int((labels < 0).int().argmin())  # of the row's beginning
+        assert masked._lm.tokenizer(prompt + "\n")["input_ids"] == ids[:unseen].tolist()
+    assert masked.content("FOMC", "dev") != load(engine=engine).content("FOMC", "dev")
 
 
 def test_a_score_is_the_metric_of_the_decodes_and_of_sampled_ones_their_mean(suite, folders, lm):
@@ -242,8 +274,43 @@ def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_pat
     load(data=str(tmp_path))
     with pytest.raises(ValueError, match=r"no answer of mine \(dev\) begins with a letter A to D.*mine \(eval\)"):
         load(data=str(tmp_path), metric="label")
-    write_rows(tmp_path / "some", "mine", answers=("good", "poor", "B"))
-    load(data=str(tmp_path / "some"), metric="label")
+    write_rows(tmp_path / "some", "mine", answers=("A", "e", "b"))
+    with pytest.raises(ValueError, match=r"answer of row 1 of mine \(dev\) does not begin .*: their score would"):
+        load(data=str(tmp_path / "some"), metric="label")
+    load(data=str(tmp_path / "some"))
+    write_rows(tmp_path / "some", "FOMC", answers=("A", "e", "b"))  # the paper's rows are as they are
+    load(data=str(tmp_path / "some"), tasks=("FOMC",))
+
+
+def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
+    write_rows(tmp_path, "mine", answers=("hold the rate and keep prices stable now", "hold", "hold"))
+    suite = load(data=str(tmp_path), max_new_tokens=4)
+    tokens = len(suite._lm.tokenizer("hold the rate and keep prices stable now", add_special_tokens=False)["input_ids"])
+    assert tokens > 4
+    assert suite.notes == (
+        f"1 of the 3 dev answers of mine have more than the 4 tokens that are decoded, up to {tokens}: "
+        f"--suite-options max_new_tokens {tokens + 1} scores them whole",
+    )
+    assert load(data=str(tmp_path), max_new_tokens=tokens).notes == ()
+
+
+def test_prompts_whose_last_token_takes_the_line_end_are_a_note(load, folders, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folders / "model", model)
+    file = model / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    facts["added_tokens"] += [
+        {**facts["added_tokens"][0], "id": 299, "content": "\n", "special": False, "lstrip": True}
+    ]
+    file.write_text(json.dumps(facts))
+    write_rows(tmp_path / "rows", "mine")
+    rows = json.loads((tmp_path / "rows/mine/dev.json").read_text())
+    ends = [rows[0], *({**row, "prompt": row["prompt"] + " "} for row in rows[1:])]  # joined to the line end
+    (tmp_path / "rows/mine/dev.json").write_text(json.dumps(ends))
+    options = {"model": str(model), "data": str(tmp_path / "rows")}
+    (note,) = load(**options).notes
+    assert "joins the line end that follows a prompt to its last token in 2 of 3 dev rows of mine" in note
+    assert load(**options, mask_prompt=True).notes == ()
 
 
 def test_data_problems_are_told_together_before_the_model_is_loaded(load, tmp_path, monkeypatch):
@@ -619,10 +686,41 @@ def test_a_run_does_not_resume_on_edited_training_rows(load, tmp_path):
     with pytest.raises(ValueError, match=f"{file} changed since FOMC in {out} was begun: it held 11 rows of hash .*"):
         train(resume=True)
     file.write_text(json.dumps(rows, indent=2))  # the same rows, written otherwise
+    (data / "FOMC/dev.json").write_text('[{"prompt": "other", "answer": "A"}]')  # which trained nothing
     train(resume=True)
     manifest = out / "FOMC" / "manifest.json"
     facts = json.loads(manifest.read_text())
-    assert facts.pop("train_rows") == load(data=str(data)).train_rows("FOMC")
+    assert load(data=str(data)).train_rows("FOMC").items() > facts.pop("train_rows").items()
     manifest.write_text(json.dumps(facts))  # as earlier code wrote it
     file.write_text(json.dumps(rows[:9]))
+    train(resume=True)
+
+
+def test_a_run_does_not_resume_on_another_template_or_on_dev_rows_that_chose_its_weights(load, chatting, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(chatting["model"], model)
+    data = tmp_path / "rows"
+    shutil.copytree(chatting["data"], data)
+    template, dev = model / "chat_template.jinja", data / "own" / "dev.jsonl"
+
+    def train(**options):
+        suite = load(model=str(model), data=str(data), chat=True)
+        training = Training(steps=2, lr=1e-3, dev=Dev(1, by="loss"))
+        return train_run(suite, Finetune(), training, RunOptions(out, suite.tasks, 3, **options))
+
+    train()
+    train(resume=True)
+    template.write_text(CHAT.replace("[", "("))
+    dev.write_text(dev.read_text().replace("the rate", "the prices"))
+    with pytest.raises(
+        ValueError, match=r"own in .*run was begun with another model folder: the tokenizer, its"
+    ) as told:
+        train(resume=True)
+    assert f"the dev rows of own changed since own in {out} was begun, which --eval-every scores" in str(told.value)
+    template.write_text(CHAT)
+    manifest = out / "own" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    for name in ("dev", "inputs"):
+        del facts["train_rows"][name]
+    manifest.write_text(json.dumps(facts))  # as earlier code wrote it
     train(resume=True)

@@ -142,8 +142,9 @@ def restore_all(path: Path, state: Any, world: World) -> Any:
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Messages for settings that differ, by path, if bits depend on them; only those named in ``now`` count."""
-    if "train_rows" not in stored:  # by earlier code, or by a suite that does not know
-        now = {name: value for name, value in now.items() if name != "train_rows"}
+    rows = stored.get("train_rows") or {}  # of earlier code, or a suite that does not know, without some
+    if "train_rows" in now:
+        now = {**now, "train_rows": {name: value for name, value in now["train_rows"].items() if name in rows}}
     old, new = (_flat({name: settings.get(name) for name in now}) for settings in (stored, now))
     for settings in (old, new):
         settings.pop("hyperparameters.offload", None)  # which earlier code wrote

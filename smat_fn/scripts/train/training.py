@@ -197,8 +197,9 @@ def _experts(
     }
     found = {task: {**facts, "training": numbers(own, world)} for task, (own, _) in plans.items()}
     if (rows := getattr(suite, "train_rows", None)) is not None:
-        for task in plans:
-            found[task]["train_rows"] = rows(task)
+        for task, (own, _) in plans.items():  # dev rows count where they choose the weights that are kept
+            kept = {name: value for name, value in rows(task).items() if name != "dev" or own.dev is not None}
+            found[task]["train_rows"] = kept
     return [Expert(task, *plan, json.loads(json.dumps(found[task]))) for task, plan in plans.items()]
 
 
@@ -332,10 +333,16 @@ def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
         found = checkpoint.load_manifest(path) if path.exists() else None if last is None else last.settings
         if found is None:
             continue
-        rows, now = ({"hash": None, **(settings.get("train_rows") or {})} for settings in (found, facts))
-        if rows["hash"] is not None and now["hash"] not in (None, rows["hash"]):
+        rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
+        other = {name for name in ("hash", "dev", "inputs") if name in rows and now.get(name, rows[name]) != rows[name]}
+        if "hash" in other:
             was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
             edited.append(f"{now['from']} changed since {task} in {out} was begun: it held {was}, now {has}")
+        elif "inputs" in other:
+            made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
+            edited.append(f"{task} in {out} was begun with another model folder: {made}")
+        if "dev" in other:
+            edited.append(f"the dev rows of {task} changed since {task} in {out} was begun, which --eval-every scores")
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         if differ := snapshots.differences(found, others):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
@@ -343,7 +350,7 @@ def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
     if edited:
-        edited.append("put the old rows back, or choose another --out, or begin anew with --overwrite")
+        edited.append("put the old files back, or choose another --out, or begin anew with --overwrite")
     errors.raise_problems(problems + edited)
 
 
