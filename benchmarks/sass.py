@@ -51,7 +51,7 @@ def record(*, dry_run: bool) -> list[Call]:
     from smat_fn import ops, random
     from smat_fn.ops import kernels, library
     from smat_fn.ops.cpu import Numbers
-    from smat_fn.simulation.state import quantiles
+    from smat_fn.simulation.noise import quantiles
 
     calls: dict[Any, Call] = {}
 

@@ -104,6 +104,12 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
     return result
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, joined with the rest after a colon; without text, its type."""
+    first, _, rest = str(error).strip().partition("\n")
+    return (f"{first} {rest.strip()}" if first.endswith(":") else first) or type(error).__name__
+
+
 def check_member(kind: str, value: str, known: Sequence[str]) -> None:
     """Raises: ValueError unless ``value`` is one of ``known``."""
     if value not in known:

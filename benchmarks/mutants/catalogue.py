@@ -253,20 +253,29 @@ MUTANTS = [
     ),
     # mergers
     *_of(
-        "merge/parts/common.py",
+        "merge/parts/merger.py",
         ("COEFS = tuple(i / 10 for i in range(1, 11))", "COEFS = tuple(i / 10 for i in range(0, 11))"),
         ("WIDE = tuple(i / 5 for i in range(1, 11))", "WIDE = tuple(i / 5 for i in range(1, 6))"),
+    ),
+    *_of(
+        "merge/parts/chunks.py",
         ("leaf.to(start.device, dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device, dtype)"),
+        ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
+        (".add_(32768)", ".add_(32767)"),
+    ),
+    *_of(
+        "merge/parts/vectors.py",
+        ("scaled.add_(start[piece].to(dtype))", "scaled"),
+    ),
+    *_of(
+        "merge/parts/arithmetic.py",
         ("next(rest) if into_first else next(rest).clone()", "next(rest)"),
         ("add(tensors) >= 0", "add(tensors) > 0"),
         ("tensor * sign > 0", "tensor * sign >= 0"),
         ("total / count.clamp(min=1) if mean else total", "total / len(tensors) if mean else total"),
-        ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
-        (".add_(32768)", ".add_(32767)"),
         ("products[left][left] * products[right][right]", "products[left][left] * products[left][left]"),
         ("products[left][right] / size if size else 0.0", "products[left][right] / size if size else 1.0"),
         ("min(begin + BLOCK, size)", "min(begin + BLOCK - 1, size)"),
-        ("scaled.add_(start[piece].to(dtype))", "scaled"),
     ),
     *_of(
         "merge/ties.py",

@@ -49,8 +49,8 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     if ``keep`` is set.
     """
     from smat_fn.scripts.merge.by_data import regress
-    from smat_fn.scripts.merge.commands import RegMeanPlus
     from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+    from smat_fn.scripts.merge.settings import RegMeanPlus
     from smat_fn.scripts.merge.statistics import statistics_of_run
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
@@ -85,7 +85,7 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
 def adapt_trial(trial: Trial, work: Path, found: Outcome, keep: bool) -> Outcome:
     """The outcome of a trial whose experts were kept, with AdaMerging by task and by layer, which takes longest."""
     from smat_fn.scripts.merge.by_data import adapt
-    from smat_fn.scripts.merge.commands import AdaMerging
+    from smat_fn.scripts.merge.settings import AdaMerging
 
     folder, started, models = trial.folder(work), time.perf_counter(), dict[str, Model]()
     for kind in ("task", "layer"):

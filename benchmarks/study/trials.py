@@ -137,7 +137,8 @@ def _time_left(
 
 
 def _train_and_merge(trial: Trial, folder: Path) -> Outcome:
-    from smat_fn.scripts.merge.merging import find_inputs, merge_run
+    from smat_fn.scripts.merge.inputs import find_inputs
+    from smat_fn.scripts.merge.merging import merge_run
     from smat_fn.scripts.train.options import RunOptions
     from smat_fn.scripts.train.training import train_run
 

@@ -13,7 +13,7 @@ from ..mat.orthoreg import Orthoreg
 from ..mat.smat import Smat
 from ..merge.dare import Dare
 from ..merge.della import Della
-from ..merge.parts.common import Merger
+from ..merge.parts.merger import Merger
 from ..merge.task_arithmetic import TaskArithmetic
 from ..merge.ties import Ties
 from ..merge.weight_average import WeightAverage

@@ -169,7 +169,7 @@ def closed(ids: Sequence[int], eos: int) -> list[int]:
 
 
 def _tokens(rows: Sequence[Row], tokenizer: Any, *, apart: bool) -> Iterator[tuple[list[int], int]]:
-    """Whole texts with EOS, and where their answers begin: 0 if they need not be told ``apart`` from prompts."""
+    """Whole texts with EOS, and where their answers begin: 0 unless they are wanted ``apart`` from prompts."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise ValueError(NO_EOS)

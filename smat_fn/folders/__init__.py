@@ -6,16 +6,16 @@ process (`run`) or several (`parts`), of several tasks (`several`), mixtures, ad
 
 from .combining import Combined, merge_adapters
 from .extraction import Extracted, extract_lora
-from .inputs.opening import local_folder, place_of, prefix_of, read_inputs
+from .inputs.hub import local_folder
+from .inputs.opening import place_of, read_inputs
 from .inputs.reading import open_folder
-from .inputs.vocabulary import VOCABULARIES, Vocabulary
 from .parts import Part, Waiting, merge_part, part_of
-from .prepare import CHUNK, SHARD_SIZE, Options, OutDtype, prepare
+from .prepare import SHARD_SIZE, Options, prepare
 from .run import Plan, Report, merge_folders, plan
 from .streaming.estimate import chunk_of
 
 __all__ = [
-    "CHUNK", "SHARD_SIZE", "VOCABULARIES", "Combined", "Extracted", "Options", "OutDtype", "Part", "Plan", "Report",
-    "Vocabulary", "Waiting", "chunk_of", "extract_lora", "local_folder", "merge_adapters", "merge_folders",
-    "merge_part", "open_folder", "part_of", "place_of", "plan", "prefix_of", "prepare", "read_inputs",
+    "SHARD_SIZE", "Combined", "Extracted", "Options", "Part", "Plan", "Report", "Waiting", "chunk_of", "extract_lora",
+    "local_folder", "merge_adapters", "merge_folders", "merge_part", "open_folder", "part_of", "place_of", "plan",
+    "prepare", "read_inputs",
 ]  # fmt: skip

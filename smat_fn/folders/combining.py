@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
 from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, weights_of
-from .inputs.opening import local_folder
+from .inputs.hub import local_folder
 from .prepare import place_problems
 from .writing import exclusive
 

@@ -70,9 +70,9 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         )
     saved = _saved([path for path in rests if path.removesuffix(".weight") not in ranks], ranks)
     # peft reads all leaves of such a module, changed or not
-    for path, leaf in base_leaves.leaves.items():
+    for path in base_leaves.leaves:
         if _inside(path, saved):
-            stored[path] = expert_leaves.read(path, 0, leaf.numel()).view(leaf.shape)
+            stored[path] = expert_leaves.leaf(path)
             if path in rests:
                 rests[path] = 0.0, rests[path][1]
     whole = tuple(path for path in rests if _inside(path, saved))
@@ -224,13 +224,12 @@ def _named(module: str, left: Tensor, right: Tensor, kind: str) -> dict[str, Ten
 
 
 def _delta(path: str, base: Folder, expert: Folder) -> Tensor:
-    leaf = base.leaves[path]
-    delta = expert.read(path, 0, leaf.numel()).float() - base.read(path, 0, leaf.numel()).float()
+    delta = expert.leaf(path).float() - base.leaf(path).float()
     if not bool(delta.isfinite().all()):
         raise ValueError(
             f"leaf {path!r} holds values that are NaN or infinite in base or the expert: nothing is written"
         )
-    return delta.view(leaf.shape)
+    return delta
 
 
 def _square(values: Tensor) -> float:

@@ -14,10 +14,9 @@ from .. import checkpoint, errors
 from ..errors import problems_of
 from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
 from ..merge.weight_average import WeightAverage
-from .files import identity
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
-from .inputs.reading import Folder, Read, load_config
+from .inputs.reading import Folder, Read, load_config, seen
 from .inputs.vocabulary import HEAD, tokenizer_notes
 from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
@@ -149,11 +148,9 @@ def merge_mixture(
     problems += router_problems(found, base.leaves, len(models.experts), router)
     errors.raise_problems(problems)
     whole, dtype = mixed(models, router, scales), out_dtypes(out_dtype)
-    seen = {file: identity(file) if store is None else store.identity for file, store in whole.stores.items()}
-    told = (*models.notes, *notes)
     job = Job(
         WeightAverage(), {}, None, whole, {"mixture": whole}, dtype, max(1, chunk // workers), torch.device("cpu"),
-        Scratch(), told, workers, frozenset(), seen, MappingProxyType(beside(models, dtype)),
+        Scratch(), (*models.notes, *notes), workers, frozenset(), seen(whole), MappingProxyType(beside(models, dtype)),
     )  # fmt: skip
     like = {path: leaf.to(target(job, path)) for path, leaf in whole.leaves.items()}
     digest = hashlib.sha256(router.float().contiguous().numpy().tobytes()).hexdigest()

@@ -21,7 +21,7 @@ import torch
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.parts.common import Merger
+from ..merge.parts.merger import Merger
 from .files import Hashing, sampled
 from .prepare import Options, prepare
 from .run import Describe, Report, completed, kept_if_full, merge_shards, room_problems

@@ -12,13 +12,12 @@ from torch import Tensor
 from .. import checkpoint, errors, random
 from ..errors import problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
-from ..merge.parts.common import Merger
 from ..merge.parts.inputs import coef_problems, short
+from ..merge.parts.merger import Merger
 from ..merge.registry import tried
-from .files import identity
 from .inputs.beside import Files
 from .inputs.opening import open_inputs
-from .inputs.reading import Folder
+from .inputs.reading import Folder, seen
 from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
@@ -104,13 +103,13 @@ def prepare(
     align, kept = whose.align(based=config.based), own if heads == "keep" else None
     start, found = open_inputs(base, experts, vocabulary, problems, partial=partial, align=align, heads=kept)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
-    told, files = list[str](), Files()
+    notes, files = list[str](), Files()
     if start is not None:
-        files = whose.files(start, found, _OUT.get(out_dtype), problems, told, partial=partial)
+        files = whose.files(start, found, _OUT.get(out_dtype), problems, notes, partial=partial)
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)
-        told += [
+        notes += [
             f"skip {glob!r} matches no parameter"
             for glob in getattr(config, "skip", ())
             if not any(fnmatchcase(path, glob) for path in floating)
@@ -127,16 +126,15 @@ def prepare(
     masks = key if config.random else None
     each = max(1, chunk // workers)
     place = torch.device(device)
-    stores = {file: store for folder in (start, *found.values()) for file, store in folder.stores.items()}
-    seen = {file: identity(file) if store is None else store.identity for file, store in stores.items()}
+    read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:
-        told.append(buffers_note(other))
+        notes.append(buffers_note(other))
     if config.based:
         differing = unlike(start, (start, *found.values()), each)
         apart = {path for path in differing if not path.endswith("num_batches_tracked")}  # of every training
-        told += [buffers_note(apart, "differs from base's in an expert")] if apart else []
-    rest = tuple(told), workers, other, seen, files
+        notes += [buffers_note(apart, "differs from base's in an expert")] if apart else []
+    rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
     return job, layout(like, shard_size, start.outputs)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.parts.common import Merger, Rule
 from ..merge.parts.masked import Masked
+from ..merge.parts.merger import Merger, Rule
 from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
 from .streaming.chunks import Job, Written, in_order, write_order

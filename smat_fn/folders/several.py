@@ -20,10 +20,11 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..merge.emr import magnitudes
-from ..merge.parts import common
-from ..merge.parts.common import Merger, zeroed
+from ..merge.parts import arithmetic
+from ..merge.parts.arithmetic import zeroed
 from ..merge.parts.inputs import short
 from ..merge.parts.masked import Masked
+from ..merge.parts.merger import Merger
 from ..merge.weight_average import WeightAverage
 from .files import Hashing, changed, identity
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
@@ -239,8 +240,8 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
     for path in _paths(shard):
         errors.raise_problems(changed(job.seen))  # a mapped file that was cut kills the process when it is read
         size, dtype = job.base.leaves[path].numel(), compute_dtype(job, path)
-        for start in range(0, size, common.BLOCK):
-            yield partial(write, path, start, min(start + common.BLOCK, size), dtype)
+        for start in range(0, size, arithmetic.BLOCK):
+            yield partial(write, path, start, min(start + arithmetic.BLOCK, size), dtype)
 
 
 def open_several(path: Path) -> Several:

@@ -14,9 +14,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from ..checkpoint import write_text
+from ..checkpoint import WEIGHTS, write_text
 from .files import Hashing, digests, identity
-from .inputs.reading import DTYPES, WEIGHTS
+from .inputs.reading import DTYPES
 
 PROGRESS = "progress.json"
 NOTE = ".part-"  # begins the names of notes of parts: see `parts`

@@ -266,10 +266,10 @@ def _version(tensor: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
-def _kept(names: list[str], told: str) -> str:
+def _kept(names: list[str], why: str) -> str:
     shown = ", ".join(shortened(names, "{} more"))
     return (
-        f"{shown} {told}, but a loss never changes its module: put these parts in eval mode (module.eval()), or give a "
+        f"{shown} {why}, but a loss never changes its module: put these parts in eval mode (module.eval()), or give a "
         "loss that passes buffers as arguments (torch.func.functional_call) and returns them in aux"
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import random
 from ..compiled import no_grad
+from ..errors import raise_problems
 from ..grad import keyed, value_and_grad
 from ..simulation.state import Draw, Number, draw, simulate
 from ..types import Aux, Batch, Engine, LossFn, Method, Optimizer, Params, Where
@@ -64,8 +65,7 @@ def build(
     problems += step.check_not_negative(b=b)
     if not (isinstance(k_max, int) and k_max >= 1):
         problems.append(f"k_max is {k_max}, must be an integer of at least 1: the number of experts")
-    if problems:
-        raise ValueError("mergopt: " + "; ".join(problems))
+    raise_problems(problems, "mergopt")
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
@@ -87,12 +87,9 @@ def offset(key: Tensor, *, b: Number, k_max: int) -> Draw:
 
 def _factor(key: Tensor, k_max: int) -> Tensor:
     """``c = k a - 1`` of a step's key."""
-    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * _steps(k_max, key)).floor() + 1
+    steps = torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
+    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * steps).floor() + 1
     return k * a / 10 - 1
-
-
-def _steps(k_max: int, key: Tensor) -> Tensor:
-    return torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..compiled import unread
+from ..errors import raise_problems
 from ..simulation.state import Number
 from ..types import Engine, LossFn, Method, Optimizer, Params, Where
 from . import smat, step
@@ -47,8 +48,7 @@ def build(
     problems = step.check(optimizer, max_grad_norm, engine)
     if not (unread(drop_prob) or 0 <= drop_prob < 1):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): the probability of taking the base's weight")
-    if problems:
-        raise ValueError("mixout: " + "; ".join(problems))
+    raise_problems(problems, "mixout")
     return smat.build(
         loss_fn, optimizer, base, where=where, max_grad_norm=max_grad_norm, alpha_min=1.0, drop_prob=drop_prob,
         sigma=0.0, period=1, engine=engine, donate=donate,

@@ -1,6 +1,6 @@
 """Gradients at simulated states whose noise is in units of the update so far."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from ..grad import value_and_grad
 from ..simulation import Draw
@@ -23,7 +23,7 @@ def relative_gradient(
 
 def sigma_problems(of: str, offload: Offload | None) -> list[str]:
     """Error messages for units of sigma that are unknown, or need a base that is elsewhere."""
-    if of not in ("weights", "update", "leaf"):
+    if of not in get_args(SigmaOf):
         return [f"sigma_of is {of!r}, choose weights, update or leaf"]
     if of != "weights" and offload is not None:
         return [f"sigma_of {of!r} reads base as it is: leave out offload {offload!r}"]

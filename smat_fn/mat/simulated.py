@@ -27,7 +27,7 @@ class SimulatedGradient:
     reweighted: bool = False  # whether the gradient is that in params already, alpha m included
 
     def prepare(self, params: Params) -> None:
-        """Called before the gradient of a clean step: time to move a part of theta_0, where it moves."""
+        """Called before the gradient of a clean step, in which a part of an offloaded theta_0 can be copied."""
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         """Loss, aux and gradient at the state of a draw; a list of micro-batches shares the state."""
@@ -81,7 +81,7 @@ def simulated_gradient(
             copied during clean steps into one reusable buffer that becomes theta~. ``"recompute"``: theta_0 on the
             device, theta~ rebuilt block by block in forward and backward, no second copy. ``"stream"``: the same with
             theta_0 streamed from pinned memory, no copy on the device at all.
-        period: clean steps before a simulated one, plus one: over so many the copies of ``"cpu"`` are spread.
+        period: a simulated step follows ``period - 1`` clean ones, over which the copies of ``"cpu"`` are spread.
         engine: as in `smat_fn.value_and_grad`.
         loss_at: instead of ``loss_fn``: the loss at the state of a draw, for parameters that are not the weights
             themselves (adapters) or are simulated elsewhere. The chain rule through `smat_fn.simulate` then gives the
@@ -127,12 +127,11 @@ class SimulatedWeights:
         base: theta_0 by name.
         where: the masked set S.
         starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
-        switch: True switches the parameters' storage to one buffer; False writes theta~ into the storage, for those
-            that belong to somebody else, and keeps a copy of theta.
-        slices: of a base in host memory: over so many `prepare` calls its copy to the device is spread, into the one
+        switch: True switches the parameters' storage to one buffer; False writes theta~ into their storage, which
+            other code may own, and keeps a copy of theta.
+        slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. Needs ``switch`` and no shards.
-
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class SimulatedWeights:
         self._kept = dict[str, Tensor]()  # theta, while the parameters hold theta~
 
     def prepare(self) -> None:
-        """Called in a clean step: time to move a part of theta_0."""
+        """Called in a clean step, in which a part of theta_0 can be copied."""
         if self._host is not None:
             self._host.prefetch()
 

@@ -167,10 +167,10 @@ def build(
         Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``.
 
     Raises:
-        ValueError: lists every bad argument, and in ``init`` params that do not match base, and an optimizer without
-            a momentum to climb along.
+        ValueError: lists every bad argument; in ``init`` for params that do not match base, and for an optimizer
+            without a momentum to climb along.
 
-    Source: paper sections 4.1 to 4.3; the climb is no part of it.
+    Source: paper sections 4.1 to 4.3; alpha_max, sigma_of, climb, alpha_depth and antithetic are not in it.
     """
     problems = offload_problems(loss_fn, offload, engine) + sigma_problems(sigma_of, offload)
     at_simulated = at_either = None
@@ -227,7 +227,7 @@ def build_from(
         key_of: from the step's key to that of its draw.
         at_either: the gradient where a tensor says whether the step is simulated; None: such a state is refused.
         problems: errors found before, raised together with those found here.
-        weights: the tree whose leaves are simulated (default: like), whose paths ``alpha_depth`` is of.
+        weights: the tree whose leaves are simulated (default: like); ``alpha_depth`` is by its paths.
     """
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
     found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
@@ -243,14 +243,13 @@ def build_from(
     if climb not in (None, *get_args(Climb)):
         found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
     if lam is not None and climb == "clean":
-        found.append("climb 'clean' is of clean steps, lam has none: take climb 'both', or a period instead of lam")
+        found.append("climb 'clean' needs clean steps, lam has none: take climb 'both', or a period instead of lam")
     factors, wrong = _factors(alpha_depth, like if weights is None else weights)
     found += wrong
-    if found:
-        raise_problems(["smat: " + found[0], *found[1:]])
+    raise_problems(found, "smat")
     assert at_simulated is not None
     gradient, simulated = value_and_grad(keyed(loss_fn), engine=engine), at_simulated
-    learned = isinstance(lam, Tensor) or isinstance(alpha_max, Tensor)  # what a tensor holds decides nothing
+    learned = isinstance(lam, Tensor) or isinstance(alpha_max, Tensor)  # no branch depends on a tensor's value
     off = not learned and bool((all_off(alpha_min, drop_prob, sigma) and alpha_max == 1 and not factors) or lam == 0)
     if lam is not None:
         period = 1
@@ -266,7 +265,7 @@ def build_from(
 
     def drawn_for(key: Tensor, number: int | Tensor) -> Draw:
         number = number.to(key.device) if isinstance(number, Tensor) else number
-        second = number // period % 2 if antithetic else 0  # of a pair: its key is the first one's
+        second = number // period % 2 if antithetic else 0  # the second of a pair has the key of the first
         drawn = draw(
             key_of(step.key_of(key, number - second * period)), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma,
             noise=noise, alpha_max=alpha_max, factors=factors,
@@ -287,9 +286,10 @@ def build_from(
                 simulated.prepare(state.params)
             loss, aux, grads = accumulate(gradient, point, batch)
         else:
-            drawn = drawn_for(key, state.step)
-            loss, aux, grads = simulated(point, batch, drawn)
+            drawn = drawn_for(key, state.step)  # alpha, m, epsilon
+            loss, aux, grads = simulated(point, batch, drawn)  # grad L(theta~)
         weights = None if simulated.reweighted else drawn
+        # alpha m (.) grad L(theta~), then the clip
         grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
         scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
@@ -325,7 +325,7 @@ def _deciding(
     max_grad_norm: float | None,
     donate: bool,
 ) -> Callable[[Tensor, State, Batch], tuple[State, Info]]:
-    """An update that learns from a tensor whether its step is simulated."""
+    """An update for a state whose step is a tensor: one program for clean and simulated steps."""
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         if at_either is None:

@@ -68,7 +68,7 @@ def unchanged(base: Params) -> Callable[[], None]:
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:
-    """(loss, aux, grads), averaged over a list of `Micro`; aux is then the list of theirs. Any other batch is one.
+    """(loss, aux, grads) of a batch, or averaged over a list of `Micro`, where aux is a list with one entry each.
 
     ``sum_i w_i g_i / sum_i w_i``, w the weights of `Micro`. With the number of examples or tokens of each micro-batch
     as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves) and are rounded
@@ -92,7 +92,7 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         auxes.append(aux)
         dtypes = {path: g.dtype for path, g in tree.flatten(grads).items()}
         total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
-        del grads  # not to be there beside those of the next micro-batch
+        del grads  # freed before those of the next micro-batch are made
     divide = torch.div if transformed() else Tensor.div_
     mean = tree.unflatten(params, {path: divide(s, sum(weights)).to(dtypes[path]) for path, s in total.items()})
     if even:
@@ -118,7 +118,7 @@ def micro_batches(batch: Batch) -> list[Micro] | None:
 
 
 def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, Any, Batch], Any]:
-    """A method's update whose loss is `smat_fn.grad.keyed`: every batch of a step comes with the key of its loss.
+    """A method's update for a loss by `smat_fn.grad.keyed`: every batch of a step comes with the key of its loss.
 
     Raises: ValueError for a run key of another type than `smat_fn.random.key` gives, before anything else.
     """

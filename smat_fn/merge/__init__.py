@@ -43,8 +43,9 @@ from .model_stock import model_stock, model_stock_ratios, model_stock_vector
 from .multislerp import multislerp, multislerp_vector
 from .nuslerp import nuslerp, nuslerp_vector
 from .parts.coefs import Rules, apply_rules, coef_of, coefs_of
-from .parts.common import COEFS, WIDE, Merger, apply_vector, task_vector
 from .parts.inputs import Experts, flat_statistics
+from .parts.merger import COEFS, WIDE, Merger
+from .parts.vectors import apply_vector, task_vector
 from .pcb import pcb, pcb_vector
 from .reg_mean import reg_mean, reg_mean_vector
 from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, tried, vector_by

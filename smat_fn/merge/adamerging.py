@@ -9,8 +9,9 @@ from torch import Tensor
 from .. import errors, optim, random, tree
 from ..grad import value_and_grad
 from ..types import Aux, Batch, LossFn, Params
-from .parts.common import apply_vector, delta_of
+from .parts.chunks import delta_of
 from .parts.inputs import Experts, Leaves, check
+from .parts.vectors import apply_vector
 
 
 class Adapted(NamedTuple):

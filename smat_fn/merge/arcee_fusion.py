@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Rule, merge_weights
+from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
+from .parts.merger import Mapped, Merger, Rule
 
 
 def arcee_fusion(experts: Experts, *, coef: float = 1.0) -> Params:

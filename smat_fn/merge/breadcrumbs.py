@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.common import Fuse, Mapped, Rule, add, merged, vector_function
+from .parts.arithmetic import add
+from .parts.chunks import Fuse
 from .parts.inputs import Experts
+from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 Count: TypeAlias = Literal["dropped", "kept"]

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.common import Mapped, Rule, add, merge_weights
+from .parts.arithmetic import add
+from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems
+from .parts.merger import Mapped, Rule
 from .parts.spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, other_problems
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import UNKNOWN, Mapped, Merger, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.arithmetic import add, zeroed
+from .parts.chunks import Piece
 from .parts.inputs import Experts
+from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
 
 
 def consensus(base: Params, experts: Experts, *, coef: float, ratio: float, least: int = 2) -> Params:

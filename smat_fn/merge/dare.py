@@ -12,8 +12,10 @@ from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.common import L1_NORMS, Mapped, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.arithmetic import add, zeroed
+from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
+from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify
 
 

@@ -10,8 +10,10 @@ from .. import random
 from ..types import Aggregate, Params
 from .dare import dropped, sparse
 from .parts import looped
-from .parts.common import L1_NORMS, Mapped, Piece, Rule, agreeing, elected, merged, vector_function
+from .parts.arithmetic import agreeing, elected
+from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
+from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
 from .parts.per_expert import NONE, Numbers, Sparse, Sparsify
 
 

@@ -13,20 +13,10 @@ from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.common import (
-    BYTES_PER_COORDINATE,
-    L1_NORMS,
-    Mapped,
-    Piece,
-    Rule,
-    agreeing,
-    elected,
-    merged,
-    row_length,
-    vector_function,
-    zeroed,
-)
+from .parts.arithmetic import agreeing, elected, zeroed
+from .parts.chunks import BYTES_PER_COORDINATE, Piece, row_length
 from .parts.inputs import Experts, drop_problems
+from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1

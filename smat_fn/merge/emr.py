@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import UNKNOWN, Mapped, Piece, Rule, add, halved, merged, vector_function, zeroed
+from .parts.arithmetic import add, halved, zeroed
+from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.masked import Masked
+from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
 from .tall_mask import place_of
 
 

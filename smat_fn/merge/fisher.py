@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts import common
-from .parts.common import UNKNOWN, WIDE, Mapped, Piece, Rule, apply_vector, halved, merge_pieces
+from .parts import arithmetic
+from .parts.arithmetic import halved
+from .parts.chunks import Piece, merge_pieces
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.merger import UNKNOWN, WIDE, Mapped, Rule
 from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
+from .parts.vectors import apply_vector
 
 
 def fisher(
@@ -98,8 +101,8 @@ def scale_of(leaves: Iterable[Tensor]) -> float:
     total, count = 0.0, 0
     for leaf in leaves:
         flat, count = leaf.detach().reshape(-1), count + leaf.numel()
-        for first in range(0, len(flat), common.BLOCK):
-            total += float(halved(flat[first : first + common.BLOCK].double().square()[None]))
+        for first in range(0, len(flat), arithmetic.BLOCK):
+            total += float(halved(flat[first : first + arithmetic.BLOCK].double().square()[None]))
     return (count / total) ** 0.5 if total else 0.0
 
 

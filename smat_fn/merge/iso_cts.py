@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import tall
-from .parts.common import add, merged, vector_function
+from .parts.arithmetic import add
 from .parts.inputs import Experts
+from .parts.merger import merged, vector_function
 from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, svd
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Rule, add, gram, merge_weights
+from .parts.arithmetic import add, gram
+from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone
+from .parts.merger import Mapped, Merger, Rule
 
 Products = list[list[float]]
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import UNKNOWN, Mapped, Merger, Piece, Rule, merged, vector_function
+from .parts.chunks import Piece
 from .parts.inputs import Experts
+from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
 
 
 def magmax(base: Params, experts: Experts, *, coef: float) -> Params:

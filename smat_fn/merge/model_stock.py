@@ -6,8 +6,10 @@ from itertools import combinations
 from typing import ClassVar
 
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Rule, add, cosine, gram, merged, vector_function
+from .parts.arithmetic import add, cosine, gram
+from .parts.chunks import Fuse
 from .parts.inputs import Experts, check, count_problems
+from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 
 def model_stock(base: Params, experts: Experts, *, coef: float = 1.0, clamp: bool = True) -> Params:

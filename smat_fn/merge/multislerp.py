@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
+from .parts.arithmetic import add
+from .parts.chunks import Fuse, Piece
 from .parts.inputs import Experts
+from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 from .weighted_average import given_weights
 
 Weights = Mapping[str, float] | Sequence[float]

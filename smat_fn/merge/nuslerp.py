@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Piece, Rule, add, merged, vector_function
+from .parts.arithmetic import add
+from .parts.chunks import Fuse, Piece
 from .parts.inputs import Experts, count_problems
+from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 Along: TypeAlias = Literal["leaf", "first", "last"]
 

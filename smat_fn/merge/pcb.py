@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts import common
-from .parts.common import (
-    UNKNOWN,
-    WIDE,
-    Mapped,
-    Merger,
-    Piece,
-    Rule,
-    add,
-    apply_vector,
-    compute_dtype,
-    delta_of,
-    merge_pieces,
-)
+from .parts import arithmetic
+from .parts.arithmetic import add
+from .parts.chunks import Piece, compute_dtype, delta_of, merge_pieces
 from .parts.inputs import Experts, Leaves, check, coef_problems
+from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
+from .parts.vectors import apply_vector
 
 _BINS = 1 << 16
 Scan: TypeAlias = Callable[[], Iterator[Tensor]]  # (experts, n), the same ones at each call
@@ -74,8 +65,8 @@ def pcb_vector(base: Params, experts: Experts, *, ratio: float = 0.1, clip: floa
     def blocks(path: str) -> Iterator[list[Tensor]]:
         dtype, origin = compute_dtype(path, start, flat), start[path].reshape(-1)
         leaves = [tree[path].reshape(-1) for tree in flat.values()]
-        for first in range(0, origin.numel(), common.BLOCK):
-            part = slice(first, first + common.BLOCK)
+        for first in range(0, origin.numel(), arithmetic.BLOCK):
+            part = slice(first, first + arithmetic.BLOCK)
             yield [delta_of(leaf[part], origin[part], dtype) for leaf in leaves]
 
     found = bounds_of(lambda: chain.from_iterable(map(blocks, floating)), ratio, clip)
@@ -183,5 +174,5 @@ class Pcb(Merger):
         return Rule(lambda _: lambda piece: fuse(piece, found))
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        largest = min(max((leaf.numel() for leaf in leaves.values()), default=0), common.BLOCK)
+        largest = min(max((leaf.numel() for leaf in leaves.values()), default=0), arithmetic.BLOCK)
         return 64 * experts * largest + 32 * experts * _BINS

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add, apply_vector, merge_leaves
+from .parts.arithmetic import add
+from .parts.chunks import Fuse, merge_leaves
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 from .parts.spectral import Others, other_problems, rest
+from .parts.vectors import apply_vector
 
 
 def reg_mean(

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from .. import errors, tree
 from ..types import Batch, LossFn, Params
 from ..where import block_prefix
-from .parts.common import apply_vector
 from .parts.inputs import Experts, Leaves, check
+from .parts.vectors import apply_vector
 from .reg_mean import reg_mean_vector, scale_problems
 from .statistics import input_grams
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..types import Params
 from .parts.coefs import Rules, apply_rules
-from .parts.common import Merger, apply_vector
 from .parts.inputs import Experts, Leaves
+from .parts.merger import Merger
+from .parts.vectors import apply_vector
 
 _PAPER = "weight_average", "task_arithmetic", "ties", "dare", "della"  # the tables report their average
 _MORE = (

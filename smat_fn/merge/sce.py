@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import Fuse, Mapped, Merger, Rule, add, merged, vector_function
+from .parts.arithmetic import add
+from .parts.chunks import Fuse
 from .parts.inputs import Experts
+from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 
 def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:

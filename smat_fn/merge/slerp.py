@@ -10,8 +10,10 @@ from torch import Tensor
 from ..errors import all_at_once
 from ..types import Params
 from .nuslerp import between, shares_of
-from .parts.common import Fuse, Mapped, Merger, Rule, cosine, gram, merge_weights
+from .parts.arithmetic import cosine, gram
+from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
+from .parts.merger import Mapped, Merger, Rule
 
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import Mapped, Rule, merged, vector_function
 from .parts.inputs import Experts, count_problems
+from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.spectral import Mix, OfMatrices, matrix_rule, other_problems
 
 

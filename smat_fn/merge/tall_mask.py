@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..types import Params
 from .consensus import needs, ratio_problems
-from .parts.common import UNKNOWN, Mapped, Piece, Rule, add, merged, vector_function, zeroed
+from .parts.arithmetic import add, zeroed
+from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.masked import Masked
+from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
 
 
 def tall_mask(base: Params, experts: Experts, *, task: str, ratio: float, coef: float = 1.0) -> Params:

@@ -5,8 +5,9 @@ from functools import partial
 
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.common import Mapped, Rule, add, merged, vector_function
+from .parts.arithmetic import add
 from .parts.inputs import Experts
+from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.per_expert import NONE, Numbers, Weighted
 
 

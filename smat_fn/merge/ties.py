@@ -11,24 +11,10 @@ from torch import Tensor
 
 from ..types import Aggregate, Params, Scope
 from .parts import looped
-from .parts.common import (
-    CHUNK,
-    Cut,
-    InMemory,
-    Mapped,
-    Piece,
-    Rule,
-    Trimming,
-    add,
-    compute_dtype,
-    delta_of,
-    merged,
-    pieces,
-    vector_by_rule,
-    vector_function,
-    zeroed,
-)
+from .parts.arithmetic import add, zeroed
+from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check
+from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from ..types import Params
-from .parts.common import Mapped, Merger, Rule, add, merge_weights
+from .parts.arithmetic import add
+from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone
+from .parts.merger import Mapped, Merger, Rule
 
 
 def weight_average(experts: Experts) -> Params:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
+from .parts.arithmetic import add
+from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
-from .parts.common import Mapped, Merger, Rule, add, merge_weights
 from .parts.inputs import Experts, check_alone
+from .parts.merger import Mapped, Merger, Rule
 
 
 def weighted_average(

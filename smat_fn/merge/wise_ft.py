@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..types import Params
-from .parts.common import Mapped, Merger, Rule, merged, vector_function
 from .parts.inputs import Experts, count_problems
+from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 
 def wise_ft(base: Params, experts: Experts, *, coef: float) -> Params:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.common import merged, vector_function
 from .parts.inputs import Experts
+from .parts.merger import merged, vector_function
 from .parts.spectral import Mix, Others, Spectral, is_matrix
 
 

@@ -169,7 +169,8 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
         if path in params:
             p.data = params[path].detach().clone()
         p.requires_grad_(path in params)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if any(map(_narrow, params.values())) else None)
+    narrow = any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
     for block in _blocks(own):
         fully_shard(block, mp_policy=policy)
     fully_shard(own, mp_policy=policy)
@@ -183,10 +184,6 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from (member for member in child if next(member.parameters(), None) is not None)
         else:
             yield from _blocks(child)
-
-
-def _narrow(leaf: Tensor) -> bool:
-    return tree.compute_dtype(leaf) != leaf.dtype
 
 
 def _norm(grads: Mapping[str, Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from ..errors import raise_problems, suggestion
 from . import outcome
 
 NONE = tyro.conf.arg(help_behavior_hint="(default: none)")
+SUITE = tyro.conf.arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)")
 Values: TypeAlias = dict[str, bool | int | float | str | None]  # of --suite-options
 OPEN, NONE_SET = "preset", "none"  # how --help says that an option is None, and that the preset shown sets none
 Options = TypeVar("Options")

@@ -72,10 +72,10 @@ def draw(
     """
     problems = draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max) + factor_problems(factors or {})
     if problems:
-        raise ValueError("draw: " + "; ".join(problems))
+        raise_problems(problems, "draw")
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
-    known = noise == "uniform" and not torch.compiler.is_compiling()  # which takes the other function as a constant
+    known = noise == "uniform" and not torch.compiler.is_compiling()  # torch.compile takes `quantiles` as a constant
     table = constant(_NOTHING, _KEPT, noise) if known else quantiles(noise)
 
     def number(value: Number) -> Tensor:

@@ -23,7 +23,7 @@ from smat_fn.evaluate import Result, Scorer, read_results
 from smat_fn.evaluate.statistics import paired
 from smat_fn.merge import fisher
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.merge import commands, merging, statistics
+from smat_fn.scripts.merge import merging, settings, statistics
 from smat_fn.scripts.merge.choosing import calibrate
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train import training
@@ -237,8 +237,8 @@ def test_a_failed_trial_does_not_stop_the_others(one, first, tmp_path):
 def short(monkeypatch):
     """Statistics of 16 rows, three steps of AdaMerging."""
     monkeypatch.setattr(statistics, "Statistics", partial(statistics.Statistics, rows=16))
-    monkeypatch.setattr(commands, "AdaMerging", partial(commands.AdaMerging, steps=3))
-    monkeypatch.setattr(commands, "RegMeanPlus", partial(commands.RegMeanPlus, rows=16))
+    monkeypatch.setattr(settings, "AdaMerging", partial(settings.AdaMerging, steps=3))
+    monkeypatch.setattr(settings, "RegMeanPlus", partial(settings.RegMeanPlus, rows=16))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from smat_fn import analyses, checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
 from smat_fn.scripts.merge import merging
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
@@ -39,7 +40,7 @@ def runs(suite, tmp_path_factory):
         configs = [
             c.__class__(**{**vars(c), **({"coef": COEF} if "coef" in vars(c) else {})}) for c in DIGITS.mergers.values()
         ]
-        merging.merge_run(configs, *merging.find_inputs(out), out=out / "merged", search=False, seed=0)
+        merging.merge_run(configs, *find_inputs(out), out=out / "merged", search=False, seed=0)
     return folder / "ft", folder / "smat"
 
 
@@ -61,7 +62,7 @@ def read(out, name):
 
 
 def experts(folder):
-    return merging.load_inputs(*merging.find_inputs(folder)).experts
+    return load_inputs(*find_inputs(folder)).experts
 
 
 def test_experts_curve_keeps_each_runs_own_coefficient_and_ends_at_its_merged_model(runs, suite, call, tmp_path):
@@ -92,7 +93,7 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     for name in ("base", *TASKS):
         shutil.copytree(runs[0] / name, bare / name)
     assert call("experts-curve", bare, "--out", tmp_path / "found", "--memory", "0")[0] is None
-    inputs = merging.load_inputs(*merging.find_inputs(bare))
+    inputs = load_inputs(*find_inputs(bare))
     suite, vector = merging.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)
     best = merge.select_coef(
         inputs.base, vector, lambda params: sum(suite.score(params, task, "dev") for task in TASKS)
@@ -228,7 +229,7 @@ def test_interference_of_runs_and_of_folders_is_that_of_the_updates(runs, call, 
     rows = read(tmp_path / "scores", "interference")["rows"]
     assert [row["layer"] for row in rows if row["method"] == "FT"][-1] == "all"
     assert {row["method"] for row in rows} == {"FT", "SMAT"}
-    inputs = merging.load_inputs(*merging.find_inputs(runs[0]))
+    inputs = load_inputs(*find_inputs(runs[0]))
     deltas = {name: tree.flatten(merge.task_vector(own, inputs.base)) for name, own in inputs.experts.items()}
     expected = analyses.interference(
         (path, [deltas[name][path] for name in sorted(deltas)]) for path in tree.flatten(inputs.base)
@@ -238,7 +239,7 @@ def test_interference_of_runs_and_of_folders_is_that_of_the_updates(runs, call, 
         assert (row["layer"], row["size"]) == (layer.layer, layer.size)
         assert list(row["rms"].values()) == pytest.approx(layer.rms, rel=1e-6)
         assert [row["cosine"], row["agreement"]] == pytest.approx([layer.cosine, layer.agreement], rel=1e-5)
-    base, experts = merging.find_inputs(runs[0])
+    base, experts = find_inputs(runs[0])
     code, other = call("interference", "--base", base, "--experts", *experts)
     assert code is None
     assert other.count("\n") < said.count("\n")

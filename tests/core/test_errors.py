@@ -2,7 +2,7 @@
 
 import pytest
 
-from smat_fn.errors import check_member, raise_problems, suggestion
+from smat_fn.errors import check_member, first_line, raise_problems, suggestion
 
 
 def test_problems_are_said_once_and_joined():
@@ -28,3 +28,11 @@ def test_a_mistyped_name_is_suggested():
         check_member("task", "rot9", ["rot90", "mirror"])
     with pytest.raises(ValueError, match="task 'x' is unknown, choose one of 'rot90'"):
         check_member("task", "x", ["rot90"])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("\nno file\nTraceback", "no file"), ("it lacks:\n  a key\n", "it lacks: a key"), (" ", "KeyboardInterrupt")],
+)
+def test_an_exception_is_quoted_by_its_first_line(text, line):
+    assert first_line(KeyboardInterrupt(text)) == line

@@ -39,7 +39,7 @@ from smat_fn.config import (
 from smat_fn.folders import merge_folders, run
 from smat_fn.folders.streaming import chunks, survey
 from smat_fn.merge import BASELESS
-from smat_fn.merge.parts import common
+from smat_fn.merge.parts import arithmetic
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -108,7 +108,7 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MORE)
 def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "BLOCK", 32)  # inner products of several blocks
+    monkeypatch.setattr(arithmetic, "BLOCK", 32)  # inner products of several blocks
     base, experts = family(DTYPES[dtype], grid=grid, count=COUNTS.get(name, 3))
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(MORE[name], base, experts)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from smat_fn.config import Emr, TallMask
 from smat_fn.folders import merge_folders, several
 from smat_fn.folders.several import export_task, merge_several, open_several, prepare_several, task_params
-from smat_fn.merge.parts import common
+from smat_fn.merge.parts import arithmetic
 
 CONFIGS = {"emr": Emr(), "tall_mask": TallMask(0.4, coef=0.7)}
 KILLED = """
@@ -47,7 +47,7 @@ def content(folder):
 @pytest.fixture
 def blocks(monkeypatch):
     """Leaves of several blocks."""
-    monkeypatch.setattr(common, "BLOCK", 32)
+    monkeypatch.setattr(arithmetic, "BLOCK", 32)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

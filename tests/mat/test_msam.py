@@ -136,5 +136,5 @@ def test_an_optimizer_without_momentum_is_refused_before_the_first_step(build):
 
 
 def test_a_mixed_objective_has_no_clean_steps_to_climb_in():
-    with pytest.raises(ValueError, match="climb 'clean' is of clean steps, lam has none"):
+    with pytest.raises(ValueError, match="climb 'clean' needs clean steps, lam has none"):
         smat.build(loss, optim.adam(0.01), BASE, climb="clean", lam=0.3)

@@ -68,7 +68,7 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
     base, experts = family(dtype)
     merged = example.median(base, experts, coef=0.5)
     applied = merge.apply_vector(base, example.median_vector(base, experts), coef=0.5)
-    monkeypatch.setattr("smat_fn.merge.parts.common.CHUNK", 7)
+    monkeypatch.setattr("smat_fn.merge.parts.chunks.CHUNK", 7)
     for path, leaf in base.items():
         alone = {name: {path: expert[path]} for name, expert in reversed(experts.items())}
         assert torch.equal(example.median({path: leaf}, alone, coef=0.5)[path], merged[path])
@@ -112,8 +112,12 @@ def test_a_file_and_a_line_are_a_merger(family, tmp_path):
 
 
 def test_the_page_names_what_exists():
-    internal = {"count_problems", "check_alone"}, {"merged", "vector_function", "merge_weights"}
-    for module, names in zip(("inputs", "common"), internal, strict=True):
+    internal = {
+        "inputs": {"count_problems", "check_alone"},
+        "merger": {"merged", "vector_function"},
+        "chunks": {"merge_weights"},
+    }
+    for module, names in internal.items():
         assert all(hasattr(getattr(merge.parts, module), name) and f"`{name}" in TEXT for name in names)
     for name in vars(merge.Merger):
         if not name.startswith("_") and name != "settings":

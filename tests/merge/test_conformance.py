@@ -329,7 +329,7 @@ def test_nested_trees_keep_their_structure(run, family):
 def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     base, experts = family()
     whole = run(base, experts, KEY)
-    monkeypatch.setattr("smat_fn.merge.parts.common.CHUNK", chunk)
+    monkeypatch.setattr("smat_fn.merge.parts.chunks.CHUNK", chunk)
     same(run(base, experts, KEY), whole)
 
 

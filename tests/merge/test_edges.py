@@ -7,8 +7,10 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.merge.della import thresholds as della_thresholds
-from smat_fn.merge.parts.common import Piece, zeroed
-from smat_fn.merge.ties import Cut, _limit, ties_vector, trimmed, votes
+from smat_fn.merge.parts.arithmetic import zeroed
+from smat_fn.merge.parts.chunks import Piece
+from smat_fn.merge.parts.merger import Cut
+from smat_fn.merge.ties import _limit, ties_vector, trimmed, votes
 
 KEY = random.key(0)
 

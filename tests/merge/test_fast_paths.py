@@ -5,7 +5,8 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.merge.della import ascending
-from smat_fn.merge.parts.common import agreeing, elected, fields_of, mask_keys, zeroed
+from smat_fn.merge.parts.arithmetic import agreeing, elected, zeroed
+from smat_fn.merge.parts.chunks import fields_of, mask_keys
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), float("nan")]
 

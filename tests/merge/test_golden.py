@@ -109,7 +109,7 @@ def masked(golden, monkeypatch):
         found = [masks[tuple(stream.tolist())][start:stop] for stream, (start, stop) in zip(keys, windows, strict=True)]
         return [(field - 32768).to(torch.int16) for field in found]
 
-    monkeypatch.setattr("smat_fn.merge.parts.common.centered_fields", fields)
+    monkeypatch.setattr("smat_fn.merge.parts.chunks.centered_fields", fields)
     return key, base, experts
 
 

@@ -58,7 +58,7 @@ def test_pcb_is_its_definition_on_the_whole_vector(ratio, clip):
 def test_blocks_of_leaves_change_nothing(monkeypatch):
     base, experts = some()
     whole = merge.pcb_vector(base, experts, ratio=0.3)
-    monkeypatch.setattr("smat_fn.merge.parts.common.BLOCK", 17)
+    monkeypatch.setattr("smat_fn.merge.parts.arithmetic.BLOCK", 17)
     again = merge.pcb_vector(base, experts, ratio=0.3)
     assert all(torch.equal(leaf, again[path]) for path, leaf in whole.items())
 

@@ -118,7 +118,7 @@ def masked(name):
             ]
             return [(field - 32768).to(torch.int16) for field in drawn]
 
-        monkeypatch.setattr("smat_fn.merge.parts.common.centered_fields", fields)
+        monkeypatch.setattr("smat_fn.merge.parts.chunks.centered_fields", fields)
         merged = getattr(merge, f"{name}_vector")(key, found.base, found.experts, drop_prob=0.5)
         return {path: COEF * leaf for path, leaf in merged.items()}
 

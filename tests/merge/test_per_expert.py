@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from smat_fn import merge, random
 from smat_fn.config import Breadcrumbs, Dare, DareTies, Della, TaskArithmetic, Ties
 from smat_fn.folders import merge_folders
-from smat_fn.merge.parts import common
+from smat_fn.merge.parts import chunks
 from smat_fn.merge.parts.per_expert import combined
 
 RECIPES = Path(__file__).parents[1] / "scripts" / "merge" / "make_recipes.py"
@@ -53,7 +53,7 @@ def test_folders_give_what_memory_gives(name, chunk, models, tmp_path, monkeypat
     merge_folders(CONFIGS[name], folder / "BASE", {n: folder / n for n in "ABC"}, out, key=KEY, chunk=chunk)
     found = load_file(out / "model.safetensors")
     assert all(torch.equal(found[path], leaf) for path, leaf in expected.items())
-    monkeypatch.setattr(common, "CHUNK", 100)
+    monkeypatch.setattr(chunks, "CHUNK", 100)
     again = merge.merge_by(CONFIGS[name], base, experts, key=KEY)
     assert all(torch.equal(again[path], leaf) for path, leaf in expected.items())
 

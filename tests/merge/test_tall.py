@@ -6,7 +6,7 @@ import torch
 from smat_fn.config import IsoC, IsoCts, TsvMerge
 from smat_fn.merge import merge_by
 from smat_fn.merge.parts import tall
-from smat_fn.merge.parts.common import InMemory
+from smat_fn.merge.parts.merger import InMemory
 from smat_fn.merge.parts.spectral import svd
 
 KINDS = [

@@ -105,7 +105,7 @@ def test_mergers_correspond_to_files_and_their_options_to_arguments():
 
 
 COMMANDS = {"Verify", "Export", "ExtractLora", "FromRecipe", "Statistics", "OfRun", "AdaMerging", "RegMeanPlus"}
-COMMANDS |= {"MergeAdapters"}
+COMMANDS |= {"MergeAdapters", "Moe"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ COMMANDS |= {"MergeAdapters"}
         *((Path(inspect.getfile(c)), {c.__name__}) for c in (*MERGERS, *MORE_MERGERS)),
         (PACKAGE / "scripts/commands/train.py", {"Train"}),
         (PACKAGE / "scripts/commands/merge.py", {"All", "Inputs", "Choices", "Outputs", "Machine", "Merge"}),
-        (PACKAGE / "scripts/merge/commands.py", COMMANDS),
+        (PACKAGE / "scripts/merge/settings.py", COMMANDS),
         (PACKAGE / "scripts/commands/eval.py", {"Eval"}),
         (
             PACKAGE / "scripts/train/settings.py",
@@ -132,7 +132,7 @@ COMMANDS |= {"MergeAdapters"}
         *(c.name for c in (*MERGERS, *MORE_MERGERS)),
         "train",
         "merge",
-        "merge commands",
+        "groups of merge",
         "eval",
         "groups of train",
         "sweep",

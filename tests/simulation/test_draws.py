@@ -10,7 +10,8 @@ from smat_fn import random
 from smat_fn.ops import plain
 from smat_fn.simulation import NOISES, draw, materialise, participation, simulate
 from smat_fn.simulation import noise as noise_tables
-from smat_fn.simulation.state import all_off, quantiles, table_on
+from smat_fn.simulation.noise import quantiles, table_on
+from smat_fn.simulation.state import all_off
 from smat_fn.testing import assert_trees_close, assert_trees_equal, assert_within_errors, random_tree
 
 OFF = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0}

@@ -11,10 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ... import errors, tree
+from ... import checkpoint, errors, tree
 from ...merge.around.factors import Factors
-from .reading import INDEX, Folder, Pickled, Read, Store, config_of, foreign
-from .reading import WEIGHTS as MODEL
+from .reading import Folder, Pickled, Read, Store, config_of, foreign, reader_of
 from .vocabulary import HEAD, by_token
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -71,7 +70,7 @@ class _Pair(NamedTuple):
 def is_adapter(path: Path) -> bool:
     """Does a folder hold an adapter and no whole model?"""
     return any((path / file).exists() for file in (CONFIG, WEIGHTS, PICKLED)) and not any(
-        (path / file).exists() for file in (MODEL, INDEX)
+        (path / file).exists() for file in (checkpoint.WEIGHTS, checkpoint.INDEX)
     )
 
 
@@ -118,7 +117,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
             continue
         held = headers[name]
         assert held is not None
-        leaves[leaf], made[leaf] = held, _stored(store, name)
+        leaves[leaf], made[leaf] = held, reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
@@ -343,10 +342,6 @@ def _leaf(name: str, base: Folder) -> str | None:
     """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
     bare = name.removeprefix(PREFIX)
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
-
-
-def _stored(store: Store | Pickled, name: str) -> Read:
-    return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
 
 
 def _changed(store: Store | Pickled, pair: _Pair, origin: Read, leaf: Tensor) -> Read:

@@ -30,7 +30,7 @@ def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
     }
     if len(own) == len(expert.leaves):  # of other names altogether
         return expert, {}
-    head = {path: expert.read(path, 0, leaf.numel()).view(leaf.shape).clone() for path, leaf in own.items()}
+    head = {path: expert.leaf(path).clone() for path in own}
     for path in own:
         expert = expert.without(path)
     for path, leaf in base.leaves.items():

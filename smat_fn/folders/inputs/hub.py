@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
@@ -52,7 +53,7 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
         raise ValueError(
             f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
-            f"({_first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
+            f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
         ) from error
 
 
@@ -149,7 +150,7 @@ def push_problems(repository: str) -> list[str]:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        return [f"cannot push to {repository!r}: {_first_line(error)}"]
+        return [f"cannot push to {repository!r}: {first_line(error)}"]
     if constants.HF_HUB_OFFLINE:
         return [f"cannot push to {repository}: HF_HUB_OFFLINE is set"]
     if get_token() is None:
@@ -157,7 +158,7 @@ def push_problems(repository: str) -> list[str]:
     try:
         HfApi().whoami()
     except Exception as error:
-        return [f"cannot push to {repository}: the hub does not take the token ({_first_line(error)})"]
+        return [f"cannot push to {repository}: the hub does not take the token ({first_line(error)})"]
     return []
 
 
@@ -181,7 +182,7 @@ def push(folder: Path, repository: str, *, private: bool, without: Sequence[str]
         )
     except Exception as error:  # of the network, or of the hub
         raise ValueError(
-            f"{folder} is merged, but could not be pushed to {repository} ({_first_line(error)}): "
+            f"{folder} is merged, but could not be pushed to {repository} ({first_line(error)}): "
             f"rerun the command, or hf upload {repository} {folder}"
         ) from error
     return str(made.commit_url)
@@ -189,10 +190,6 @@ def push(folder: Path, repository: str, *, private: bool, without: Sequence[str]
 
 def _revision(path: Path) -> str | None:
     return str(path).partition("@")[2] or None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _way_out(error: BaseException) -> str:

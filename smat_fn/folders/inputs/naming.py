@@ -44,7 +44,7 @@ class Naming(NamedTuple):
         @lru_cache(maxsize=2)  # a group is as large as all experts of a layer
         def formed(place: int) -> dict[str, Tensor]:
             own = self.groups[place]
-            return _forwards(own, self.model, {name: _whole(folder, name) for name in own.stored})
+            return _forwards(own, self.model, {name: folder.leaf(name) for name in own.stored})
 
         for place, group in enumerate(self.groups):
             if group.stored.keys() <= folder.leaves.keys():
@@ -63,7 +63,7 @@ class Naming(NamedTuple):
         def formed(place: int) -> dict[str, Tensor]:
             own = self.groups[place]
             seen = _forwards(own, self.model, base.leaves)
-            return _backwards(own, self.model, {path: _whole(whole, path) for path in seen})
+            return _backwards(own, self.model, {path: whole.leaf(path) for path in seen})
 
         for place, group in enumerate(self.groups):
             seen = _forwards(group, self.model, base.leaves)
@@ -166,11 +166,6 @@ def _backwards(group: Group, model: Any, leaves: Mapping[str, Tensor]) -> dict[s
 def _converted(rule: Any, first: str, model: Any) -> dict[str, Tensor]:
     found = rule.convert(first, model=model, config=model.config)
     return {path: leaf[0] if isinstance(leaf, list) else leaf for path, leaf in found.items()}
-
-
-def _whole(folder: Folder, path: str) -> Tensor:
-    leaf = folder.leaves[path]
-    return folder.read(path, 0, leaf.numel()).view(leaf.shape)
 
 
 def _part(formed: Any, place: int, path: str) -> Read:

@@ -11,18 +11,13 @@ from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .beside import differences
 from .heads import apart, ways_out
-from .hub import header_problems, local_folder, repository_of
+from .hub import header_problems, local_folder
 from .naming import Naming, namings
 from .reading import Folder, open_folder
 from .spare import with_bases
 from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
-
-__all__ = [
-    "Place", "adapted", "local_folder", "open_input", "open_inputs", "place_of", "placed", "prefix_of", "read_inputs",
-    "repository_of", "roots_of",
-]  # fmt: skip
 
 
 def read_inputs(
@@ -47,11 +42,7 @@ def read_inputs(
 
 
 def _values(folder: Folder, without: tuple[str, ...]) -> Leaves:
-    return {
-        path: folder.read(path, 0, leaf.numel()).view(leaf.shape)
-        for path, leaf in folder.leaves.items()
-        if not path.startswith(without)
-    }
+    return {path: folder.leaf(path) for path in folder.leaves if not path.startswith(without)}
 
 
 def open_inputs(

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS
+from ...errors import first_line
 from ...merge.parts.inputs import short
-from ..files import identity
+from ..files import Identity, identity
 
 DTYPES = {
     "F64": torch.float64,
@@ -76,8 +77,9 @@ class Pickled:
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # pickle's, zip's, torch's
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"{file} holds pickled weights that cannot be read safely ({reason}): {_SAFE}") from error
+            raise ValueError(
+                f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {_SAFE}"
+            ) from error
         if not isinstance(found, dict) or not all(isinstance(leaf, Tensor) for leaf in found.values()):
             raise ValueError(f"{file} holds pickled weights that are not a mapping of names to tensors: {_SAFE}")
         self._leaves = found
@@ -117,6 +119,14 @@ class Folder(NamedTuple):
             return self.made[path](start, stop)
         return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
 
+    def leaf(self, path: str) -> Tensor:
+        """A whole leaf in its shape, as `read` gives it."""
+        return self.read(path, 0, self.leaves[path].numel()).view(self.leaves[path].shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All leaves, each as `leaf` gives it."""
+        return {path: self.leaf(path) for path in self.leaves}
+
     def reader(self, path: str) -> Read:
         """A function that reads coordinates of one leaf."""
         return lambda start, stop: self.read(path, start, stop)
@@ -128,6 +138,12 @@ class Folder(NamedTuple):
     def without(self, path: str) -> "Folder":
         """The same checkpoint without a leaf."""
         return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name != path})
+
+
+def seen(*folders: Folder) -> dict[Path, Identity | None]:
+    """The identity of every file of some checkpoints, as it was when the file was opened."""
+    stores = {file: store for folder in folders for file, store in folder.stores.items()}
+    return {file: identity(file) if store is None else store.identity for file, store in stores.items()}
 
 
 def open_folder(label: str, path: Path) -> Folder:
@@ -173,7 +189,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 continue
             leaves[prefix + name] = leaf
             if prefix:
-                made[prefix + name] = _reader(store, name)
+                made[prefix + name] = reader_of(store, name)
             else:
                 files[name] = file
     problems += _quantised(label, path, leaves)
@@ -206,7 +222,8 @@ def _main(files: Iterable[Path]) -> str:
     return DIFFUSION if any(file.name.startswith(DIFFUSION.partition(".")[0]) for file in files) else WEIGHTS
 
 
-def _reader(store: Any, name: str) -> Read:
+def reader_of(store: Any, name: str) -> Read:
+    """A function that reads coordinates of a stored tensor."""
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
 
 

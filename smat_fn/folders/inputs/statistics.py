@@ -1,6 +1,6 @@
 """Statistics of experts (`merge.statistics`) beside their weights: found, checked, mapped."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import checkpoint
 from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
-from .opening import local_folder
+from .hub import local_folder
 from .reading import Folder, Store
 
 
@@ -36,7 +36,7 @@ def with_statistics(
             continue
         leaves = {path: leaf for path in store.names if (leaf := store.header(path)) is not None}
         problems += statistics_problems(kind, base.leaves, f"{file}", leaves)
-        problems += stale(file, facts, lambda folder=folder: _values(folder))
+        problems += stale(file, facts, folder.tensors)
         new[name] = folder._replace(stores={**folder.stores, file: store})
     problems += without(kind, missing)
     layers = {name: frozenset(_names(new[name], kind)) for name in new}
@@ -57,7 +57,7 @@ def without(kind: str, places: list[str]) -> list[str]:
     return [f"no {STATISTICS[kind]} in {', '.join(places)}: {way}"]
 
 
-def stale(file: Path, facts: Mapping[str, object], weights: object) -> list[str]:
+def stale(file: Path, facts: Mapping[str, object], weights: Callable[[], Mapping[str, Tensor]]) -> list[str]:
     """An error for statistics of other weights than those beside them.
 
     Args:
@@ -68,15 +68,10 @@ def stale(file: Path, facts: Mapping[str, object], weights: object) -> list[str]
     except ValueError:
         now = None
     if now is None:
-        assert callable(weights)
         now = checkpoint.fingerprint(weights())
     if facts.get("expert") == now:
         return []
     return [f"{file} was computed from other weights than those in its folder now: remove it and compute it again"]
-
-
-def _values(folder: Folder) -> dict[str, Tensor]:
-    return {path: folder.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in folder.leaves.items()}
 
 
 def _names(folder: Folder, kind: str) -> list[str]:

@@ -240,7 +240,7 @@ def _tokenizer(root: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(root, trust_remote_code=False)
     except Exception as error:  # of many kinds: the packages of tokenizers and transformers check files each its way
-        raise ValueError(f"the tokenizer of {root} cannot be read ({_first_line(error)})") from error
+        raise ValueError(f"the tokenizer of {root} cannot be read ({errors.first_line(error)})") from error
 
 
 def _rows(folder: Folder) -> int:
@@ -314,8 +314,3 @@ def _notes(words: Mapping[str, Mapping[str, int]], wanted: Mapping[str, int]) ->
     notes = [f"of {len(wanted)} tokens {', '.join(said)} have no row: other models' rows are used"] if said else []
     notes += [f"{len(lost)} tokens, such as {min(lost)!r}, are not in the output's tokenizer: dropped"] if lost else []
     return tuple(notes)
-
-
-def _first_line(error: BaseException) -> str:
-    first, _, rest = str(error).strip().partition("\n")
-    return (f"{first} {rest.strip()}" if first.endswith(":") else first) or type(error).__name__

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .beside import Files, beside, chosen_template, differences
 from .heads import head_files, head_notes
-from .opening import local_folder, roots_of
+from .hub import local_folder
+from .opening import roots_of
 from .reading import Folder, load_config
 from .tokens import Aligned, Tokens, aligned
 from .vocabulary import tokenizer_notes
@@ -53,24 +54,24 @@ class Whose(NamedTuple):
         found: Mapping[str, Folder],
         dtype: torch.dtype | None,
         problems: list[str],
-        told: list[str],
+        notes: list[str],
         *,
         partial: bool,
     ) -> Files:
-        """The files beside the weights; appends errors to ``problems`` and notes to ``told``."""
+        """The files beside the weights; appends to ``problems`` and ``notes``."""
         roots = roots_of({"base": start, **found}, self.inputs)
         others = {f"expert {name!r}": root for name, root in roots.items() if root != start.root}
         if not self.rows:
-            told += tokenizer_notes(start.root, others)
+            notes += tokenizer_notes(start.root, others)
         if not partial:
             own = {"chosen": self.config_from is not None, "template": self.chat_template is not None}
-            wrong, notes = differences(start.root, others, **own)
+            wrong, unlike = differences(start.root, others, **own)
             problems += wrong
-            told += notes
+            notes += unlike
         for row in self.rows:
-            told += row.notes
-        told += head_notes(self.heads)
-        told += [folder.note for folder in (start, *found.values()) if folder.note]
+            notes += row.notes
+        notes += head_notes(self.heads)
+        notes += [folder.note for folder in (start, *found.values()) if folder.note]
         try:
             given = "base" if self.config_from is None else self.config_from
             config = roots.get(given) or local_folder("config_from", Path(given))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import compiled, errors, tree
-from ...merge.parts.common import Merger, Piece, Rule, fields_of, groups, mask_keys
+from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys
 from ...merge.parts.looped import KINDS, Loop, Window
+from ...merge.parts.merger import Merger, Rule
 from ..files import Identity
 from ..inputs.reading import Folder
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...merge.parts.common import BYTES_PER_COORDINATE, row_length
+from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
 from ..inputs.reading import Folder
 from .chunks import Job, in_order, write_order
 from .survey import Survey

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import STATISTICS
-from ...merge.parts import common
-from ...merge.parts.common import Cut, Piece, add, delta_of, gram_of
+from ...merge.parts import arithmetic
+from ...merge.parts.arithmetic import add, gram_of
+from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import votes as votes_of
+from ...merge.parts.merger import Cut
 from ...merge.parts.per_expert import NONE, Numbers, number
 from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
@@ -98,8 +100,8 @@ class Survey:
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
-        for start in range(0, size, common.BLOCK):
-            yield list(vectors_of(self.job, path, start, min(start + common.BLOCK, size), dtype))
+        for start in range(0, size, arithmetic.BLOCK):
+            yield list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
 
     def statistic(self, name: str, path: str) -> Tensor | None:
         kind = self.job.config.statistics()

@@ -153,14 +153,14 @@ class Absent(Tensor):
     """Placeholder with a leaf's shape, dtype and device; reading its values raises, and says what is wrong."""
 
     path: str
-    told: str
+    why: str
 
     @staticmethod
-    def __new__(cls, leaf: Tensor, path: str, told: str) -> "Absent":
+    def __new__(cls, leaf: Tensor, path: str, why: str) -> "Absent":
         stub = Tensor._make_wrapper_subclass(
             cls, leaf.size(), strides=leaf.stride(), dtype=leaf.dtype, device=leaf.device, requires_grad=True
         )
-        stub.path, stub.told = path, told
+        stub.path, stub.why = path, why
         return stub
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -168,4 +168,4 @@ class Absent(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         absent = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, cls)]
-        raise ValueError(f"leaf {', '.join(repr(a.path) for a in absent)} was read by {func} {absent[0].told}")
+        raise ValueError(f"leaf {', '.join(repr(a.path) for a in absent)} was read by {func} {absent[0].why}")

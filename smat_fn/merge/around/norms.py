@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ... import errors
 from ...types import Params
-from ..parts.common import gram
+from ..parts.arithmetic import gram
 from ..parts.inputs import Experts, check
 
 UNEQUAL = 3.0  # times that norms may differ before a merge says so

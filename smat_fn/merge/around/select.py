@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...types import Params
 from ...where import block_prefix
-from ..parts.common import COEFS, apply_vector
+from ..parts.merger import COEFS
+from ..parts.vectors import apply_vector
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from ..parts.common import Merger
 from ..parts.inputs import coef_problems, key_problems
+from ..parts.merger import Merger
 from ..parts.spectral import is_real
 from ..registry import vector_by
 from .factors import Factors, truncated

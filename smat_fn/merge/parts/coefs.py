@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import errors, tree
 from ...errors import all_at_once, problems_of
 from ...types import Params
-from .common import apply_vector
+from .vectors import apply_vector
 
 Rules: TypeAlias = float | Mapping[str, float]
 

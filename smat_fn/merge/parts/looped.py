@@ -1,4 +1,4 @@
-"""Windows of leaves merged by compiled loops: what a merger's `common.Rule` calls in place of its torch operations.
+"""Windows of leaves merged by compiled loops: what a merger's `merger.Rule` calls in place of its torch operations.
 
 They read weights as they are stored, a tile at a time, and write merged ones: no float32 copy of a tensor is made.
 """

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import common
-from .common import Merger
+from . import arithmetic
+from .merger import Merger
 
 
 class Masked(Merger):
@@ -26,4 +26,4 @@ class Masked(Merger):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         if not self.scaled and self.task is not None:
             return 0
-        return (8 * experts + 64) * min(max((leaf.numel() for leaf in leaves.values()), default=0), common.BLOCK)
+        return (8 * experts + 64) * min(max((leaf.numel() for leaf in leaves.values()), default=0), arithmetic.BLOCK)

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .arithmetic import add, elected, halved, zeroed
+from .chunks import BYTES_PER_COORDINATE, Fuse, Piece
 from .coefs import Rules, coef_of
-from .common import BYTES_PER_COORDINATE, Fuse, Mapped, Merger, Piece, Rule, add, elected, halved, zeroed
 from .inputs import Experts
+from .merger import Mapped, Merger, Rule
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
 

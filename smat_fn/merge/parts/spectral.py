@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from . import tall
-from .common import UNKNOWN, WIDE, Fuse, Mapped, Merger, Rule, add
+from .arithmetic import add
+from .chunks import Fuse
 from .inputs import Experts
+from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 
 Others: TypeAlias = Literal["mean", "zero"]
 HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors

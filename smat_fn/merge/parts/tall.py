@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .common import Mapped
+from .merger import Mapped
 
 Blocks: TypeAlias = Callable[[], Iterator[list[Tensor]]]  # the experts' rows, block by block, the same at each call
 LARGE = 1 << 28  # coordinates; up to them matrices are decomposed whole

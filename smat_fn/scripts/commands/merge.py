@@ -40,9 +40,8 @@ from smat_fn.config import (
 )
 from smat_fn.progress import say
 from smat_fn.scripts import cli, outcome
+from smat_fn.scripts.cli import NONE
 from smat_fn.scripts.merge.commands import COMMANDS, by_density, by_file, by_glob
-
-NONE = arg(help_behavior_hint="(default: none)")
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,7 @@ class Choices:
     """Seed of random masks."""
     data: Annotated[str | None, arg(help_behavior_hint="(default: as they were trained)")] = None
     """With --search: data, as that of train.py, e.g. of downloaded experts; name each expert after its task."""
-    suite_options: Annotated[
-        dict[str, bool | int | float | str | None],
-        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)"),
-    ] = field(default_factory=dict)
+    suite_options: Annotated[cli.Values, cli.SUITE] = field(default_factory=dict)
     """With --search: other options of the suite, e.g. device cpu; train.py ft --preset NAME --help-all lists all."""
 
 

@@ -16,9 +16,9 @@ from ...folders.files import digests
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
 from .card import CARD, adapter_card
-from .commands import MergeAdapters
 from .finished import hashes, sources_text
 from .inputs import by_name, mask_key, model_names, weight_of
+from .settings import MergeAdapters
 
 Adapters: TypeAlias = Mapping[str, Mapping[str, Factors]]  # by expert, by module
 

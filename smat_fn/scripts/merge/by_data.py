@@ -15,9 +15,9 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch
 from .. import outcome
 from .card import CARD, card
-from .commands import AdaMerging, OfRun, RegMeanPlus
 from .inputs import Inputs, find_inputs, load_inputs
 from .merging import common_suite, sources_of
+from .settings import AdaMerging, OfRun, RegMeanPlus
 from .statistics import batches_of, digest, length
 
 

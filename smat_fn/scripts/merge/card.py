@@ -74,7 +74,8 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     how += [f"{name} {value}" for name, value in manifest.get("options", {}).items()]
     options = f" ({', '.join(how)})" if how else ""
     least, most = manifest["ranks"]
-    masks = f", random masks from seed {manifest['merge_seed']}" if _drops(manifest) else ""
+    drops = manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
+    masks = f", random masks from seed {manifest['merge_seed']}" if drops else ""
     base = manifest["base_model"]
     lines = [
         f"# LoRA adapters merged by {manifest['method']}",
@@ -97,10 +98,6 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
         "base_model_relation": "adapter" if base else None,
     }
     return _with_metadata("\n".join(lines), metadata)
-
-
-def _drops(manifest: Mapping[str, Any]) -> bool:
-    return manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
 
 
 def _hashes(manifest: Mapping[str, Any]) -> list[str]:

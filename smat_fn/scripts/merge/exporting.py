@@ -103,8 +103,6 @@ def _check_base(model: Path, base: Path, fingerprint: str) -> None:
     whole, prefix, _ = place_of(open_folder("base", base), part)
     if any(whole.leaves[f"{prefix}{name}"].dtype != leaf.dtype for name, leaf in part.leaves.items()):
         return  # the fingerprint is of other bits
-    origin = {
-        name: whole.read(f"{prefix}{name}", 0, leaf.numel()).view(leaf.shape) for name, leaf in part.leaves.items()
-    }
+    origin = {name: whole.leaf(f"{prefix}{name}") for name in part.leaves}
     if checkpoint.fingerprint(origin) != fingerprint:
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ... import checkpoint, errors, lora, random, tree
 from ...config import MergerConfig
 from ...errors import problems_of
 from ...folders import read_inputs
-from ...folders.inputs.opening import repository_of
+from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import folders_of, parts_of
 from ...folders.inputs.statistics import stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
@@ -201,7 +202,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
             continue
         try:
             facts = checkpoint.statistics_facts(file)
-            problems += stale(file, facts, lambda params=params: params)
+            problems += stale(file, facts, partial(dict, params))
             found[name] = checkpoint.load_statistics(file)
         except ValueError as error:
             problems.append(str(error))

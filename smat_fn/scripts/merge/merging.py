@@ -23,11 +23,9 @@ from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, total, with_buffers
 from .finished import differences, is_merged, sources_text, verify
-from .inputs import Inputs, depth_problems, facts_of, find_inputs, load_inputs, missing_of, read_statistics
+from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
-
-__all__ = ["Inputs", "Merged", "common_suite", "find_inputs", "load_inputs", "merge_run", "summary"]
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart

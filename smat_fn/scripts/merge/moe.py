@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ... import checkpoint, random
+from ... import checkpoint, errors, random
 from ...folders import Report, chunk_of, local_folder, open_folder
 from ...folders.files import digests, size_text
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
@@ -20,11 +20,11 @@ from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
-from .commands import Moe
 from .finished import differences, hashes, other_files, sources_text, verify
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, Fields, folders_beside
 from .recipe_write import placed_by_name
+from .settings import Moe
 from .streaming import bytes_of
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
@@ -259,10 +259,7 @@ def _texts(
 
 
 def _fingerprint(folder: Path) -> str:
-    opened = open_folder(str(folder), folder)
-    return checkpoint.fingerprint(
-        {path: opened.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in opened.leaves.items()}
-    )
+    return checkpoint.fingerprint(open_folder(str(folder), folder).tensors())
 
 
 def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
@@ -293,8 +290,9 @@ def _states(mode: str, base: Path, models: Models) -> States:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"base: the tokenizer of {base} cannot be read ({first}): prompts need it") from error
+        raise ValueError(
+            f"base: the tokenizer of {base} cannot be read ({errors.first_line(error)}): prompts need it"
+        ) from error
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.bos_token_id
     if tokenizer.pad_token_id is None:
@@ -305,9 +303,7 @@ def _states(mode: str, base: Path, models: Models) -> States:
         return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
     if mode == "cheap_embed":
-        path = "model.embed_tokens.weight"
-        leaf = models.base.leaves[path]
-        table = models.base.read(path, 0, leaf.numel()).view(leaf.shape)
+        table = models.base.leaf("model.embed_tokens.weight")
 
         def embedded(prompts: Sequence[str]) -> Tensor:
             found = tokens(prompts)

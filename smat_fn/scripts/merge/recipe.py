@@ -19,8 +19,6 @@ from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
 from .recipe_write import OWN
 
-__all__ = ["Recipe", "load"]
-
 FIELDS = (
     "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source",
     "tokenizer", "chat_template",

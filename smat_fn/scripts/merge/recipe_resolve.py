@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from ... import errors
 from ...config import MergerConfig
 from ...folders.inputs.beside import TOKENIZER, files_of
-from ...folders.inputs.opening import local_folder, open_input
+from ...folders.inputs.hub import local_folder
+from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp
 
@@ -81,7 +82,7 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         alike = not isinstance(coef, Mapping)
         config, coef = replace(config, coef=coef if alike else None), None if alike else coef  # type: ignore[call-arg]
     notes: tuple[str, ...] = ()
-    if _asks(found, slices, "int8_mask"):
+    if _asks_int8_mask(found, slices):
         notes += ("int8_mask is ignored: masks take no memory here",)
     if slices[-1].tail:
         few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
@@ -359,9 +360,9 @@ def _token(entry: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, A
     return found | ({"force": True} if entry.get("force") else {})
 
 
-def _asks(found: Mapping[str, Any], slices: Sequence[Slice], name: str) -> bool:
+def _asks_int8_mask(found: Mapping[str, Any], slices: Sequence[Slice]) -> bool:
     own: Iterable[Mapping[str, Any]] = (source.own for part in slices for source in part.experts)
-    return any(scope.get(name) for scope in (found.get("parameters") or {}, *own))
+    return any(scope.get("int8_mask") for scope in (found.get("parameters") or {}, *own))
 
 
 def _path(ref: str) -> Path:

@@ -8,7 +8,7 @@ import yaml
 
 from ... import __version__
 from ...config import MergerConfig
-from ...folders.inputs.opening import repository_of
+from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import parts_of, stack_of
 
 OWN = (

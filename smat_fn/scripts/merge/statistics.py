@@ -18,9 +18,9 @@ from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
-from .commands import Statistics
 from .inputs import find_inputs, load_inputs, manifest_of, named
 from .merging import common_suite
+from .settings import Statistics
 
 
 def make_statistics(asked: Statistics) -> Iterator[str]:

@@ -41,8 +41,6 @@ from .finished import differences, hashes, is_merged, other_files, seconds_to_ha
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .recipe_write import OWN, placed_by_name, written
 
-__all__ = ["Order", "by_depth", "bytes_of", "order", "plan_run", "plan_text", "stream_run", "summary", "verify"]
-
 BESIDE = (
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
 )  # fmt: skip
@@ -299,7 +297,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         **_settings(config, order),
         **_stacks(order),
         base_fingerprint=fingerprint.result(),
-        **_scales(config, files),
+        **({"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}),
         dev={},
         dev_curve=[],
         density=report.density,
@@ -314,11 +312,6 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         checkpoint.SOURCES: sources_text(report.inputs | _whose(order), places),
         checkpoint.RECIPE: _recipe(config, order),
     }
-
-
-def _scales(config: MergerConfig, files: Sequence[Path]) -> dict[str, Any]:
-    """The scales of all tasks, for the manifest of a folder with a model for each."""
-    return {"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}
 
 
 def _by_name(value: Any) -> Any:
@@ -353,5 +346,4 @@ def leaves_of(folder: Path) -> dict[str, Tensor]:
     """The leaves of a checkpoint, or the tensors of a folder of several tasks, mapped: no memory is taken."""
     if is_several(folder):
         return open_several(folder).tensors()
-    opened = open_input(str(folder), folder)
-    return {path: opened.read(path, 0, leaf.numel()).view(leaf.shape) for path, leaf in opened.leaves.items()}
+    return open_input(str(folder), folder).tensors()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
+from ... import errors
 from ...config import METHODS, MORE_METHODS
 from .. import cli, outcome
 from . import launching
@@ -87,8 +88,7 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
     flags = shlex.split(options.flags)
     own = {"--seed", "--out", "--resume", "--overwrite"}
     problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
-    if problems:
-        raise ValueError("; ".join(problems))
+    errors.raise_problems(problems)
     found = []
     for seed in options.seeds:
         for method in options.methods:
@@ -249,7 +249,7 @@ def _ended_well(job: Job, run: Path) -> bool:
 
 
 def _check_code(runs: Sequence[Path]) -> None:
-    from ... import errors, machine
+    from ... import machine
     from . import snapshots
 
     problems = []

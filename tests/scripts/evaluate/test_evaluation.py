@@ -12,7 +12,8 @@ from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
-from smat_fn.scripts.merge.merging import find_inputs, merge_run
+from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.merge.merging import merge_run
 
 FIXED = [
     WeightAverage(),

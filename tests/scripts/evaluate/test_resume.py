@@ -17,7 +17,8 @@ from smat_fn.config import TaskArithmetic, preset_of
 from smat_fn.evaluate import read_results
 from smat_fn.evaluate.decoding import generator
 from smat_fn.scripts.evaluate.evaluation import evaluate
-from smat_fn.scripts.merge.merging import find_inputs, merge_run
+from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite

@@ -117,7 +117,7 @@ def at(setting, folder):
 def fields_of(name, path, count):
     """The fields of an expert's leaf under seed 0."""
     sys.path.insert(0, str(Path(__file__).parents[3]))
-    from smat_fn.merge.parts.common import fields_of, mask_keys
+    from smat_fn.merge.parts.chunks import fields_of, mask_keys
     from smat_fn.scripts.merge.inputs import mask_key
 
     ((field,),) = fields_of(mask_keys(mask_key(0), [name], [path]), [(0, 0, count)], torch.device("cpu"))

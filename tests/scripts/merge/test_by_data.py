@@ -7,8 +7,8 @@ from smat_fn import checkpoint, random
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
 from smat_fn.scripts.merge import by_data
-from smat_fn.scripts.merge.commands import AdaMerging, RegMeanPlus
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
+from smat_fn.scripts.merge.settings import AdaMerging, RegMeanPlus
 from smat_fn.scripts.merge.statistics import batches_of
 from smat_fn.suites.suite import BaseSuite
 

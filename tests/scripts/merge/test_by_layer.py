@@ -7,7 +7,7 @@ import torch
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import TaskArithmetic, TsvMerge, WeightAverage
-from smat_fn.scripts.merge import commands, merging
+from smat_fn.scripts.merge import commands, merging, settings
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.merge.merging import merge_run
 
@@ -39,7 +39,7 @@ def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, su
     rules = manifest["hyperparameters"]["coefs"]
     assert list(rules.values())[-1] == expected.coefs[""]
     assert "each block in its turn" in (tmp_path / config.name / "README.md").read_text()
-    commands.from_recipe(commands.FromRecipe(tmp_path / config.name / checkpoint.RECIPE, tmp_path / "disk"))
+    commands.from_recipe(settings.FromRecipe(tmp_path / config.name / checkpoint.RECIPE, tmp_path / "disk"))
     assert same(checkpoint.load_leaves(tmp_path / "disk" / config.name)[0], found.params)
     (again,) = merge_run([config], base, experts, sweeps=2, **options).values()
     assert again.kept

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smat_fn import checkpoint, merge, random
 from smat_fn.config import DIGITS, Dare, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Scorer
-from smat_fn.merge.parts import common as _common
+from smat_fn.merge.parts import chunks
 from smat_fn.scripts.merge import choosing, merging
 from smat_fn.scripts.merge.choosing import Models, Tried, calibrate, merge_one, total
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run
+from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
+from smat_fn.scripts.merge.merging import merge_run
 
 TIES = Ties(keep=0.5, aggregate="sum", scope="global")
 TWO = ("stripes", "mirror")
@@ -119,7 +120,7 @@ def test_a_widened_search_goes_beyond_the_edge_and_scores_nothing_twice(inputs, 
 
 
 def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypatch):
-    monkeypatch.setattr(_common, "CHUNK", 64)
+    monkeypatch.setattr(chunks, "CHUNK", 64)
     made = []
     vector = merge.vector_by
     monkeypatch.setattr(merge, "vector_by", lambda *args, **key: made.append(1) or vector(*args, **key))

@@ -26,10 +26,10 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.evaluate import Scorer
-from smat_fn.scripts.merge import commands, merging, streaming
+from smat_fn.scripts.merge import commands, merging, settings, streaming
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
-from smat_fn.scripts.merge.inputs import trained_by
-from smat_fn.scripts.merge.merging import Inputs, find_inputs, load_inputs, merge_run, notes_of, summary, tied
+from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
+from smat_fn.scripts.merge.merging import merge_run, notes_of, summary, tied
 
 MERGERS = list(DIGITS.mergers.values())
 TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
@@ -97,7 +97,7 @@ def test_the_same_inputs_merge_to_the_same_bits_and_another_seed_masks_otherwise
 
 def test_the_recipe_of_a_search_gives_the_same_bytes_without_one(merged, tmp_path):
     for folder in merged:
-        commands.from_recipe(commands.FromRecipe(folder / checkpoint.RECIPE, tmp_path))
+        commands.from_recipe(settings.FromRecipe(folder / checkpoint.RECIPE, tmp_path))
         first, again = (place / folder.name / checkpoint.WEIGHTS for place in (folder.parent, tmp_path))
         assert again.read_bytes() == first.read_bytes(), folder.name
 

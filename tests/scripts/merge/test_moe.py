@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from smat_fn import random
 from smat_fn.folders.mixtures import merge_mixture, open_models
 from smat_fn.merge.around.mixture import mixture, random_rows, rows
-from smat_fn.scripts.merge import commands, moe
+from smat_fn.scripts.merge import moe, settings
 from smat_fn.scripts.merge.finished import verify
 from smat_fn.scripts.merge.recipe import load as load_recipe
 
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
 def made(file, out, **options):
     place = out.parent / f"{out.name}.yml"
     place.write_text(yaml.safe_dump(file))
-    return list(moe.make(commands.Moe(place, out, **options)))
+    return list(moe.make(settings.Moe(place, out, **options)))
 
 
 def mixed(folder, **more):
@@ -140,7 +140,7 @@ def test_the_file_in_an_output_repeats_it_and_a_rerun_keeps_it(models, tmp_path)
     assert "3 experts, 1 a token" in said[0]
     assert verify(tmp_path / "out")[1] == []
     assert made(make_moe.file_of("random", models, experts_per_token=1), tmp_path / "out", seed=5)[0].startswith("kept")
-    list(moe.make(commands.Moe(tmp_path / "out/recipe.yml", tmp_path / "again")))
+    list(moe.make(settings.Moe(tmp_path / "out/recipe.yml", tmp_path / "again")))
     for file in "model.safetensors", "config.json", "recipe.yml":
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
     other = made(make_moe.file_of("random", models, experts_per_token=1), tmp_path / "other", seed=6)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.scripts import entry
-from smat_fn.scripts.merge import commands
+from smat_fn.scripts.merge import commands, settings
 from smat_fn.scripts.merge.recipe import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,7 +43,7 @@ def golden():
 def merged(recipe, models, out, **options):
     file = out / "asked.yml"
     file.write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
-    commands.from_recipe(commands.FromRecipe(file, out, **options))
+    commands.from_recipe(settings.FromRecipe(file, out, **options))
     (made,) = (folder for folder in out.iterdir() if folder.is_dir())
     return made
 
@@ -75,7 +75,7 @@ def test_the_file_in_an_output_repeats_it(name, models, tmp_path):
     for place in "one", "two":
         (tmp_path / place).mkdir()
     first = merged(RECIPES[name], models, tmp_path / "one", seed=3)
-    commands.from_recipe(commands.FromRecipe(first / RECIPE, tmp_path / "two"))
+    commands.from_recipe(settings.FromRecipe(first / RECIPE, tmp_path / "two"))
     second = tmp_path / "two" / first.name
     for file in "model.safetensors", "config.json", RECIPE:
         assert (first / file).read_bytes() == (second / file).read_bytes()
@@ -285,7 +285,7 @@ def test_a_seed_of_the_command_line_is_taken_before_that_of_the_file(models, tmp
         (tmp_path / place).mkdir()
     first, files = merged(recipe, models, tmp_path / "one", seed=3), []
     for seed in 3, 4:
-        commands.from_recipe(commands.FromRecipe(first / RECIPE, tmp_path / "two", seed=seed, overwrite=True))
+        commands.from_recipe(settings.FromRecipe(first / RECIPE, tmp_path / "two", seed=seed, overwrite=True))
         files.append((tmp_path / "two" / "dare" / "model.safetensors").read_bytes())
     assert files[0] == (first / "model.safetensors").read_bytes() != files[1]
 
@@ -361,8 +361,8 @@ def test_folders_may_have_an_equals_sign_in_their_names(models, tmp_path, monkey
         "merge_method: task_arithmetic\nbase_model: BASE\nparameters: {weight: 0.5}\n"
         "models: [{model: lr=A}, {model: lr=B}]\n"
     )
-    commands.from_recipe(commands.FromRecipe(Path("recipe.yml"), tmp_path / "one"))
-    commands.from_recipe(commands.FromRecipe(tmp_path / "one/ta" / RECIPE, tmp_path / "two"))
+    commands.from_recipe(settings.FromRecipe(Path("recipe.yml"), tmp_path / "one"))
+    commands.from_recipe(settings.FromRecipe(tmp_path / "one/ta" / RECIPE, tmp_path / "two"))
     one, two = ((tmp_path / place / "ta/model.safetensors").read_bytes() for place in ("one", "two"))
     assert one == two
     assert list(checkpoint.load_manifest(tmp_path / "two/ta")["experts"]) == ["lr=A", "lr=B"]

@@ -9,7 +9,7 @@ import torch
 from smat_fn import checkpoint
 from smat_fn.config import Emr, TallMask
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge import finished, streaming
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs
 
@@ -43,7 +43,7 @@ def test_a_task_is_exported_with_the_bits_of_its_own_merge(config, inputs, merge
         export(merged / config.name, base, tmp_path / task / "exported", task=task)
         own = (tmp_path / task / config.name / checkpoint.WEIGHTS).read_bytes()
         assert (tmp_path / task / "exported" / checkpoint.WEIGHTS).read_bytes() == own
-        assert streaming.verify(tmp_path / task / "exported")[1] == []
+        assert finished.verify(tmp_path / task / "exported")[1] == []
         manifest = checkpoint.load_manifest(tmp_path / task / "exported")
         assert (manifest["kind"], manifest["task"], manifest["merger"]) == ("exported", task, config.name)
         card = (tmp_path / task / "exported" / "README.md").read_text()
@@ -62,7 +62,7 @@ def test_manifest_card_and_verification(inputs, merged):
     assert "Not one model but one for each task" in card
     assert manifest["notes"] == []  # such as that no parameter differs from base
     assert all(f"{task} {scale:.6g}" in card for task, scale in manifest["scales"].items())
-    count, problems = streaming.verify(merged / "emr")
+    count, problems = finished.verify(merged / "emr")
     assert (count, problems) == (2 + 3, [])  # files, and the weights of base and of two experts
     again = streaming.stream_run(ALL, streaming.order(base, experts[:2], out=merged, seed=0))
     assert [report for _, report in again] == [None, None]  # done before
@@ -78,7 +78,7 @@ def test_masks_that_have_changed_are_exported_nowhere(inputs, merged, tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert len(streaming.verify(folder)[1]) == 1
+    assert len(finished.verify(folder)[1]) == 1
     with pytest.raises(ValueError, match=r"vector\.safetensors is not the file that its manifest names"):
         export(folder, base, tmp_path / "out", task=task)
     shutil.copyfile(merged / "emr" / "vector.safetensors", file)

@@ -10,9 +10,9 @@ from smat_fn.config import Fisher, RegMean
 from smat_fn.data.batching import split_rows
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from smat_fn.scripts.merge import statistics, streaming
-from smat_fn.scripts.merge.commands import Statistics
 from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.merge.settings import Statistics
 
 DEFAULTS = {"kinds": ("fisher", "gram"), "rows": 20, "seed": 3}
 

@@ -31,7 +31,7 @@ from smat_fn.config import (
 )
 from smat_fn.folders import writing
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge import finished, streaming
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
@@ -272,13 +272,13 @@ def test_verify_lists_every_file_that_has_changed(copied, tmp_path):
     assert len(shards) > 1
     count = len(shards) + 2 + 3  # index and config.json; an input each
     for path in (folder, folder / "README.md"):
-        assert streaming.verify(path) == (count, [])
+        assert finished.verify(path) == (count, [])
     changed = bytearray((folder / shards[-1]).read_bytes())
     changed[-1] ^= 1
     (folder / shards[-1]).write_bytes(changed)
     (folder / "config.json").unlink()
     (experts[1] / "model.safetensors").write_bytes(b"")
-    found, problems = streaming.verify(folder)
+    found, problems = finished.verify(folder)
     assert found == count
     assert [problem.partition(" ")[0] for problem in problems] == [
         str(folder / shards[-1]),
@@ -292,14 +292,14 @@ def test_verify_lists_every_file_that_has_changed(copied, tmp_path):
 def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
     params = stored(inputs[0])
     checkpoint.save_expert(tmp_path / "m", params, checkpoint.describe(params, kind="merged"))
-    assert streaming.verify(tmp_path / "m") == (1, [])
+    assert finished.verify(tmp_path / "m") == (1, [])
     manifest = checkpoint.load_manifest(tmp_path / "m") | {"fingerprint": "0" * 64}
     (tmp_path / "m" / "manifest.json").write_text(json.dumps(manifest))
-    assert streaming.verify(tmp_path / "m")[1] == [
+    assert finished.verify(tmp_path / "m")[1] == [
         f"{tmp_path / 'm' / 'model.safetensors'} does not hold the weights that were written"
     ]
     with pytest.raises(ValueError, match="is not a checkpoint"):
-        streaming.verify(tmp_path)
+        finished.verify(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -309,15 +309,15 @@ def test_verify_of_a_merge_in_memory_compares_the_fingerprint(inputs, tmp_path):
 def test_verify_refuses_a_manifest_that_is_none(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"manifest\.json is (not a manifest of smat_fn|not JSON)"):
-        streaming.verify(tmp_path)
+        finished.verify(tmp_path)
 
 
 def test_verify_elsewhere_does_not_look_for_the_inputs(copied, tmp_path):
     base, experts = copied
     list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path, seed=0)))
-    count, _ = streaming.verify(tmp_path / "ta")
+    count, _ = finished.verify(tmp_path / "ta")
     (tmp_path / "ta" / "sources.json").unlink()
-    assert streaming.verify(tmp_path / "ta") == (count - 1 - len(experts), [])
+    assert finished.verify(tmp_path / "ta") == (count - 1 - len(experts), [])
 
 
 def test_coefficients_for_a_merger_without_one(inputs, tmp_path):

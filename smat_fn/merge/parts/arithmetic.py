@@ -1,0 +1,94 @@
+"""Arithmetic of mergers on task vectors: sums in a fixed order, signs, and inner products."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ... import tree
+from ...compiled import array, loops_for
+
+BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
+
+
+def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
+    """The sum in the order given, in new memory or in that of the first."""
+    rest = iter(tensors)
+    total = next(rest) if into_first else next(rest).clone()
+    for tensor in rest:
+        total += tensor
+    return total
+
+
+def elected(tensors: Sequence[Tensor]) -> Tensor:
+    """+ where the sum is at least 0, and else −, as 1 and −1."""
+    return (add(tensors) >= 0).to(tensors[0].dtype).mul_(2).sub_(1)
+
+
+def agreeing(tensors: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
+    """Sum, or mean, of the non-zero entries whose sign is ``sign``; 0 where there are none."""
+    total, count = torch.zeros_like(sign), torch.zeros_like(sign)
+    loops = loops_for(sign, *tensors) if sign.dtype == torch.float32 else None
+    for tensor in tensors:
+        if loops is not None:
+            loops.agree(*map(array, (tensor, sign, total, count)))
+            continue
+        agrees = tensor * sign > 0
+        total += zeroed(tensor, agrees)
+        if mean:
+            count += agrees.to(count.dtype)
+    return total / count.clamp(min=1) if mean else total
+
+
+def zeroed(values: Tensor, keep: Tensor) -> Tensor:
+    """``values.where(keep, 0)``, by bits: a branch a coordinate takes ten times as long."""
+    kind = torch.int64 if values.itemsize == 8 else torch.int32
+    return keep.to(kind).neg_().bitwise_and_(values.view(kind)).view(values.dtype)
+
+
+def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[float]]:
+    """All inner products of N tensors, or of their differences from ``start``, as float64 numbers.
+
+    The float64 products of a block of 262,144 coordinates are added by halves, coordinate i to coordinate i + half,
+    then block by block: no chunk size, thread count or device changes a bit.
+    """
+    first, others = leaves[0], ([] if start is None else [start])
+    dtype = tree.compute_dtype(*leaves, *others)
+    flat = [leaf.reshape(-1) for leaf in leaves]
+    origin = None if start is None else start.reshape(-1)
+
+    def block(begin: int, end: int) -> Tensor:
+        rows = torch.stack([leaf[begin:end].to(first.device, dtype) for leaf in flat])
+        return rows if origin is None else rows.sub_(origin[begin:end].to(first.device, dtype))
+
+    return gram_of(block, len(flat), first.numel())
+
+
+def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
+    """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
+    total = torch.zeros(count, count, dtype=torch.float64)
+    for begin in range(0, size, BLOCK):
+        rows = block(begin, min(begin + BLOCK, size)).double()
+        for index, row in enumerate(rows):
+            total[index] += halved(rows * row).cpu()
+    return total.tolist()
+
+
+def halved(rows: Tensor) -> Tensor:
+    """The sum of each row, added by halves, coordinate i to coordinate i + half: no thread count changes a bit."""
+    rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
+    """`Merger.memory` of what calls `Mapped.gram`."""
+    return 32 * experts * min(max((leaf.numel() for leaf in leaves.values()), default=0), BLOCK)
+
+
+def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:
+    """The cosine of the angle between two tensors of a `gram`; 0 where one of them is zero."""
+    size = (products[left][left] * products[right][right]) ** 0.5
+    return products[left][right] / size if size else 0.0

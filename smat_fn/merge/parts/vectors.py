@@ -1,0 +1,90 @@
+"""From weights to a task vector, and from a merged task vector to weights: θ − θ₀ and θ₀ + γ τ."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ... import errors, tree
+from ...errors import problems_of
+from ...types import Params
+from . import chunks
+from .chunks import delta_of
+from .inputs import coef_problems, derivative_problems, kind_problems
+
+CONTIGUOUS = torch.contiguous_format
+
+
+def task_vector(params: Params, base: Params) -> Params:
+    """Δ = θ − θ₀.
+
+    Args:
+        params, base: trees of the same leaf paths and shapes.
+
+    Returns:
+        a tree of base's structure, float32 (float64 where a leaf is float64); other leaves are zeros.
+
+    Raises:
+        ValueError: lists every missing, unknown or misshapen leaf.
+    """
+    start, leaves = tree.flatten(base), tree.flatten(params)
+    problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
+    errors.raise_problems(problems + kind_problems(start, "base", leaves, "params"))
+
+    def delta(path: str, leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return torch.zeros_like(leaf)
+        return delta_of(leaves[path], leaf, tree.compute_dtype(leaves[path], leaf))
+
+    return tree.unflatten(base, {path: delta(path, leaf) for path, leaf in start.items()})
+
+
+def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out: Params | None = None) -> Params:
+    """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
+
+    Args:
+        vector: a merged task vector τ, one flat entry for every floating-point leaf of base.
+        coef: γ, finite.
+        out: a tree like base, written to instead of a new one: one pass over the weights, bit-identical.
+
+    Returns:
+        a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
+
+    Raises:
+        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
+    """
+    leaves = tree.flatten(base)
+    floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
+    problems = coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector))
+    problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
+    merged = {} if out is None else tree.flatten(out)
+    if out is not None:
+        problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
+        problems += problems_of(lambda: tree.check_apart(merged))
+        problems += [
+            f"leaf {path!r} of out is {merged[path].dtype}, base's is {leaf.dtype}"
+            for path, leaf in leaves.items()
+            if path in merged and merged[path].dtype != leaf.dtype
+        ]
+    errors.raise_problems(problems)
+    for path, leaf in leaves.items():
+        if path not in merged:
+            merged[path] = torch.empty_like(leaf, memory_format=CONTIGUOUS)
+        if path in floating:
+            target = merged[path] if merged[path].is_contiguous() else torch.empty_like(leaf, memory_format=CONTIGUOUS)
+            _write_scaled(target, vector[path].detach(), leaf.detach(), float(coef))
+            if target is not merged[path]:
+                merged[path].copy_(target)
+        else:
+            merged[path].copy_(leaf)
+    return tree.unflatten(base, merged)
+
+
+def _write_scaled(out: Tensor, vector: Tensor, leaf: Tensor, coef: float) -> None:
+    """Write ``leaf + coef * vector`` in chunks that fit the processor's cache, without a copy of the leaf."""
+    dtype = tree.compute_dtype(vector, leaf)
+    target, flat, start = out.view(-1), vector.reshape(-1), leaf.reshape(-1)
+    for first in range(0, leaf.numel(), chunks.CHUNK):
+        piece = slice(first, first + chunks.CHUNK)
+        scaled = flat[piece].to(leaf.device, dtype) * coef
+        target[piece] = scaled.add_(start[piece].to(dtype))

@@ -1,0 +1,230 @@
+"""Options of merge.py's subcommands beside mergers. No torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from ..cli import NONE, SUITE, Values
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Hash a merged model's files and its inputs again, and list every file that has changed."""
+
+    path: Positional[Path]
+    """Folder of the merged model, or its README.md."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write an expert or merged model as a complete model for from_pretrained: base with its parameters replaced."""
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Folder of an expert of train.py, of a merged model, or of a LoRA adapter."""
+    base: Path
+    """The model that it was trained from: a folder, or a hub name."""
+    out: Path
+    """Folder for the whole model."""
+    task: Annotated[str | None, NONE] = None
+    """Task to export of a folder that emr or tall_mask wrote for all tasks; --base is the base of that merge."""
+    out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
+    """Dtype of all weights; same: base's."""
+    shard_size: str = "5GB"
+    """Maximum size of a weight file, e.g. 500MB or 5GB."""
+    overwrite: bool = False
+    """Replace a model that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
+class ExtractLora:
+    """Extract a LoRA adapter for peft from a fine-tuned model: a truncated SVD of expert - base."""
+
+    base: Path
+    """Base: a folder, or a hub name."""
+    expert: Path
+    """Fine-tuned model: a folder, or a hub name."""
+    out: Path
+    """Folder for the adapter."""
+    rank: int
+    """Maximum rank of the adapter."""
+    overwrite: bool = False
+    """Replace an adapter that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
+class MergeAdapters:
+    """Merge LoRA adapters of one base into one adapter, without reading the base."""
+
+    experts: tuple[Path, ...]
+    """Adapters: folders, or hub names, or NAME=one of them; FOLDER@0.5 sets a weight."""
+    out: Path
+    """Folder for the adapter."""
+    method: Literal[
+        "linear",
+        "magnitude_prune",
+        "ties",
+        "dare_linear",
+        "dare_ties",
+        "cat",
+        "svd",
+        "magnitude_prune_svd",
+        "ties_svd",
+        "dare_linear_svd",
+        "dare_ties_svd",
+        "knots",
+        "core_space",
+    ] = "svd"
+    """A combination of PEFT's add_weighted_adapter, or KnOTS or Core Space with --merger."""
+    rank: Annotated[int | None, arg(help_behavior_hint="(default: as it comes, with svd the adapters' largest)")] = None
+    """Maximum rank of the adapter."""
+    density: Annotated[float | None, NONE] = None
+    """Share of entries that is kept; required by magnitude_prune, ties and dare."""
+    majority: Literal["total", "frequency"] = "total"
+    """With ties: elect the sign of the sum of entries (total), or of the sum of their signs (frequency)."""
+    merger: str = "ties"
+    """With knots and core_space: a merger with a base, as merge.py names it."""
+    options: Annotated[
+        dict[str, bool | int | float | str],
+        arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: those of --preset)"),
+    ] = field(default_factory=dict)
+    """Options of --merger, e.g. keep 0.2 aggregate mean; merge.py MERGER --help lists them."""
+    coef: float = 1.0
+    """With knots and core_space: gamma."""
+    preset: str = "digits"
+    """Preset of train.py for merger settings that --options does not set."""
+    base: Annotated[str | None, arg(help_behavior_hint="(default: the one that all adapters name)")] = None
+    """Base of the adapters (a folder or a hub name), written to the adapter's configuration."""
+    seed: int = 0
+    """Seed of random masks."""
+    overwrite: bool = False
+    """Replace an adapter that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
+class FromRecipe:
+    """Merge by a recipe: mergekit's YAML, or the recipe.yml of a merged model. `merge.py FILE.yml` is the same."""
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """YAML file."""
+    out: Path
+    """Folder for the merged model, which becomes --out/MERGER."""
+    seed: int | None = None
+    """Seed of random masks; preset: the file's, else 0."""
+    dry_run: bool = False
+    """Check all inputs and print the memory, disk space and time of the merge; write nothing."""
+    overwrite: bool = False
+    """Replace a merged model that exists."""
+    shard_size: str | None = None
+    """Maximum size of a weight file, e.g. 500MB or 5GB; preset: the file's, else 5GB."""
+    memory_mib: int = 72
+    """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
+    threads: int = 1
+    """CPU threads; they share --memory-mib."""
+    part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
+    """Merge one of N parts, on machines that share the disk of --out; the part that ends last completes the folder."""
+    push_to_hub: str | None = None
+    """Upload the merged model to this hub repository, owner/name; it is created if missing. Needs a token."""
+    public: bool = False
+    """Make a repository that --push-to-hub creates public."""
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Make a mixture of experts (Mixtral) from Llama or Mistral models, by mergekit-moe's YAML."""
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    """YAML file: base_model, experts with source_model and prompts, gate_mode, dtype, experts_per_token."""
+    out: Path
+    """Folder for the model."""
+    seed: int | None = None
+    """Seed of a random router; preset: the file's, else 0."""
+    overwrite: bool = False
+    """Replace a model that exists."""
+    shard_size: str = "5GB"
+    """Maximum size of a weight file, e.g. 500MB or 5GB."""
+    memory_mib: int = 72
+    """Working memory, in MiB, besides mapped files; gate_mode hidden holds base in memory first."""
+    threads: int = 1
+    """CPU threads; they share --memory-mib."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Compute statistics for `fisher` and `reg_mean` on each expert's own rows; store them beside its weights."""
+
+    experts: Annotated[Positional[tuple[Path, ...]], arg(metavar="EXPERT", help_behavior_hint="(one or more)")]
+    """Folders of experts, or run folders of train.py (all their experts)."""
+    kinds: tuple[Literal["fisher", "gram"], ...] = ("fisher",)
+    """fisher: squared gradients; gram: products of the inputs of linear layers, (inputs)^2 numbers a layer."""
+    rows: int = 256
+    """Rows of each task, rounded up to whole batches."""
+    split: Literal["train", "dev"] = "train"
+    """Split of the rows; test is not allowed."""
+    labels: Annotated[
+        Literal["model", "data"] | None, arg(help_behavior_hint="(default: model of classifiers, else data)")
+    ] = None
+    """For fisher: labels sampled from the expert's predictions (model), or the rows' own (data: empirical Fisher)."""
+    seed: int = 0
+    """Seed that selects rows and samples labels."""
+    base: Annotated[Path | None, arg(help_behavior_hint="(default: that of the run)")] = None
+    """Base of the experts."""
+    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
+    """Other options of model and data; experts that train.py did not make need them: name NAME model ... data ..."""
+    overwrite: bool = False
+    """Replace statistics of other rows or settings."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """Options of mergers that look at rows."""
+
+    run: Path
+    """Folder that train.py wrote: its base and all its experts."""
+    out: Path
+    """Folder for the merged model, which becomes --out/MERGER."""
+    seed: int = 0
+    """Seed of the order of rows."""
+    suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
+    """Other options of model and data."""
+    overwrite: bool = False
+    """Replace a merged model that exists."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
+class AdaMerging(OfRun):
+    """AdaMerging: coefficients that minimise the merged classifier's prediction entropy on unlabelled dev rows."""
+
+    layer_wise: bool = True
+    """One coefficient per parameter tensor and expert; with --no-layer-wise one per expert."""
+    steps: int = 500
+    """Steps of Adam."""
+    lr: float = 1e-3
+    """Learning rate of Adam."""
+    start: float = 0.3
+    """Initial value of all coefficients."""
+    batch: int = 16
+    """Rows of each task in a step."""
+
+
+@dataclass(frozen=True)
+class RegMeanPlus(OfRun):
+    """RegMean++: RegMean block by block, with input statistics from the blocks already merged."""
+
+    scale: float = 0.9
+    """Factor of the off-diagonal entries of the Gram matrices."""
+    rows: int = 256
+    """Rows of each task, rounded up to whole batches."""
+    split: Literal["train", "dev"] = "train"
+    """Split of the rows; test is not allowed."""
