@@ -80,7 +80,7 @@ def test_two_towers_meet_in_the_whole_model_and_in_memory_too(clip, tmp_path):
         for path, leaf in weights(tower).items():
             torch.testing.assert_close(made[f"{KINDS[kind][1]}{path}"], leaf)
     assert torch.equal(made["logit_scale"], weights(clip)["logit_scale"])
-    base, experts = read_inputs(clip, towers, problems)
+    base, experts = read_inputs(clip, towers, problems, [])
     assert not problems
     assert all(expert.keys() == base.keys() for expert in experts.values())
 
