@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from .. import outcome
-from ..cli import NONE, Command, Values
+from ..cli import NONE, SUITE, Command, Values
 
 if TYPE_CHECKING:
     from ...analyses.results import Result
 
 SPLIT = Literal["test", "dev"]
 RUNS = arg(metavar="RUN...", help_behavior_hint="(at least one)")
-SUITE = arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: as they were trained)")
 
 
 @dataclass(frozen=True, kw_only=True)
