@@ -47,6 +47,11 @@ class Report(NamedTuple):
     hashes: dict[Path, str]  # SHA-256 of the finished files, and with a description of those that were read
     notes: tuple[str, ...] = ()  # what a user should know of the inputs: tokenizers that differ
 
+    @property
+    def rounding(self) -> float | None:
+        """The ratio for a manifest: None where nothing but rounding changes base, since JSON has no infinity."""
+        return self.rounding_ratio if math.isfinite(self.rounding_ratio) else None
+
 
 class Plan(NamedTuple):
     """Estimated cost of a merge, from file headers and a trial on one chunk."""

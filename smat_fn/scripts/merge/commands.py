@@ -41,6 +41,7 @@ def export(args: Export) -> None:
     import torch
 
     from ...folders.files import size_text
+    from .card import rounding
     from .exporting import export
     from .streaming import bytes_of
 
@@ -55,7 +56,7 @@ def export(args: Export) -> None:
         overwrite=args.overwrite,
         workers=args.threads,
     )
-    rounded = f"rounding is {report.rounding_ratio:.2%} of the change" if report.rounding_ratio else "bit for bit"
+    rounded = rounding(report.rounding_ratio) if report.rounding_ratio else "bit for bit"
     outcome.add("written", args.out)
     print(f"exported: {args.out}, {size_text(report.bytes)}, {rounded}")
     for note in report.notes:

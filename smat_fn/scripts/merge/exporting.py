@@ -54,7 +54,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
             "source": model.name,
             "source_fingerprint": manifest.get("fingerprint"),
             "base_model": model_names(base) + manifest.get("base_model", [])[1:],
-            "rounding_ratio": report.rounding_ratio,
+            "rounding_ratio": report.rounding,
             **hashes(files, report.inputs, report.hashes),
         }
         facts, places = checkpoint.without_places(facts)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -301,7 +300,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         dev={},
         dev_curve=[],
         density=report.density,
-        rounding_ratio=report.rounding_ratio if math.isfinite(report.rounding_ratio) else None,
+        rounding_ratio=report.rounding,
         notes=list(report.notes),
         **hashed,
     ) | {"fingerprint": merged}

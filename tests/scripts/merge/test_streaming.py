@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_an_exported_model_has_the_card_of_its_model(text, copied, tmp_path):
     assert card.text.endswith("hashes what was read and written again.\n")
     assert card.data.library_name == "transformers"
     assert card.data.base_model == {"P": None, "O": "x/y"}.get(title[0], ["base"])
+
+
+def test_an_expert_like_its_base_is_exported_in_a_narrower_dtype(copied, tmp_path):
+    base, _ = copied
+    (base / "config.json").write_text("{}")
+    report = export(shutil.copytree(base, tmp_path / "same"), base, tmp_path / "out", out_dtype="bfloat16")
+    assert (report.rounding_ratio, report.rounding) == (math.inf, None)
+    assert checkpoint.load_manifest(tmp_path / "out")["rounding_ratio"] is None
+    assert "Infinity" not in (tmp_path / "out" / checkpoint.MANIFEST).read_text()
 
 
 def when(folder):
