@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .modules import blocks
 
 CLOSE = 1e-3  # relative to the largest: both run the same operations, a layer that lacks an input is off by 1e-1
-CLOSE_NARROW = 3e-2  # the same, relative to the resolution of a dtype of 8 bits, in which both round on their own
+_CLOSE_NARROW = 3e-2  # the same, relative to the resolution of a dtype of 8 bits, in which both round on their own
 
 
 class Passed(nn.Module):
@@ -39,6 +39,11 @@ class Cut(NamedTuple):
     module: nn.Module  # shares the parameters of the whole one, by their names
     given: list[Tensor]  # its one item: the states of the next call
     states: Callable[[Callable[[], Any]], Tensor]  # a call of the whole model -> input of the first trained block
+
+
+def closeness(dtype: torch.dtype) -> float:
+    """How close the values of the top layers must be to those of the whole model, relative to the largest."""
+    return CLOSE if torch.finfo(dtype).bits >= 32 else _CLOSE_NARROW
 
 
 def trained_from(module: nn.Module) -> int | str:

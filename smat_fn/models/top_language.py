@@ -13,7 +13,7 @@ from ..types import Batch
 from .causal_lm import IGNORED
 from .modules import FullLoss, sent
 from .pretrained import LanguageModel
-from .top import CLOSE, CLOSE_NARROW, Cut, cut_of
+from .top import Cut, closeness, cut_of
 
 
 class TopLanguage(NamedTuple):
@@ -85,7 +85,7 @@ def _unlike(top: TopLanguage, lm: LanguageModel, batch: Batch) -> str:
         off = float((ours - theirs).norm() / theirs.norm())  # of all: the gradient of a key's bias is only rounding
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         return shorten(str(error), 200)
-    close = max(CLOSE, CLOSE_NARROW if torch.finfo(leaves[0].dtype).bits < 32 else 0)
+    close = closeness(leaves[0].dtype)
     found, due = float(got.detach()), float(wanted.detach())
     if int(count) != int(expected) or not abs(found - due) <= close * abs(due):
         return f"the loss is {found:.6g} instead of {due:.6g}"

@@ -309,7 +309,7 @@ def write_report(
 
     ``runs.jsonl`` beside them has what the manifests say: eval.py report needs no checkpoint.
 
-    Args: recipes: of the suites that the checkpoints were scored on (`evaluate`); of others the manifest's.
+    Args: recipes: the suite that each checkpoint was scored on, as `evaluate` fills it in (default: its manifest's).
     """
     write_results(out / "results.jsonl", rows)
     manifests = [

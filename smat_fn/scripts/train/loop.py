@@ -150,8 +150,8 @@ def train_expert(
         if log is not None:
             if state.step < training.steps:
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
-                alone = stop is not None and world.size == 1  # other processes would wait for this one
-                with stop.at_once(text) if stop is not None and alone else nullcontext():
+                # of several processes the others would wait for the one that ends
+                with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
                     suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no training time
             log.watch.skip()
         for step in range(state.step, training.steps):
