@@ -1,7 +1,7 @@
 """Tables of the pages from the stored results, between their marks: ``python -m benchmarks readme``."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ from smat_fn.evaluate.statistics import paired
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 DATA, MEANS = "digits_data_mergers", ("Avg", "All", "Drop")
+EIGHT = "WA", "TA", "TIES", "DARE", "DELLA", "TSV_MERGE", "ISO_C", "WUDI"  # of the means of one pass against two
 RIVALS = "TA", "TSV_MERGE"  # without data: the simplest, and the best
 Scores: TypeAlias = dict[str, dict[str, list[float]]]  # by method and column, of every seed
 
@@ -74,28 +75,40 @@ def digits_onepass(result: dict[str, Any]) -> str:
         f"{one_pass('digits_onepass', result)}\n"
         f"Test score, mean over four tasks and {seeds(result)} ± standard deviation; differences are paired by seed. "
         "Nine or more candidates of every method were compared on dev of two other seeds, in grids that widen where "
-        "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds split "
-        "the same images anew, so intervals are optimistic; they are not corrected for their number. Training times "
-        f"are of a machine that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
-        f"{result['hardware']}.\n\n"
-        f"{by_merger(result['test'])}\n"
-        "The same scores by merger, mean over seeds; the best method of each merger is bold. FT takes twice the steps "
-        "of the others with Adam: its dev scores chose that.\n"
+        "the best one is at an edge, by a [protocol](protocols/digits_onepass.md) fixed before the runs. Seeds "
+        "split the same images anew, so intervals are optimistic; they are not corrected for their number. "
+        f"{since(result)}{by_merger(result['test'])} FT takes twice the steps of the others with Adam: its dev scores "
+        "chose that.\n"
     )
 
 
 def vit_blocks(result: dict[str, Any]) -> str:
     """One backward pass a step against two, on two blocks of a ViT."""
+    return pretrained("vit_blocks", "six image tasks", result)
+
+
+def text(result: dict[str, Any]) -> str:
+    """One backward pass a step against two, on a text encoder."""
+    return pretrained("text", "five tasks", result)
+
+
+def pretrained(name: str, tasks: str, result: dict[str, Any]) -> str:
+    """One backward pass a step against two, on a pretrained backbone."""
     return (
-        f"{one_pass('vit_blocks_onepass', result)}\n"
-        f"Test score, mean over six image tasks and {seeds(result)} ± standard deviation; differences are paired by "
-        "seed. Five or more candidates of every method were compared on dev of another seed, by a "
-        "[protocol](protocols/vit_blocks.md) fixed before the runs. Model and tasks are the same for all seeds, so "
-        "intervals do not cover their choice; they are not corrected for their number. Training times are of a machine "
-        f"that did other work too. From `{result['command']}` at commit {result['commit'][:7]} on "
-        f"{result['hardware']}.\n\n"
-        f"{by_merger(result['test'])}\n"
-        "The same scores by merger, mean over seeds; the best method of each merger is bold.\n"
+        f"{one_pass(f'{name}_onepass', result)}\n"
+        f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
+        "Five or more candidates of every method were compared on dev of another seed, by a "
+        f"[protocol](protocols/{name}.md) fixed before the runs. Model and tasks are the same for all seeds, so "
+        "intervals do not cover their choice; they are not corrected for their number. "
+        f"{since(result)}{by_merger(result['test'])}\n"
+    )
+
+
+def since(result: dict[str, Any]) -> str:
+    """Where the numbers of a table of one pass against two are from."""
+    return (
+        "Training times are of a machine that did other work too. "
+        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.\n\n"
     )
 
 
@@ -114,25 +127,24 @@ def one_pass(name: str, result: dict[str, Any]) -> str:
     return table(head, lines)
 
 
-def by_merger(test: dict[str, dict[str, list[float]]]) -> str:
-    """Means by method and merger, the best of each merger in bold."""
-    mergers = [name for name in next(iter(test.values())) if name not in ("Expert", "Avg", "All", "Drop")]
-    best = {name: max(mean(scores[name]) for scores in test.values()) for name in mergers}
+def by_merger(test: Scores) -> str:
+    """Means by method and each of the eight mergers, the best of a merger in bold."""
+    best = {name: max(mean(scores[name]) for scores in test.values()) for name in EIGHT}
 
     def cell(scores: dict[str, list[float]], name: str) -> str:
-        text = f"{(value := mean(scores[name])):.2f}"
-        return f"**{text}**" if value == best[name] else text
+        shown = f"{(value := mean(scores[name])):.2f}"
+        return f"**{shown}**" if value == best[name] else shown
 
-    return table(("Method", *mergers), [(label, *(cell(own, name) for name in mergers)) for label, own in test.items()])
+    lines = [(label, *(cell(own, name) for name in EIGHT)) for label, own in test.items()]
+    return (
+        f"{table(('Method', *EIGHT), lines)}\n"
+        "The same scores by merger, mean over seeds; the best method of each merger is bold."
+    )
 
 
 def digits_mergers(result: dict[str, Any]) -> str:
     """Every merger by the methods of the one-pass study, a line for each merger; then those with data beside others."""
     test, sees = with_data(result["test"])
-    lines = [
-        (name, sees.get(name, "-"), *(f"{mean(own[name]):.1f}" if name in own else "-" for own in test.values()))
-        for name in ordered(test)
-    ]
     names = [name for name in ordered(test) if name in sees]
     having = {name: [x for x, own in test.items() if name in own and "Muon" not in x] for name in names}
     beside_ = [
@@ -142,7 +154,7 @@ def digits_mergers(result: dict[str, Any]) -> str:
     head, commands = ("Merger with data", *(f"- {other} (95 %)" for other in RIVALS), "Methods"), [result["command"]]
     commands += [stored(DATA)["command"]] if sees else []
     return (
-        f"{table(('', 'Data', *test), lines)}\n"
+        f"{every_merger(test, sees)}\n"
         f"Test score on digits, mean over four tasks and {seeds(result)}, at the choices of the one-pass study; lines "
         "are in the order of their mean over the methods that all of them have. A merger's coefficient is chosen on "
         "dev, AdaMerging's coefficients by entropy alone; nothing else is tuned. Where there is no number a merger was "
@@ -157,9 +169,38 @@ def digits_mergers(result: dict[str, Any]) -> str:
     )
 
 
+def text_mergers(result: dict[str, Any]) -> str:
+    """Every merger without data by the methods of the text encoder's study, a line for each merger."""
+    return (
+        f"{every_merger(without_means(result['test']), {})}\n"
+        f"Test score on the text encoder, mean over five tasks and {seeds(result)}, at the choices of the "
+        "[study](studies.md#a-text-encoder-at-one-pass); lines are in the order of their mean over the methods. A "
+        "merger's coefficient is chosen on dev; nothing else of a merger is tuned. "
+        f"From `{result['command']}` on {result['hardware']}.\n"
+    )
+
+
+def every_merger(test: Scores, sees: Mapping[str, str]) -> str:
+    """Means by merger and method, with the data that mergers see where one of them sees any."""
+    lines = [
+        (
+            name,
+            *((sees.get(name, "-"),) if sees else ()),
+            *(f"{mean(own[name]):.1f}" if name in own else "-" for own in test.values()),
+        )
+        for name in ordered(test)
+    ]
+    return table(("", *(("Data",) if sees else ()), *test), lines)
+
+
+def without_means(test: Scores) -> Scores:
+    """Scores of experts and mergers alone."""
+    return {x: {name: s for name, s in line.items() if name not in MEANS} for x, line in test.items()}
+
+
 def with_data(test: Scores) -> tuple[Scores, dict[str, str]]:
     """Scores of mergers without data together with those of mergers with data, where stored, and what these see."""
-    own = {x: {name: s for name, s in line.items() if name not in MEANS} for x, line in test.items()}
+    own = without_means(test)
     if not (RESULTS / f"{DATA}.json").exists():
         return own, {}
     found = stored(DATA)
@@ -354,10 +395,18 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),
     "digits_onepass": ("docs/studies.md", digits_onepass),
+    "text": ("docs/studies.md", text),
     "vit_blocks": ("docs/studies.md", vit_blocks),
     "digits_methods": ("docs/studies.md", digits_methods),
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),
+    "text_mergers": ("docs/merging.md", text_mergers),
     "merge": ("docs/folders.md", merge),
 }
-SOURCES = {"results": "digits_onepass", "merge_sentence": "merge", "vit_blocks": "vit_blocks_onepass"}
+SOURCES = {
+    "results": "digits_onepass",
+    "merge_sentence": "merge",
+    "vit_blocks": "vit_blocks_onepass",
+    "text": "text_onepass",
+    "text_mergers": "text_onepass",
+}
