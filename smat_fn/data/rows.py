@@ -18,7 +18,7 @@ from .images import ImageRows, Images, class_folders, image_rows, npz_rows
 TABLES = (".json", ".jsonl", ".csv", ".parquet")  # files of texts
 SUFFIXES = (*TABLES, ".npz")
 _COLUMNS = ("prompt", "answer", "image", "label")
-SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split, the first that is there
+SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first that is there
     "dev": ("dev", "validation", "valid", "val"),
     "eval": ("eval", "test"),
     "test": ("test", "eval"),
@@ -150,13 +150,14 @@ def place_of(source: str | Path, task: str, split: str) -> str:
 
 def _find(source: Path, task: str, split: str) -> Path:
     home = source / task
-    for name in SPELLINGS.get(split, (split,)):
-        files = [file for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
-        files += [folder] if (folder := home / name).is_dir() else []
-        if len(files) > 1:
-            raise ValueError(f"{home} has {' and '.join(f.name for f in files)}: keep one of them")
-        if files:
-            return files[0]
+    names = SPELLINGS.get(split, (split,))
+    files = [file for name in names for suffix in SUFFIXES if (file := home / f"{name}{suffix}").is_file()]
+    files += [folder for name in names if (folder := home / name).is_dir()]
+    if len(files) > 1:
+        why = f", which all are split {split!r}" if len({file.stem for file in files}) > 1 else ""
+        raise ValueError(f"{home} has {' and '.join(f.name for f in files)}{why}: keep one of them")
+    if files:
+        return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
     raise ValueError(f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz: {seen} holds {there or 'nothing'}")

@@ -386,7 +386,8 @@ def test_a_split_is_found_by_its_other_names(tmp_path, asked, there):
     assert load_rows(tmp_path, "t", asked) == TEXTS
     assert tasks_of(tmp_path, None, known=(), splits=(asked,)) == ("t",)
     write(tmp_path, "t", f"{asked}.json", json.dumps(ROWS[:1]))
-    assert len(load_rows(tmp_path, "t", asked).prompts) == 1  # its own name comes first
+    with pytest.raises(ValueError, match=rf"{asked}\.json and {there}\.json, which all are split '{asked}': keep one"):
+        load_rows(tmp_path, "t", asked)
 
 
 def test_a_split_of_the_hub_is_asked_by_its_other_names(monkeypatch):
