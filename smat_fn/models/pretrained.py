@@ -91,7 +91,7 @@ def fetch(
     """A model and what comes with it by ``from_pretrained``.
 
     Args:
-        source: folder or hub repository.
+        source: folder or hub repository, ``owner/name`` or ``owner/name@revision``.
         what: kind of model, for messages.
         auto: class of ``transformers`` that loads the model.
         beside: classes that load the rest: AutoTokenizer, AutoImageProcessor.
@@ -105,15 +105,17 @@ def fetch(
     import transformers
 
     try:
-        own = {"trust_remote_code": False}  # no code of the folder is run, and nobody is asked whether it may be
+        name, revision = _pinned(source)
+        # no code of the folder is run, and nobody is asked whether it may be
+        own: dict[str, Any] = {"trust_remote_code": False, **revision}
         with downloading(source), _no_table():
             load = getattr(transformers, auto).from_pretrained
-            module, info = load(source, output_loading_info=True, **own, **options)
+            module, info = load(name, output_loading_info=True, **own, **options)
         if lacking := [part for part in parts if not hasattr(module, part)]:
             raise ValueError(f"a {type(module).__name__}, it has no {', no '.join(lacking)}")
         # the other backend of image processors resizes with other rounding, and needs torchvision
         backend = {"AutoImageProcessor": {"backend": "pil"}}
-        rest = [getattr(transformers, name).from_pretrained(source, **own, **backend.get(name, {})) for name in beside]
+        rest = [getattr(transformers, kind).from_pretrained(name, **own, **backend.get(kind, {})) for kind in beside]
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:  # the last: sizes that differ
         raise ValueError(
             f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "
@@ -181,10 +183,17 @@ def config_of(source: str | Path) -> Any:
     """The config of a folder or hub repository; None if it cannot be loaded."""
     from transformers import AutoConfig
 
+    name, revision = _pinned(source)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **revision)
     except (OSError, ValueError):
         return None
+
+
+def _pinned(source: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """The source without its revision, and this as an option of ``from_pretrained``."""
+    name, _, revision = str(source).partition("@")
+    return (name, {"revision": revision}) if revision and not Path(source).exists() else (source, {})
 
 
 def is_encoder_decoder(source: str | Path) -> bool:

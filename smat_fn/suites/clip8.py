@@ -59,7 +59,7 @@ class Clip8Options(SuiteOptions):
     LOWEST: ClassVar = {"batch_size": 1, "rows": 1, "train_layers": 1}
 
     model: str
-    """A folder, or a repository on the hub."""
+    """A folder, or a repository on the hub, perhaps with its @revision."""
     data: str
     """A folder of <task>/<split>, or a dataset on the hub whose configs are the tasks."""
     tasks: tuple[str, ...] | None = None

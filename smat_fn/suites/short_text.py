@@ -56,7 +56,7 @@ class ShortTextOptions(SuiteOptions):
     LOWEST: ClassVar = {"train_layers": 1, "per_class": 1, "batch_size": 1, "max_length": 3, "rows": 1}
 
     model: str
-    """A folder, or a repository on the hub."""
+    """A folder, or a repository on the hub, perhaps with its @revision."""
     data: Data
     """A folder of tasks, a dataset on the hub whose configs are the tasks, or a JSON file {task: folder or dataset}."""
     tasks: tuple[str, ...] | None = None

@@ -65,7 +65,7 @@ class TraceOptions(SuiteOptions):
     LOWEST: ClassVar = {"max_length": 2, "batch_size": 1, "max_new_tokens": 1, "rows": 1, "train_layers": 1}
 
     model: str
-    """A folder, or a repository on the hub."""
+    """A folder, or a repository on the hub, perhaps with its @revision."""
     data: str
     """A folder of <task>/<split> files, or a dataset on the hub whose configs are the tasks."""
     tasks: tuple[str, ...] | None = None

@@ -14,6 +14,7 @@ from smat_fn import checkpoint
 from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.hub import push, push_problems
+from smat_fn.models import pretrained
 from smat_fn.scripts.merge import streaming
 from smat_fn.scripts.merge.pushing import pushed
 
@@ -70,6 +71,25 @@ def test_names_and_revisions_are_downloaded_without_pickles(hub, models, tmp_pat
     assert not [path for path in hub.downloaded() if path.endswith(".bin")]
     with pytest.raises(ValueError, match="expert 'x': there is no folder owner/one@v3, and the hub did not give"):
         plan(TA, "owner/base", {"x": "owner/one@v3"}, tmp_path / "none")
+
+
+def test_a_model_is_loaded_at_its_revision(hub, tmp_path):
+    from transformers import BertConfig, BertModel
+
+    for place, revision in enumerate(("main", "v2")):
+        torch.manual_seed(place)
+        config = BertConfig(vocab_size=7, hidden_size=8, num_hidden_layers=1 + place, num_attention_heads=2)
+        model = BertModel(config)
+        model.save_pretrained(tmp_path / revision)
+        hub.add("owner/model", tmp_path / revision, revision=revision)
+    (loaded,) = pretrained.fetch("owner/model@v2", "an encoder", "AutoModel")
+    found, stored = loaded.state_dict(), model.state_dict()
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], leaf) for name, leaf in stored.items())
+    assert pretrained.config_of("owner/model@v2").num_hidden_layers == 2
+    assert pretrained.config_of("owner/model").num_hidden_layers == 1
+    with pytest.raises(ValueError, match=r"'owner/model@v3' cannot be loaded as an encoder"):
+        pretrained.fetch("owner/model@v3", "an encoder", "AutoModel")
 
 
 def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, models, tmp_path):
