@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import machine
 from ..checkpoint import fingerprint
 
+HELD = 2 * 2**30  # bytes of a split's pixels or frozen states that are kept here and in memory; of a larger one none
 log = logging.getLogger(__name__)
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..checkpoint import fingerprint
 from ..progress import bar
-from .cache import cached, versions
+from .cache import HELD, cached, versions
 from .images import Images
 
-HELD = 2 * 2**30  # bytes of a split that are kept in memory and in the cache; of a larger one none
 _TOGETHER = 16
 _ELEMENTWISE = ("do_rescale", "do_normalize", "include_top")  # the last of EfficientNet: it normalizes twice
 _WAY = (

@@ -21,10 +21,9 @@ from ..where import block_linear
 from .modules import FullLoss, blocks, check_choice, check_layers, sent, train_only
 from .packing import pooled, texts
 from .pretrained import fetch, floating
-from .top import Passed, Reached
+from .top import CLOSE, FAILURES, Passed, Reached
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
-_CLOSE = 1e-3  # relative to the largest: rounding is 1e-6, a layer that lacks its positions is 1e-1
 
 
 class Encoder(NamedTuple):
@@ -193,9 +192,9 @@ def _not_alone(encoder: Encoder, *, vocabulary: int, normalize: bool) -> str:
             got = pooled(float32, texts(states, torch.zeros(len(ids))), normalize=normalize, pad=0).cpu()
         wanted = encoder.features(ids)
         off = float((got - wanted).abs().max() / wanted.abs().max())
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+    except FAILURES as error:
         return shorten(str(error), 200)
-    return "" if off < _CLOSE else f"features differ by {off:.1e}"
+    return "" if off < CLOSE else f"features differ by {off:.1e}"
 
 
 def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .modules import blocks
-from .top import Passed, closeness, trained_from
+from .top import FAILURES, Passed, closeness, trained_from
 
 HELD = 2 * 2**30  # bytes of states, keys and values that are kept, on the model's device; later batches are not
 CACHE = "past_key_values"
@@ -98,7 +98,7 @@ def prompts_of(module: Any, tokens: Mapping[str, Tensor]) -> Prompts | str:
     try:
         with torch.no_grad():
             wanted, kept, taken = (_two_steps(module, way, tokens) for way in ways)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+    except FAILURES as error:
         return shorten(str(error), 200)
     off = max(float((found - wanted).abs().max() / wanted.abs().max()) for found in (kept, taken))
     return Prompts(module, first) if off < closeness(wanted.dtype) else f"logits differ by {off:.1e}"

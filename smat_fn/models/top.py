@@ -12,6 +12,8 @@ from .modules import blocks
 
 CLOSE = 1e-3  # relative to the largest: both run the same operations, a layer that lacks an input is off by 1e-1
 _CLOSE_NARROW = 3e-2  # the same, relative to the resolution of a dtype of 8 bits, in which both round on their own
+# what a module may raise where it does not run on states alone
+FAILURES = RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError
 
 
 class Passed(nn.Module):
@@ -125,6 +127,6 @@ def _unlike(top: Top, module: nn.Module, call: Callable[[nn.Module, Tensor], Ten
         if got.shape != wanted.shape:
             return f"features are of shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
         off = float((got - wanted).abs().max() / wanted.abs().max())
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+    except FAILURES as error:
         return shorten(str(error), 200)
     return "" if off < CLOSE else f"features differ by {off:.1e}"

@@ -13,7 +13,7 @@ from ..types import Batch
 from .causal_lm import IGNORED
 from .modules import FullLoss, sent
 from .pretrained import LanguageModel
-from .top import Cut, closeness, cut_of
+from .top import FAILURES, Cut, closeness, cut_of
 
 
 class TopLanguage(NamedTuple):
@@ -83,7 +83,7 @@ def _unlike(top: TopLanguage, lm: LanguageModel, batch: Batch) -> str:
             for value in (got, wanted)
         )
         off = float((ours - theirs).norm() / theirs.norm())  # of all: the gradient of a key's bias is only rounding
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+    except FAILURES as error:
         return shorten(str(error), 200)
     close = closeness(leaves[0].dtype)
     found, due = float(got.detach()), float(wanted.detach())

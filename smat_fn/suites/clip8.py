@@ -19,7 +19,7 @@ from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data import pixels
 from ..data.batching import batch_indices
-from ..data.cache import cached, versions
+from ..data.cache import HELD, cached, versions
 from ..data.rows import ImageRows, load_rows, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
@@ -256,7 +256,7 @@ class Clip8(EncoderSuite):
             return top.states(pixels.look_up(table, images(places).to(device))).cpu()
 
         count = len(self._labels(task, split))
-        if count * (one := states(torch.tensor([0]))).nbytes > pixels.HELD:
+        if count * (one := states(torch.tensor([0]))).nbytes > HELD:
             return states
         config = {"content": self.content(task, split), "first": str(next(iter(self.base))), "dtype": str(one.dtype)}
         parts = torch.arange(count).split(_TOGETHER)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import errors, random
 from ..checkpoint import fingerprint
-from ..data.cache import cached, versions
+from ..data.cache import HELD, cached, versions
 from ..data.labelled import load_task, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
@@ -42,7 +42,6 @@ from .sources import (
 from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
-HELD = 2 * 2**30  # bytes of a split's frozen states that are kept; of a larger one they are computed again each time
 Data = str | Mapping[str, str]
 Ids = list[Tensor]
 

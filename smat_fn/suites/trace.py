@@ -24,8 +24,7 @@ from .. import errors, tree
 from ..checkpoint import fingerprint
 from ..data import chat, pairs, text
 from ..data.batching import batch_indices
-from ..data.cache import cached, versions
-from ..data.pixels import HELD
+from ..data.cache import HELD, cached, versions
 from ..data.rows import Conversation, TextRows, load_conversations, load_rows, place_of
 from ..errors import check_member, count_problem, name_rows, problems_of
 from ..evaluate import decoding

@@ -227,7 +227,7 @@ def test_states_follow_the_dtype_of_the_weights(load):
 def test_a_split_with_many_states_is_computed_batch_by_batch(load, monkeypatch):
     kept = load(train_layers=1)
     expected = kept.batch("shapes", random.key(0), 0)[0], kept.score(kept.base, "shapes", "test")
-    monkeypatch.setattr(pixels, "HELD", 3 * 8 * 8 * 11)  # the images, not their states
+    monkeypatch.setattr(clip8, "HELD", 3 * 8 * 8 * 11)  # the images, not their states
     suite = load(train_layers=1)
     torch.testing.assert_close(suite.batch("shapes", random.key(0), 0)[0], expected[0], rtol=1e-5, atol=1e-6)
     assert suite.score(suite.base, "shapes", "test") == expected[1]
