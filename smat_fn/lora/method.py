@@ -78,8 +78,8 @@ def build(
         base: theta_0, all leaves.
         where: the masked set.
         around: made of every loss of the adapters (`smat_fn.parallel.replicated`).
-        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (of the weights' paths),
-            antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
+        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (by the paths of the weights and
+            of ``lora.saved``), antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
 
     Returns:
         Method over adapters: ``init(lora.init(...))``. Memory: the weight and the gradient of one layer at a time for a
@@ -99,8 +99,9 @@ def build(
         return keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)))
 
     at_simulated = simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=loss_at)
-    adapted = {path: base[path] for path in lora.paths}
+    simulated = {path: base[path] for path in (*lora.paths, *lora.saved)}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
-        problems=problems + mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
+        problems=problems + mask_problems(where, simulated, options.get("drop_prob", 0.5)), weights=simulated,
+        **options,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
-from .offload.storage import BaseBuffer, ResidentBase, StreamedBase
+from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, read_in_place
 from .step import Gradient, accumulate, unchanged
 
 Result = tuple[Tensor, Aux, Params]
@@ -265,14 +265,16 @@ class _Buffered(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine, *, slices: int) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._where, self._slices = where, slices
-        self._base, self._buffer = base, cast(BaseBuffer | None, None)
+        self._base, self._buffer, self._check_base = base, cast(BaseBuffer | None, None), unchanged(base)
 
     def prepare(self, params: Params) -> None:
         """Queue the next slice."""
         self._buffer_for(params).prefetch()
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
-        leaves, base = tree.flatten(params), self._buffer_for(params).take()
+        leaves, buffer = tree.flatten(params), self._buffer_for(params)
+        self._check_base()
+        base = buffer.take()
         states = {path: _place(base[path], leaf, self._dtype) for path, leaf in leaves.items()}
         with torch.no_grad():
             if self._dtype is None:
@@ -285,8 +287,10 @@ class _Buffered(SimulatedGradient):
         _refuse("cpu")
         if self._buffer is None:
             # now that the device is known; the caller's own base may be freed
-            self._buffer = BaseBuffer(tree.flatten(self._base), tree.flatten(params), slices=self._slices)
-            self._base = None
+            self._check_base()
+            base, leaves = tree.flatten(self._base), tree.flatten(params)
+            self._buffer = BaseBuffer(base, leaves, slices=self._slices)
+            self._base, self._check_base = None, unchanged(read_in_place(base, leaves))
         return self._buffer
 
 
@@ -297,15 +301,17 @@ class _Rebuilt(SimulatedGradient):
         self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
         self._dtype = loss_fn.dtype if isinstance(loss_fn, MasterWeights) else None
         self._source: ResidentBase | StreamedBase | None = None
-        self._check_base = (lambda: None) if streamed else unchanged(base)  # which keeps base
+        self._check_base = unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         _refuse("stream" if self._streamed else "recompute")
         self._loss_fn.check(params)
         self._check_base()
         if self._source is None:
-            kind = StreamedBase if self._streamed else ResidentBase
-            self._source, self._base = kind(tree.flatten(self._base), params), None
+            kind, base = StreamedBase if self._streamed else ResidentBase, tree.flatten(self._base)
+            self._source, self._base = kind(base, params), None
+            if self._streamed:  # the check would keep the caller's base
+                self._check_base = unchanged(read_in_place(base, params))
         source, module = self._source, self._loss_fn.module
         make = _simulator(params, drawn, self._where, self._dtype)
 

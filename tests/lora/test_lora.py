@@ -305,6 +305,15 @@ def test_adapters_that_peft_wrote_are_read(tmp_path):
         wanted = model.merge_and_unload().state_dict()
         for name, leaf in {**base, **lora.expand(read, base, adapter)}.items():
             torch.testing.assert_close(leaf, wanted[name], rtol=1e-5, atol=1e-6)
+    file = tmp_path / "0/adapter_config.json"
+    known = json.loads(file.read_text())
+    for name, value in {"init_lora_weights": "pissa", "layer_replication": [[0, 2]], "peft_type": "LOHA"}.items():
+        file.write_text(json.dumps({**known, name: value}))
+        with pytest.raises(ValueError, match=f"sets {name} to .*, which is not read here"):
+            lora.load_peft(tmp_path / "0")
+    file.write_text(json.dumps({**known, "r": 4}))
+    with pytest.raises(ValueError, match=r"adapters have rank 2, adapter_config\.json says 4"):
+        lora.load_peft(tmp_path / "0")
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["embed_tokens"]))
     model.save_pretrained(tmp_path / "other", save_embedding_layers=False)
     with pytest.raises(ValueError, match="lora_embedding_A' belongs neither to an adapter of a linear layer nor"):

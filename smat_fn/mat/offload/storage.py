@@ -62,6 +62,13 @@ class Kept:
         return [(start, stop, self._leaves[path][start:stop])]
 
 
+def read_in_place(base: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of base whose own memory `Kept` reads: those on the CPU beside a leaf on the CPU, contiguous."""
+    return {
+        path: leaf.detach() for path, leaf in base.items() if leaf.is_cpu and like[path].is_cpu and leaf.is_contiguous()
+    }
+
+
 class Arena:
     """A copy of leaves, one after another, in few blocks whose sizes are powers of two.
 
