@@ -34,7 +34,8 @@ def linearised(loss_fn: LossFn, base: Params) -> ModuleLoss:
         A `ModuleLoss` of the same parameters.
 
     Raises:
-        ValueError: for a loss of another kind; when it runs, for a module with gradient checkpointing.
+        ValueError: for a loss of another kind; when it runs, for a module with gradient checkpointing, and a base that
+            was written to.
 
     Source: Ortiz-Jimenez, Favero and Frossard, "Task arithmetic in the tangent space", 2023.
     """
@@ -52,11 +53,13 @@ class Linearised(WrappedLoss):
     def __init__(self, inner: ModuleLoss, base: Params) -> None:
         super().__init__(inner, training=inner.training)
         self._base = {path: leaf.detach() for path, leaf in tree.flatten(base).items()}
+        self._check_base = tree.unchanged(self._base)
         self.check(self._base)
 
     def within(self, params: Mapping[str, Tensor], fn: Any) -> Any:
         """``fn(module)`` of the module's expansion around the base."""
         self.check(params)
+        self._check_base()
         if any(getattr(part, "gradient_checkpointing", False) for part in self.module.modules()):
             raise ValueError("linearised: gradient checkpointing has no forward derivative, switch it off")
         # those that are frozen may be among them, and stay as they are

@@ -9,7 +9,6 @@ from .. import random, tree
 from ..grad import ModuleLoss, keyed, reparametrised
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
-from ..mat.step import unchanged
 from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
@@ -47,7 +46,10 @@ def with_lora(
     if isinstance(loss_fn, ModuleLoss):
         return PerModule(loss_fn, base, lora, drawn, where)
 
+    check_base = tree.unchanged(base)
+
     def weights(adapters: Params) -> dict[str, Tensor]:
+        check_base()
         merged = expand(adapters, base, lora)
         if drawn is not None:
             merged = simulate(merged, {path: base[path] for path in merged}, drawn, where=where)
@@ -92,7 +94,7 @@ def build(
     silent = lora.dropout and dropout_of(loss_fn) is None
     problems = [f"lora.dropout is {lora.dropout}, but the loss drops nothing: {_DROPOUT}"] if silent else []
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
-    check_base = unchanged(base)
+    check_base = tree.unchanged(base)
 
     def loss_at(drawn: Draw) -> LossFn:
         check_base()

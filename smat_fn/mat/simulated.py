@@ -16,7 +16,7 @@ from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, read_in_place
-from .step import Gradient, accumulate, unchanged
+from .step import Gradient, accumulate
 
 Result = tuple[Tensor, Aux, Params]
 
@@ -149,7 +149,7 @@ class SimulatedWeights:
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
-        self._kept = dict[str, Tensor]()  # theta, while the parameters hold theta~
+        self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -201,13 +201,18 @@ class SimulatedWeights:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Put theta back into switched parameters for a block inside `at`."""
+        """Put theta back into switched parameters for a block inside `at`; one inside another changes nothing."""
+        if self._away:
+            yield
+            return
+        self._away = True
         for path, weight in self._kept.items():
             self._parameters[path].data = weight
         torch.clear_autocast_cache()
         try:
             yield
         finally:
+            self._away = False
             for path in self._kept:
                 self._parameters[path].data = self._buffer[path]
             torch.clear_autocast_cache()
@@ -238,7 +243,7 @@ class _Fresh(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._rounding = value_and_grad(loss_fn, engine=engine)
-        self._base, self._where, self._check_base = base, where, unchanged(base)
+        self._base, self._where, self._check_base = base, where, tree.unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         self._check_base()
@@ -265,7 +270,7 @@ class _Buffered(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine, *, slices: int) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._where, self._slices = where, slices
-        self._base, self._buffer, self._check_base = base, cast(BaseBuffer | None, None), unchanged(base)
+        self._base, self._buffer, self._check_base = base, cast(BaseBuffer | None, None), tree.unchanged(base)
 
     def prepare(self, params: Params) -> None:
         """Queue the next slice."""
@@ -290,7 +295,7 @@ class _Buffered(SimulatedGradient):
             self._check_base()
             base, leaves = tree.flatten(self._base), tree.flatten(params)
             self._buffer = BaseBuffer(base, leaves, slices=self._slices)
-            self._base, self._check_base = None, unchanged(read_in_place(base, leaves))
+            self._base, self._check_base = None, tree.unchanged(read_in_place(base, leaves))
         return self._buffer
 
 
@@ -301,7 +306,7 @@ class _Rebuilt(SimulatedGradient):
         self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
         self._dtype = loss_fn.dtype if isinstance(loss_fn, MasterWeights) else None
         self._source: ResidentBase | StreamedBase | None = None
-        self._check_base = unchanged(base)
+        self._check_base = tree.unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         _refuse("stream" if self._streamed else "recompute")
@@ -311,7 +316,7 @@ class _Rebuilt(SimulatedGradient):
             kind, base = StreamedBase if self._streamed else ResidentBase, tree.flatten(self._base)
             self._source, self._base = kind(base, params), None
             if self._streamed:  # the check would keep the caller's base
-                self._check_base = unchanged(read_in_place(base, params))
+                self._check_base = tree.unchanged(read_in_place(base, params))
         source, module = self._source, self._loss_fn.module
         make = _simulator(params, drawn, self._where, self._dtype)
 

@@ -159,6 +159,10 @@ def test_what_cannot_be_linearised_is_refused():
         linearised(with_master_weights(ModuleLoss(module, squares)), base)
     with pytest.raises(ValueError, match="leaf 'x' is not a parameter of the module"):
         linearised(ModuleLoss(module, squares), {"x": torch.ones(2)})
+    shared = linearised(ModuleLoss(module, squares), dict(module.named_parameters()))
+    module.load_state_dict(base)
+    with pytest.raises(ValueError, match="base was written to since the method was built"):
+        shared(base, batch())
     parts = linearised(ModuleLoss(module, lambda module, x: (module.get_submodule("0")(x).sum(), None)), base)
     with pytest.raises(ValueError, match="takes '0' of the module, which is not linearised"):
         parts(base, batch()[0])

@@ -149,6 +149,8 @@ def test_bad_input_is_listed(setting, model):
     base, adapter, start, _ = setting
     with pytest.raises(ValueError, match=r"'bias' is not the weight.*; rank is 0.*; alpha is nan"):
         lora.Lora(("bias",), rank=0, alpha=float("nan"))
+    with pytest.raises(ValueError, match=r"'x.weight' is in paths and in saved"):
+        lora.Lora(("x.weight",), saved=("x.weight",))
     with pytest.raises(ValueError, match=r"'x.weight'.*\n?.*rank 7"):
         lora.init(KEY, base, lora.Lora(("x.weight", adapter.paths[0]), rank=7))
     with pytest.raises(ValueError, match="'q_proj' fits no linear layer"):

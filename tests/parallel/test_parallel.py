@@ -266,11 +266,16 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused():
         parallel.Sharded(loss_fn, adam, simulated={"climb": "both", "lam": 0.5})
     with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on: where picks none of 6"):
         parallel.Sharded(loss_fn, adam, where=lambda path, leaf: False, simulated={}).init(base)
+    parts = [Micro(parallel.Share(tuple(part.float() for part in worker.batch(0)), 1.0))]
     wide = optim.chain(optim.clip_by_global_norm(1.0), adam), optim.muon(0.1, rest=adam)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for optimizer, kind in zip(wide, ("ChainState", "MuonState"), strict=True):
             with pytest.raises(ValueError, match=f"holds a {kind}, but a process sees its shards alone"):
                 parallel.Sharded(loss_fn, optim.partition(where.matrices, optimizer, adam)).init(base)
+        own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)
+        base["0.bias"].add_(1)
+        with pytest.raises(ValueError, match="base was written to since the method was built"):
+            own.update(KEY, own.init(base), parts)
     finally:
         torch.distributed.destroy_process_group()

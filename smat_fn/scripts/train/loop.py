@@ -13,6 +13,8 @@ from ... import lora, optim, random, tree
 from ...config import MethodConfig, Training, settings
 from ...data.batching import split_rows
 from ...grad import ModuleLoss, compiled, with_master_weights
+from ...grad.tangent import Linearised
+from ...lora.dropout import chain
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, Precision, Schedule, Where
@@ -253,7 +255,8 @@ def _start(
     kept: dict[str, Tensor] = {}
     adapters = adapters_of(loss_fn, training)
     offload = offload_of(method, training, place, suite.base)
-    if adapters is None and offloads_base(method, suite.base, offload):
+    reads_base = any(isinstance(loss, Linearised) for loss in chain(loss_fn))  # whatever the method
+    if adapters is None and not reads_base and offloads_base(method, suite.base, offload):
         kept = _on_host(suite.base)
         base = kept if base is suite.base else _on_host(base)
     optimizer = make_optimizer(training, None if adapters else suite.where)

@@ -11,7 +11,7 @@ import torch
 
 from smat_fn import checkpoint, optim, random, tree
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Smat, Training
-from smat_fn.grad import value_and_grad
+from smat_fn.grad import linearised, value_and_grad
 from smat_fn.lora import peft
 from smat_fn.scripts.train import logs, loop, memory, stopwatch, training
 from smat_fn.scripts.train.logs import Log
@@ -382,6 +382,14 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
     assert same(found, wanted)
     assert set(sizes) == {0}
     assert same(base, suite.base)
+
+
+def test_a_base_that_a_linearised_loss_reads_stays(suite, monkeypatch):
+    base = tree.clone(suite.base)
+    own = suite.replace(base=base, losses={"rot90": linearised(suite.loss_fn("rot90"), base)})
+    monkeypatch.setattr(loop, "offloads_base", lambda *_: True)
+    monkeypatch.setattr(loop, "offloaded", None)  # reading freed memory would end the process
+    train_expert(own, "rot90", Finetune(), Training(steps=1, lr=5e-4), seed=3)
 
 
 def test_memory_that_others_share_stays():
