@@ -25,7 +25,7 @@ from .logs import Log
 from .memory import offloaded, offloads_base
 from .settings import Place
 from .snapshots import Interrupted, Saver, Stop, restore_all
-from .variants import adapters_of, arrange, offload_of
+from .variants import adapters_of, arrange, masked_beside, offload_of
 
 OnStep = Callable[[int, Any], None]
 OnState = Callable[[int, Any, Callable[[], Params]], bool]
@@ -259,7 +259,7 @@ def _start(
     if adapters is None and not reads_base and offloads_base(method, suite.base, offload):
         kept = _on_host(suite.base)
         base = kept if base is suite.base else _on_host(base)
-    optimizer = make_optimizer(training, None if adapters else suite.where)
+    optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         own = settings(method) if method.name == "smat" else None

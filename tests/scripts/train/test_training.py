@@ -429,6 +429,16 @@ def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
             loop.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
 
 
+def test_muon_takes_adapters_and_of_modules_beside_them_the_masked_matrices(suite):
+    matrix = next(p for p, leaf in suite.base.items() if leaf.ndim == 2 and "attention" not in p)
+    own = suite.replace(where=lambda path, leaf: path != matrix and suite.where(path, leaf))
+    adapters = Adapters(2, 4.0, ("*attention*",), save=(matrix.removesuffix(".weight"),))
+    still = Training(steps=1, lr=1e-3, optimizer="muon", muon_lr=0.0, schedule="constant", lora=adapters)
+    trained = train_expert(own, "rot90", Finetune(), still, seed=0)
+    assert not torch.equal(trained[matrix], suite.base[matrix])  # by AdamW
+    assert all(not leaf.any() for path, leaf in trained.items() if path.endswith("lora_B.weight"))
+
+
 def test_tasks_are_known_without_loading_the_suite(suite):
     assert task_names("digits") == suite.tasks
 
