@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from .. import tree
 from ..types import LossFn, Params
-from .master_weights import MasterWeights
 from .modules import ModuleLoss, WrappedLoss
 
 
@@ -39,11 +38,13 @@ def linearised(loss_fn: LossFn, base: Params) -> ModuleLoss:
 
     Source: Ortiz-Jimenez, Favero and Frossard, "Task arithmetic in the tangent space", 2023.
     """
-    if not isinstance(loss_fn, ModuleLoss) or isinstance(loss_fn, MasterWeights):
+    if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:  # what others do there would be left out
         raise ValueError(
             f"linearised: the loss is a {type(loss_fn).__name__}, where the model ends in it is unknown: give a "
-            "smat_fn.ModuleLoss, and take with_master_weights of the linearised loss, not the other way round"
+            "smat_fn.ModuleLoss, and take with_master_weights or replicated of the linearised loss, not the other way "
+            "round"
         )
+    assert isinstance(loss_fn, ModuleLoss)
     return Linearised(loss_fn, base)
 
 

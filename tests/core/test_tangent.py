@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smat_fn.mat
-from smat_fn import optim, random, testing, tree
+from smat_fn import optim, parallel, random, testing, tree
 from smat_fn.grad import ModuleLoss, linearised, value_and_grad, with_master_weights
 from smat_fn.mat import finetune
 from smat_fn.models.pretrained import checkpoint_blocks
@@ -155,8 +155,9 @@ def test_what_cannot_be_linearised_is_refused():
     base = base_of(module)
     with pytest.raises(ValueError, match="the loss is a function, where the model ends in it is unknown"):
         linearised(lambda params, batch: None, base)
-    with pytest.raises(ValueError, match="take with_master_weights of the linearised loss"):
-        linearised(with_master_weights(ModuleLoss(module, squares)), base)
+    for around in (with_master_weights, parallel.replicated):
+        with pytest.raises(ValueError, match="take with_master_weights or replicated of the linearised loss"):
+            linearised(around(ModuleLoss(module, squares)), base)
     with pytest.raises(ValueError, match="leaf 'x' is not a parameter of the module"):
         linearised(ModuleLoss(module, squares), {"x": torch.ones(2)})
     shared = linearised(ModuleLoss(module, squares), dict(module.named_parameters()))
