@@ -63,10 +63,9 @@ class Kept:
 
 
 def read_in_place(base: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves of base whose own memory `Kept` reads: those on the CPU beside a leaf on the CPU, contiguous."""
-    return {
-        path: leaf.detach() for path, leaf in base.items() if leaf.is_cpu and like[path].is_cpu and leaf.is_contiguous()
-    }
+    """The leaves of base whose own memory `Kept` reads; CUDA's runtime copies all of them."""
+    kept = (path for path, leaf in base.items() if leaf.is_cpu and leaf.is_contiguous() and not like[path].is_cuda)
+    return {path: base[path].detach() for path in kept}
 
 
 class Arena:
