@@ -237,6 +237,25 @@ def written(leaves: Mapping[str, Tensor], before: Mapping[str, int]) -> list[str
     return [path for path, now in versions(leaves).items() if before.get(path, now) != now]
 
 
+def unchanged(base: Params) -> Callable[[], None]:
+    """A check that theta_0 was not written to, as happens where a module that is loaded or trained shares its memory.
+
+    Raises: ValueError that lists leaves written to since.
+    """
+    leaves = flatten(base)
+    before = versions(leaves)
+
+    def check() -> None:
+        if changed := written(leaves, before):
+            raise ValueError(
+                f"base was written to since the method was built ({', '.join(shortened(changed, '{} more'))}), so that "
+                "theta_0 is no longer what it was: give copies, {name: p.detach().clone() for name, p in "
+                "module.named_parameters()}"
+            )
+
+    return check
+
+
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
     """Every leaf is a dense, real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
     problems = [

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from .. import tree
 from ..types import LossFn, Params
-from .master_weights import MasterWeights
 from .modules import ModuleLoss, WrappedLoss
 
 
@@ -34,15 +33,18 @@ def linearised(loss_fn: LossFn, base: Params) -> ModuleLoss:
         A `ModuleLoss` of the same parameters.
 
     Raises:
-        ValueError: for a loss of another kind; when it runs, for a module with gradient checkpointing.
+        ValueError: for a loss of another kind; when it runs, for a module with gradient checkpointing, and a base that
+            was written to.
 
     Source: Ortiz-Jimenez, Favero and Frossard, "Task arithmetic in the tangent space", 2023.
     """
-    if not isinstance(loss_fn, ModuleLoss) or isinstance(loss_fn, MasterWeights):
+    if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:  # what others do there would be left out
         raise ValueError(
             f"linearised: the loss is a {type(loss_fn).__name__}, where the model ends in it is unknown: give a "
-            "smat_fn.ModuleLoss, and take with_master_weights of the linearised loss, not the other way round"
+            "smat_fn.ModuleLoss, and take with_master_weights or replicated of the linearised loss, not the other way "
+            "round"
         )
+    assert isinstance(loss_fn, ModuleLoss)
     return Linearised(loss_fn, base)
 
 
@@ -52,11 +54,13 @@ class Linearised(WrappedLoss):
     def __init__(self, inner: ModuleLoss, base: Params) -> None:
         super().__init__(inner, training=inner.training)
         self._base = {path: leaf.detach() for path, leaf in tree.flatten(base).items()}
+        self._check_base = tree.unchanged(self._base)
         self.check(self._base)
 
     def within(self, params: Mapping[str, Tensor], fn: Any) -> Any:
         """``fn(module)`` of the module's expansion around the base."""
         self.check(params)
+        self._check_base()
         if any(getattr(part, "gradient_checkpointing", False) for part in self.module.modules()):
             raise ValueError("linearised: gradient checkpointing has no forward derivative, switch it off")
         # those that are frozen may be among them, and stay as they are

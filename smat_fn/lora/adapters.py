@@ -37,6 +37,8 @@ class Lora:
             problems.append(f"rank is {self.rank}, must be an integer of at least 1")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             problems.append(f"alpha is {self.alpha}, must be positive and finite")
+        both = sorted({*self.paths}.intersection(self.saved))
+        problems += [f"{path!r} is in paths and in saved: give it adapters or train it whole" for path in both]
         problems += [] if 0 <= self.dropout < 1 else [f"dropout is {self.dropout}, must lie in [0, 1)"]
         errors.raise_problems(problems, "lora")
 

@@ -9,7 +9,6 @@ from .. import random, tree
 from ..grad import ModuleLoss, keyed, reparametrised
 from ..mat import smat
 from ..mat.simulated import simulated_gradient
-from ..mat.step import unchanged
 from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
@@ -47,7 +46,10 @@ def with_lora(
     if isinstance(loss_fn, ModuleLoss):
         return PerModule(loss_fn, base, lora, drawn, where)
 
+    check_base = tree.unchanged(base)
+
     def weights(adapters: Params) -> dict[str, Tensor]:
+        check_base()
         merged = expand(adapters, base, lora)
         if drawn is not None:
             merged = simulate(merged, {path: base[path] for path in merged}, drawn, where=where)
@@ -78,8 +80,8 @@ def build(
         base: theta_0, all leaves.
         where: the masked set.
         around: made of every loss of the adapters (`smat_fn.parallel.replicated`).
-        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (of the weights' paths),
-            antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
+        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (by the paths of the weights and
+            of ``lora.saved``), antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
 
     Returns:
         Method over adapters: ``init(lora.init(...))``. Memory: the weight and the gradient of one layer at a time for a
@@ -92,15 +94,16 @@ def build(
     silent = lora.dropout and dropout_of(loss_fn) is None
     problems = [f"lora.dropout is {lora.dropout}, but the loss drops nothing: {_DROPOUT}"] if silent else []
     like = tree.tree_map(lambda leaf: leaf.to("meta"), init(random.key(0), base, lora))
-    check_base = unchanged(base)
+    check_base = tree.unchanged(base)
 
     def loss_at(drawn: Draw) -> LossFn:
         check_base()
         return keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)))
 
     at_simulated = simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=loss_at)
-    adapted = {path: base[path] for path in lora.paths}
+    simulated = {path: base[path] for path in (*lora.paths, *lora.saved)}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,
-        problems=problems + mask_problems(where, adapted, options.get("drop_prob", 0.5)), weights=adapted, **options,
+        problems=problems + mask_problems(where, simulated, options.get("drop_prob", 0.5)), weights=simulated,
+        **options,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-UNKNOWN = "rank_pattern", "alpha_pattern", "use_dora", "layers_to_transform"
+UNKNOWN = "rank_pattern", "alpha_pattern", "layers_to_transform"  # here; a merge of folders knows them
 
 
 def save_peft(
@@ -64,11 +64,14 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} holds no adapters: {CONFIG} and {WEIGHTS} are needed")
+    from ..folders.inputs.adapters import config_problems  # takes long
+
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    other = [name for name in UNKNOWN if config.get(name)]
-    if config.get("bias", "none") != "none":
-        other.append("bias")
-    errors.raise_problems([f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in other])
+    problems = [*config_problems(str(folder), config)]
+    problems += [
+        f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in UNKNOWN if config.get(name)
+    ]
+    errors.raise_problems(problems)
     adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
     whole = tuple(name for name in adapters if not name.endswith((A, B)))
     saved = [f".{module}." for module in config.get("modules_to_save") or ()]
@@ -77,7 +80,12 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         for name in whole
         if not any(module in f".{name}" for module in saved)
     ]
-    errors.raise_problems(errors.shortened(problems, f"{folder}: {{}} more tensors of other kinds"))
+    problems = errors.shortened(problems, f"{folder}: {{}} more tensors of other kinds")
+    ranks = {len(leaf) for name, leaf in adapters.items() if name.endswith(A)}
+    if ranks - {config["r"]}:
+        found = ", ".join(map(str, sorted(ranks)))
+        problems.append(f"{folder}: adapters have rank {found}, {CONFIG} says {config['r']}: of different adapters?")
+    errors.raise_problems(problems)
     paths = _paths(config, [name.removesuffix(A) for name in adapters if name.endswith(A)])
     return adapters, Lora(
         paths,

@@ -41,12 +41,15 @@ class PerModule(WrappedLoss):
     ) -> None:
         super().__init__(inner)
         self._base, self._lora, self._drawn, self._where = base, lora, drawn, where
+        self._check_base = tree.unchanged(base)
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         """``fn(module)`` while layers form their weights of these adapters; all at once compiled and linearised.
 
-        Raises: ValueError under torch.compile, and for a linearised module, for a narrow dtype.
+        Raises: ValueError for a base that was written to; under torch.compile, and for a linearised module, for a
+            narrow dtype.
         """
+        self._check_base()
         # the first cannot trace hooks that come and go, the second takes its derivative in whole weights
         if torch.compiler.is_compiling() or any(isinstance(loss, Linearised) for loss in chain(self.inner)):
             return self.inner.within(self._all_at_once(params), fn)
@@ -198,6 +201,11 @@ def _forming(module: nn.Module, weights: _Weights, loss: ModuleLoss) -> Iterator
     try:
         for owner in module.modules():
             own = {name: path_of[id(p)] for name, p in owner._parameters.items() if id(p) in path_of}
+            if type(owner).__name__ == "Conv1D" and not weights.lora.transposed.issuperset(own.values()):
+                raise ValueError(
+                    f"{', '.join(own.values())} of a Conv1D is stored (in, out): give lora the transposed paths of "
+                    "lora.linear_paths"
+                )
             for name, path in own.items():
                 leaf = owner._parameters[name]
                 assert leaf is not None

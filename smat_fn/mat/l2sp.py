@@ -51,7 +51,7 @@ def build(
         dtype = tree.compute_dtype(g)
         return (g.to(dtype) + pull * (theta.to(dtype) - theta_0.to(dtype))).to(g.dtype)
 
-    check_base = step.unchanged(base)
+    check_base = tree.unchanged(base)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         check_base()

@@ -63,7 +63,7 @@ def build(
     at = value_and_grad(keyed(loss_fn), engine=engine)
     picked = where if block_only else None
 
-    check_base = step.unchanged(base)
+    check_base = tree.unchanged(base)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         check_base()

@@ -15,8 +15,8 @@ from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
-from .offload.storage import BaseBuffer, ResidentBase, StreamedBase
-from .step import Gradient, accumulate, unchanged
+from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, read_in_place
+from .step import Gradient, accumulate
 
 Result = tuple[Tensor, Aux, Params]
 
@@ -149,7 +149,7 @@ class SimulatedWeights:
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
-        self._kept = dict[str, Tensor]()  # theta, while the parameters hold theta~
+        self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -201,13 +201,18 @@ class SimulatedWeights:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Put theta back into switched parameters for a block inside `at`."""
+        """Put theta back into switched parameters for a block inside `at`; one inside another changes nothing."""
+        if self._away:
+            yield
+            return
+        self._away = True
         for path, weight in self._kept.items():
             self._parameters[path].data = weight
         torch.clear_autocast_cache()
         try:
             yield
         finally:
+            self._away = False
             for path in self._kept:
                 self._parameters[path].data = self._buffer[path]
             torch.clear_autocast_cache()
@@ -238,7 +243,7 @@ class _Fresh(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._rounding = value_and_grad(loss_fn, engine=engine)
-        self._base, self._where, self._check_base = base, where, unchanged(base)
+        self._base, self._where, self._check_base = base, where, tree.unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         self._check_base()
@@ -265,14 +270,16 @@ class _Buffered(SimulatedGradient):
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine, *, slices: int) -> None:
         self._at, self._dtype = _unrounded(loss_fn, engine)
         self._where, self._slices = where, slices
-        self._base, self._buffer = base, cast(BaseBuffer | None, None)
+        self._base, self._buffer, self._check_base = base, cast(BaseBuffer | None, None), tree.unchanged(base)
 
     def prepare(self, params: Params) -> None:
         """Queue the next slice."""
         self._buffer_for(params).prefetch()
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
-        leaves, base = tree.flatten(params), self._buffer_for(params).take()
+        leaves, buffer = tree.flatten(params), self._buffer_for(params)
+        self._check_base()
+        base = buffer.take()
         states = {path: _place(base[path], leaf, self._dtype) for path, leaf in leaves.items()}
         with torch.no_grad():
             if self._dtype is None:
@@ -285,8 +292,10 @@ class _Buffered(SimulatedGradient):
         _refuse("cpu")
         if self._buffer is None:
             # now that the device is known; the caller's own base may be freed
-            self._buffer = BaseBuffer(tree.flatten(self._base), tree.flatten(params), slices=self._slices)
-            self._base = None
+            self._check_base()
+            base, leaves = tree.flatten(self._base), tree.flatten(params)
+            self._buffer = BaseBuffer(base, leaves, slices=self._slices)
+            self._base, self._check_base = None, tree.unchanged(read_in_place(base, leaves))
         return self._buffer
 
 
@@ -297,15 +306,17 @@ class _Rebuilt(SimulatedGradient):
         self._loss_fn, self._base, self._where, self._streamed = loss_fn, base, where, streamed
         self._dtype = loss_fn.dtype if isinstance(loss_fn, MasterWeights) else None
         self._source: ResidentBase | StreamedBase | None = None
-        self._check_base = (lambda: None) if streamed else unchanged(base)  # which keeps base
+        self._check_base = tree.unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
         _refuse("stream" if self._streamed else "recompute")
         self._loss_fn.check(params)
         self._check_base()
         if self._source is None:
-            kind = StreamedBase if self._streamed else ResidentBase
-            self._source, self._base = kind(tree.flatten(self._base), params), None
+            kind, base = StreamedBase if self._streamed else ResidentBase, tree.flatten(self._base)
+            self._source, self._base = kind(base, params), None
+            if self._streamed:  # the check would keep the caller's base
+                self._check_base = tree.unchanged(read_in_place(base, params))
         source, module = self._source, self._loss_fn.module
         make = _simulator(params, drawn, self._where, self._dtype)
 

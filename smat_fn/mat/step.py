@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed, unread, valueless
-from ..errors import shortened
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -46,25 +45,6 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
         return State(params, optimizer.init(params), tree.counter(0, params))
 
     return start
-
-
-def unchanged(base: Params) -> Callable[[], None]:
-    """A check that theta_0 was not written to, as happens where a module that is loaded or trained shares its memory.
-
-    Raises: ValueError that lists leaves written to since.
-    """
-    leaves = tree.flatten(base)
-    before = tree.versions(leaves)
-
-    def check() -> None:
-        if changed := tree.written(leaves, before):
-            raise ValueError(
-                f"base was written to since the method was built ({', '.join(shortened(changed, '{} more'))}), so that "
-                "theta_0 is no longer what it was: give copies, {name: p.detach().clone() for name, p in "
-                "module.named_parameters()}"
-            )
-
-    return check
 
 
 def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor, Aux, Params]:

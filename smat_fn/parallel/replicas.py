@@ -72,9 +72,10 @@ def independent_smat(
     Args:
         options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are those of `share`.
     """
-    rank = dist.get_rank()
+    rank, check_base = dist.get_rank(), tree.unchanged(base)
 
     def at(drawn: Draw) -> LossFn:
+        check_base()
         inside = reparametrised(loss_fn, lambda params: simulate(params, base, drawn, where=where))
         return keyed(replicated(inside))
 

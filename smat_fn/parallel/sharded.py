@@ -11,15 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import random, tree
+from .. import errors, random, tree
 from ..grad import ModuleLoss, detached, loss_and_aux
 from ..mat import finetune, smat, step
 from ..mat.step import State
 from ..ops.library import clip_factor
+from ..optim import MuonState
+from ..optim.chain import ChainState
 from ..simulation import draw, reweight
-from ..simulation.state import all_off
+from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Micro, Optimizer, Params, Where
+from ..where import mask_problems
 from .shards import _local, base_shards, simulated_shards, starts_of
+
+_DRAWN = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max"  # of `draw`
 
 
 class Sharded:
@@ -33,6 +38,11 @@ class Sharded:
         loss_fn: runs the module's own forward pass, and takes no key.
         simulated: alpha_min, drop_prob, sigma, noise, alpha_max and period of `smat_fn.mat.smat.build`; None: FT.
         where: the masked set, by path.
+
+    Raises:
+        ValueError: lists a loss that runs the module otherwise (master weights, a linearised or compiled module,
+            adapters) and bad numbers; in ``init`` an empty masked set with ``drop_prob > 0``, and optimizers that look
+            at whole matrices or at a norm (Muon, `smat_fn.optim.chain`).
     """
 
     def __init__(
@@ -45,21 +55,41 @@ class Sharded:
         simulated: Mapping[str, Any] | None = None,
     ) -> None:
         self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
-        own = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, **(simulated or {})}
+        default = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "noise": "uniform"}
+        own: dict[str, Any] = {**default, **(simulated or {})}
         self._period, self._draw = own.pop("period", 4), own
         self._simulates = simulated is not None
         # every step is clean, as of `smat.build`
         self._off = all_off(own["alpha_min"], own["drop_prob"], own["sigma"]) and own.get("alpha_max", 1) == 1
+        problems = step.check(optimizer, max_grad_norm, "autograd") + errors.count_problem("period", self._period)
+        if unknown := own.keys() - _DRAWN:
+            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_DRAWN)} and period alone")
+        else:
+            problems += draw_problems(**own)
+        if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:
+            problems.append(
+                f"shards run the module itself, not as a {type(loss_fn).__name__} does: give the ModuleLoss inside it"
+            )
+        errors.raise_problems(problems, "Sharded")
 
     def init(self, params: Params) -> State:
         """The state of this process; params are those of the whole module, theta_0."""
-        self._module = sharded_copy(self._loss_fn.module, tree.flatten(params))
+        leaves = tree.flatten(params)
+        if self._simulates:
+            errors.raise_problems(mask_problems(self._where, leaves, self._draw["drop_prob"]), "Sharded")
+        self._module = sharded_copy(self._loss_fn.module, leaves)
         inner = self._loss_fn
         self._loss = ModuleLoss(self._module, lambda m, *a: inner.loss(m, *a), training=inner.training)
         self._leaves: dict[str, Any] = {path: p for path, p in self._module.named_parameters() if p.requires_grad}
         self._base = base_shards(self._module) if self._simulates else {}
         shards = self._shards()
-        return State(shards, self._optimizer.init(shards), 0)
+        opt_state = self._optimizer.init(shards)
+        if wide := _not_elementwise(opt_state):
+            raise ValueError(
+                f"Sharded: the optimizer's state holds a {wide}, but a process sees its shards alone: take adam or "
+                "adamw, and max_grad_norm to clip"
+            )
+        return State(shards, opt_state, 0)
 
     def update(self, key: Tensor, state: State, batch: Sequence[Micro]) -> tuple[State, Any]:
         """A step on this process's micro-batches; the state that was given is spent."""
@@ -184,6 +214,13 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from (member for member in child if next(member.parameters(), None) is not None)
         else:
             yield from _blocks(child)
+
+
+def _not_elementwise(state: Any) -> str:
+    """The name of a state inside this one whose optimizer is not known to be elementwise; an empty text otherwise."""
+    if isinstance(state, MuonState | ChainState):
+        return type(state).__name__
+    return next(filter(None, (_not_elementwise(getattr(state, name)) for name in getattr(state, "_fields", ()))), "")
 
 
 def _norm(grads: Mapping[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smat_fn.mat
-from smat_fn import optim, random, testing, tree
+from smat_fn import optim, parallel, random, testing, tree
 from smat_fn.grad import ModuleLoss, linearised, value_and_grad, with_master_weights
 from smat_fn.mat import finetune
 from smat_fn.models.pretrained import checkpoint_blocks
@@ -155,10 +155,15 @@ def test_what_cannot_be_linearised_is_refused():
     base = base_of(module)
     with pytest.raises(ValueError, match="the loss is a function, where the model ends in it is unknown"):
         linearised(lambda params, batch: None, base)
-    with pytest.raises(ValueError, match="take with_master_weights of the linearised loss"):
-        linearised(with_master_weights(ModuleLoss(module, squares)), base)
+    for around in (with_master_weights, parallel.replicated):
+        with pytest.raises(ValueError, match="take with_master_weights or replicated of the linearised loss"):
+            linearised(around(ModuleLoss(module, squares)), base)
     with pytest.raises(ValueError, match="leaf 'x' is not a parameter of the module"):
         linearised(ModuleLoss(module, squares), {"x": torch.ones(2)})
+    shared = linearised(ModuleLoss(module, squares), dict(module.named_parameters()))
+    module.load_state_dict(base)
+    with pytest.raises(ValueError, match="base was written to since the method was built"):
+        shared(base, batch())
     parts = linearised(ModuleLoss(module, lambda module, x: (module.get_submodule("0")(x).sum(), None)), base)
     with pytest.raises(ValueError, match="takes '0' of the module, which is not linearised"):
         parts(base, batch()[0])

@@ -149,6 +149,8 @@ def test_bad_input_is_listed(setting, model):
     base, adapter, start, _ = setting
     with pytest.raises(ValueError, match=r"'bias' is not the weight.*; rank is 0.*; alpha is nan"):
         lora.Lora(("bias",), rank=0, alpha=float("nan"))
+    with pytest.raises(ValueError, match=r"'x.weight' is in paths and in saved"):
+        lora.Lora(("x.weight",), saved=("x.weight",))
     with pytest.raises(ValueError, match=r"'x.weight'.*\n?.*rank 7"):
         lora.init(KEY, base, lora.Lora(("x.weight", adapter.paths[0]), rank=7))
     with pytest.raises(ValueError, match="'q_proj' fits no linear layer"):
@@ -305,6 +307,15 @@ def test_adapters_that_peft_wrote_are_read(tmp_path):
         wanted = model.merge_and_unload().state_dict()
         for name, leaf in {**base, **lora.expand(read, base, adapter)}.items():
             torch.testing.assert_close(leaf, wanted[name], rtol=1e-5, atol=1e-6)
+    file = tmp_path / "0/adapter_config.json"
+    known = json.loads(file.read_text())
+    for name, value in {"init_lora_weights": "pissa", "layer_replication": [[0, 2]], "peft_type": "LOHA"}.items():
+        file.write_text(json.dumps({**known, name: value}))
+        with pytest.raises(ValueError, match=f"sets {name} to .*, which is not read here"):
+            lora.load_peft(tmp_path / "0")
+    file.write_text(json.dumps({**known, "r": 4}))
+    with pytest.raises(ValueError, match=r"adapters have rank 2, adapter_config\.json says 4"):
+        lora.load_peft(tmp_path / "0")
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["embed_tokens"]))
     model.save_pretrained(tmp_path / "other", save_embedding_layers=False)
     with pytest.raises(ValueError, match="lora_embedding_A' belongs neither to an adapter of a linear layer nor"):

@@ -216,6 +216,30 @@ def test_dropout_in_bf16_drops_the_input_of_the_update():
     assert torch.equal(seen[0], wanted)
 
 
+class Conv1D(torch.nn.Module):
+    """GPT-2's layer."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_a_layer_that_stores_its_weight_transposed_without_saying_so_is_refused():
+    module = torch.nn.Sequential(Conv1D(torch.randn(4, 4, dtype=torch.bfloat16)))
+    base = {name: p.detach().clone() for name, p in module.named_parameters()}
+    right = lora.Lora(("0.weight",), rank=2, alpha=4.0, transposed=frozenset({"0.weight"}))
+    moved = {name: leaf.float() + 0.5 for name, leaf in lora.init(KEY, base, right).items()}
+    merged, x = lora.expand(moved, base, right)["0.weight"], torch.randn(2, 4).bfloat16()
+    found, _ = lora.with_lora(ModuleLoss(module, squares), base, right)(moved, x)
+    torch.testing.assert_close(found, squares(lambda x: x @ merged, x)[0], rtol=0.05, atol=0)
+    wrong = lora.Lora(("0.weight",), rank=2, alpha=4.0)  # x A^T B^T would be another update than that of W_0 + s B A
+    with pytest.raises(ValueError, match=r"0\.weight of a Conv1D is stored \(in, out\): give lora the transposed"):
+        lora.with_lora(ModuleLoss(module, squares), base, wrong)(moved, x)
+
+
 def test_what_cannot_be_formed_layer_by_layer_is_refused():
     model = Blocks(size=4, layers=2)
     base, adapter, moved = setting(model)

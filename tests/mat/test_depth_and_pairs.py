@@ -67,12 +67,14 @@ def test_depth_alone_is_not_off():
 def test_depth_of_the_merged_weight_of_adapters():
     module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))})
     base = {path: p.detach() for path, p in module.named_parameters()}
-    adapters = lora.Lora(tuple(path for path in base if path.endswith("weight")), 2, 4.0)
-    seen = []
+    saved = ("layers.0.bias", "layers.1.bias")
+    adapters = lora.Lora(tuple(path for path in base if path.endswith("weight")), 2, 4.0, saved=saved)
+    seen, biases = [], []
 
     def loss(module, batch):  # a weight is formed for its layer's forward pass: read it off the layer's output
         outputs = [layer(torch.eye(4)) for layer in module["layers"]]
         seen.append([(out - layer.bias).detach().T for out, layer in zip(outputs, module["layers"], strict=True)])
+        biases.extend(layer.bias.detach() for layer in module["layers"])
         return sum(out.sum() for out in outputs), None
 
     options = {"alpha_min": 1.0, "drop_prob": 0.0, "sigma": 0.0, "period": 1}
@@ -83,6 +85,7 @@ def test_depth_of_the_merged_weight_of_adapters():
     torch.testing.assert_close(seen[0][0], base["layers.0.weight"])
     torch.testing.assert_close(seen[0][1], merged["layers.1.weight"])
     assert not torch.allclose(seen[0][1], base["layers.1.weight"])
+    testing.assert_trees_close(biases, [base["layers.0.bias"], start["layers.1.bias"]])
 
 
 @pytest.mark.parametrize("offload", ["cpu", None])

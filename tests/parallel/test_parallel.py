@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import draw, parallel, random, reweight, simulate, value_and_grad
-from smat_fn.grad import ModuleLoss
+from smat_fn import draw, optim, parallel, random, reweight, simulate, value_and_grad, where
+from smat_fn.grad import ModuleLoss, with_master_weights
 from smat_fn.mat import simulated
 from smat_fn.parallel import ALONE, replicas
 from smat_fn.types import Micro
@@ -253,3 +253,29 @@ def test_shares_add_up_to_the_weighted_mean(weights, size):
 def test_whole_parameters_start_at_zero():
     module = torch.nn.Linear(3, 2)
     assert parallel.starts_of(module) == {"weight": 0, "bias": 0}
+
+
+def test_what_shards_would_ignore_or_get_wrong_is_refused():
+    module, adam = worker.model(torch.float32), optim.adam(1e-2)
+    loss_fn = ModuleLoss(module, worker.squares)
+    base = {path: p.detach() for path, p in module.named_parameters()}
+    wrong = {"period": 2.5, "sigma": -1.0}
+    with pytest.raises(ValueError, match=r"Sharded: period is 2.5.*; sigma is -1.*not as a ModuleMasterWeights does"):
+        parallel.Sharded(with_master_weights(loss_fn), adam, simulated=wrong)
+    with pytest.raises(ValueError, match="shards have no climb, lam: give alpha_min"):
+        parallel.Sharded(loss_fn, adam, simulated={"climb": "both", "lam": 0.5})
+    with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on: where picks none of 6"):
+        parallel.Sharded(loss_fn, adam, where=lambda path, leaf: False, simulated={}).init(base)
+    parts = [Micro(parallel.Share(tuple(part.float() for part in worker.batch(0)), 1.0))]
+    wide = optim.chain(optim.clip_by_global_norm(1.0), adam), optim.muon(0.1, rest=adam)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for optimizer, kind in zip(wide, ("ChainState", "MuonState"), strict=True):
+            with pytest.raises(ValueError, match=f"holds a {kind}, but a process sees its shards alone"):
+                parallel.Sharded(loss_fn, optim.partition(where.matrices, optimizer, adam)).init(base)
+        own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)
+        base["0.bias"].add_(1)
+        with pytest.raises(ValueError, match="base was written to since the method was built"):
+            own.update(KEY, own.init(base), parts)
+    finally:
+        torch.distributed.destroy_process_group()

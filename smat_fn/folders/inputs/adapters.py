@@ -249,10 +249,11 @@ def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled | N
     if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
         return {}, None, [f"{problem}: merge it into its base with peft, and give the result"]
-    return config, store, list(_config_problems(label, config))
+    return config, store, list(config_problems(label, config))
 
 
-def _config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
+def config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Errors for settings of an adapter under which its weight is not ``W_0 + s B A``, and for unknown ones."""
     for name, value in config.items():
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):

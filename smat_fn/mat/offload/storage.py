@@ -62,6 +62,12 @@ class Kept:
         return [(start, stop, self._leaves[path][start:stop])]
 
 
+def read_in_place(base: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of base whose own memory `Kept` reads; CUDA's runtime copies all of them."""
+    kept = (path for path, leaf in base.items() if leaf.is_cpu and leaf.is_contiguous() and not like[path].is_cuda)
+    return {path: base[path].detach() for path in kept}
+
+
 class Arena:
     """A copy of leaves, one after another, in few blocks whose sizes are powers of two.
 

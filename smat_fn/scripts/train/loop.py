@@ -13,6 +13,8 @@ from ... import lora, optim, random, tree
 from ...config import MethodConfig, Training, settings
 from ...data.batching import split_rows
 from ...grad import ModuleLoss, compiled, with_master_weights
+from ...grad.tangent import Linearised
+from ...lora.dropout import chain
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, Precision, Schedule, Where
@@ -23,7 +25,7 @@ from .logs import Log
 from .memory import offloaded, offloads_base
 from .settings import Place
 from .snapshots import Interrupted, Saver, Stop, restore_all
-from .variants import adapters_of, arrange, offload_of
+from .variants import adapters_of, arrange, masked_beside, offload_of
 
 OnStep = Callable[[int, Any], None]
 OnState = Callable[[int, Any, Callable[[], Params]], bool]
@@ -253,10 +255,11 @@ def _start(
     kept: dict[str, Tensor] = {}
     adapters = adapters_of(loss_fn, training)
     offload = offload_of(method, training, place, suite.base)
-    if adapters is None and offloads_base(method, suite.base, offload):
+    reads_base = any(isinstance(loss, Linearised) for loss in chain(loss_fn))  # whatever the method
+    if adapters is None and not reads_base and offloads_base(method, suite.base, offload):
         kept = _on_host(suite.base)
         base = kept if base is suite.base else _on_host(base)
-    optimizer = make_optimizer(training, None if adapters else suite.where)
+    optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         own = settings(method) if method.name == "smat" else None

@@ -15,7 +15,7 @@ from ...errors import shortened
 from ...grad import ModuleLoss
 from ...lora import Lora
 from ...parallel import ALONE, World
-from ...types import LossFn, Method, Offload, Optimizer, Params, Where
+from ...types import LossFn, Method, Offload, Optimizer, Params, Predicate, Where
 from .settings import Place
 
 CXX = "g++", "clang++"
@@ -187,9 +187,11 @@ def arrange(
     full = tree.flatten(base)
     if method.name == "smat" and training.lora is not None and training.lora.simulate == "merged":
         return lora.build(loss_fn, optimizer, full, adapters, where=where, around=shared, **options)
-    picks, saved = tree.predicate(where), frozenset(adapters.saved)
-
-    def masked(path: str, leaf: Tensor) -> bool:  # A and B, and what is trained whole as it would be without them
-        return path not in saved or picks is None or picks(path, leaf)
-
+    masked = masked_beside(adapters, where)
     return build(shared(lora.with_lora(loss_fn, full, adapters)), optimizer, start, where=masked, **options)
+
+
+def masked_beside(adapters: Lora, where: Where | None) -> Predicate:
+    """A and B, and of what is trained whole beside them the leaves that ``where`` picks without adapters."""
+    picks, saved = tree.predicate(where), frozenset(adapters.saved)
+    return lambda path, leaf: path not in saved or picks is None or picks(path, leaf)

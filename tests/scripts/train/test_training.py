@@ -11,7 +11,7 @@ import torch
 
 from smat_fn import checkpoint, optim, random, tree
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Smat, Training
-from smat_fn.grad import value_and_grad
+from smat_fn.grad import linearised, value_and_grad
 from smat_fn.lora import peft
 from smat_fn.scripts.train import logs, loop, memory, stopwatch, training
 from smat_fn.scripts.train.logs import Log
@@ -384,6 +384,14 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
     assert same(base, suite.base)
 
 
+def test_a_base_that_a_linearised_loss_reads_stays(suite, monkeypatch):
+    base = tree.clone(suite.base)
+    own = suite.replace(base=base, losses={"rot90": linearised(suite.loss_fn("rot90"), base)})
+    monkeypatch.setattr(loop, "offloads_base", lambda *_: True)
+    monkeypatch.setattr(loop, "offloaded", None)  # reading freed memory would end the process
+    train_expert(own, "rot90", Finetune(), Training(steps=1, lr=5e-4), seed=3)
+
+
 def test_memory_that_others_share_stays():
     both = torch.arange(6.0)
     part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
@@ -419,6 +427,16 @@ def test_muon_takes_the_masked_matrices_and_adamw_the_rest(suite):
     for optimizer, muon_lr in (("muon", None), ("adam", 0.5)):
         with pytest.raises(ValueError, match=f"muon_lr is {muon_lr} for {optimizer}"):
             loop.make_optimizer(Training(steps=1, lr=1e-3, optimizer=optimizer, muon_lr=muon_lr))
+
+
+def test_muon_takes_adapters_and_of_modules_beside_them_the_masked_matrices(suite):
+    matrix = next(p for p, leaf in suite.base.items() if leaf.ndim == 2 and "attention" not in p)
+    own = suite.replace(where=lambda path, leaf: path != matrix and suite.where(path, leaf))
+    adapters = Adapters(2, 4.0, ("*attention*",), save=(matrix.removesuffix(".weight"),))
+    still = Training(steps=1, lr=1e-3, optimizer="muon", muon_lr=0.0, schedule="constant", lora=adapters)
+    trained = train_expert(own, "rot90", Finetune(), still, seed=0)
+    assert not torch.equal(trained[matrix], suite.base[matrix])  # by AdamW
+    assert all(not leaf.any() for path, leaf in trained.items() if path.endswith("lora_B.weight"))
 
 
 def test_tasks_are_known_without_loading_the_suite(suite):
