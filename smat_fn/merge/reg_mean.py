@@ -94,7 +94,7 @@ class RegMean(Merger):
     scale: float = 0.9
     """Factor of the off-diagonal entries of Gram matrices."""
     others: Others = "mean"
-    """Leaves without a Gram matrix: the mean of the task vectors, or no change."""
+    """Parameters without a Gram matrix: the mean of the task vectors, or no change."""
 
     def statistics(self) -> str:
         return "gram"

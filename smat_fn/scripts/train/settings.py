@@ -138,9 +138,9 @@ class RunSettings:
     probe: int = 0
     """Number of simulated merges (the preset's SMAT hyperparameters) at which to measure each expert's dev loss."""
     offload: Place = "auto"
-    """Where SMAT keeps base; results do not change. cpu (the paper's): base in pinned host memory, one buffer on the
-    device; device: base and simulated weights there; recompute, stream: simulated weights rebuilt block by block, base
-    on the device or streamed; auto: cpu on a GPU where some steps are clean, else device."""
+    """Where SMAT stores the base; results do not change. cpu (the paper's): in pinned host memory, with one buffer on
+    the device; device: base and simulated weights on the device; recompute, stream: simulated weights rebuilt block by
+    block, the base on the device or streamed; auto: cpu on a GPU where some steps are clean, else device."""
     log: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
     ] = ()
