@@ -1,4 +1,4 @@
-"""ASAM, as in SAFT, and SAM: the gradient at the worst nearby point, two passes a step."""
+"""ASAM, as in SAFT, and SAM: the gradient after an ascent step along the gradient, two passes a step."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""MergOPT: the gradient at a randomly offset point in every step, one pass."""
+"""MergOPT: the gradient at randomly perturbed weights in every step, one pass."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""MSAM: ASAM's climb along the momentum that the optimizer has, one pass a step."""
+"""MSAM: ASAM's ascent step along the optimizer's momentum, one pass a step."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args

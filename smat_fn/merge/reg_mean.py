@@ -1,4 +1,4 @@
-"""RegMean: of linear layers the weights whose outputs are nearest to every expert's on that expert's own inputs."""
+"""RegMean: linear layers whose outputs are nearest to every expert's on that expert's own inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
