@@ -78,8 +78,8 @@ class OptimizerSettings:
     dropout: bool = False
     """Enable the model's own dropout in training, drawn from the run's seed; otherwise the model is in eval mode."""
     average: Annotated[str | None, arg(help_behavior_hint=cli.open_at("none"))] = None
-    """Average the weights over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none. What is
-    evaluated or kept before the average begins are the weights themselves."""
+    """Average the weights over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none. Until the
+    average begins, the weights themselves are evaluated and kept."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint=cli.open_at("preset, or 20 times --lr"))] = None
     """Learning rate of Muon."""
     decay_matrices: bool = False
