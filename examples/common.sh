@@ -1,10 +1,13 @@
 # Sourced by the experiments of this folder: options from the environment, one trained and merged run, one report.
 #
-# MODEL, DATA   base and rows, instead of the preset's: folders, or names on the hub
+# MODEL, DATA   base model and data, instead of the preset's: folders, or names on the hub
 # TASKS         some of the tasks of DATA (default: all)
-# PRESET        every number (train.py --help); SEEDS training seeds, whose results are averaged
+# PRESET        preset of train.py, which has all settings
+# SEEDS         training seeds, whose results are averaged
 # OUT           output folder; finished runs in it, of any experiment, are not repeated
-# STEPS, ROWS   a quick run; MORE further options of train.py; EVAL of eval.py and of merge.py
+# STEPS, ROWS   fewer steps and rows, for a quick run
+# MORE          further options of train.py
+# EVAL          further options of merge.py --search and eval.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

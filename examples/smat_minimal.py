@@ -4,8 +4,7 @@
     python examples/smat_minimal.py --model MODEL --steps 100 --lr 1e-5
 
 Without --model the base is a tiny Llama with random weights that is first trained on a third task, in a minute on
-one core. With --model any causal language model of transformers, a folder or a hub
-name, is the base.
+one core. With --model the base is any causal language model of transformers, a folder or a hub name.
 
 The tasks are synthetic: a row is a token for the task and five symbols, and the answer is the first, the last, or the
 middle symbol. Scores are percentages of right answers on rows that were not trained on. At this size they show that

@@ -40,10 +40,10 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.M)
 HEAD = """# Mutation check
 
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
-dropped terms), and runs the tests of the fault's own folder until one fails; those of `grad` and `tree.py` are
-`tests/core/test_grad.py`, those of `where.py` `tests/core/test_where.py`. The faults stand in
-`benchmarks/mutants/catalogue.py`. One whose place in the source has changed is reported, not skipped. A fault runs
-again when its file, or the test that found it, has changed.
+dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
+`tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`). `benchmarks/mutants/catalogue.py` lists the
+faults. A fault whose place in the source is gone is reported, not skipped; a fault runs again when its file, or the
+test that found it, has changed.
 """
 
 Result = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Answers of a language model, causal or encoder-decoder: greedy or sampled, row by row the same in whatever batch.
+"""Answers of a language model, causal or encoder-decoder: greedy or sampled; samples do not depend on the batch.
 
 The token of row i in repeat r at position t maximises ``logits / temperature + g``, g standard Gumbel numbers that
 depend on (seed, r, i, t) alone: a sample of the softmax (Gumbel-max), and models that are close give close texts.

@@ -1,4 +1,4 @@
-"""A module whose forward and backward pass torch.compile writes, while the method around it runs as always."""
+"""Losses whose module is compiled by torch.compile, forward and backward; the method around it is not compiled."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loss functions of modules, whose weights are arguments: their randomness comes from a key, their buffers stay."""
+"""Loss functions of modules, whose weights are arguments: randomness comes from a key, buffers do not change."""
 
 import copy
 import inspect

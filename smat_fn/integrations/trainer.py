@@ -244,7 +244,7 @@ def attach(
     period: int = 4,
     noise: Noise = "uniform",
 ) -> Attached:
-    r"""Turns the training that a ``transformers.Trainer`` does into SMAT; everything else stays the trainer's.
+    r"""Train by SMAT in a ``transformers.Trainer``, which still does everything else.
 
     Optimizer step s, counted from 0, with ``(s + 1) % period == 0`` runs forward and backward of all its micro-batches
     at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by

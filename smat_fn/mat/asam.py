@@ -1,4 +1,4 @@
-"""ASAM, as in SAFT, and SAM: the gradient at the worst nearby point, two passes a step."""
+"""ASAM, as in SAFT, and SAM: the gradient after an ascent step along the gradient, two passes a step."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -83,7 +83,7 @@ def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, d
 
 @dataclass(frozen=True)
 class Asam:
-    """ASAM: the gradient at the worst nearby point, two passes a step."""
+    """ASAM: the gradient after an ascent step along the gradient, two passes a step."""
 
     name: ClassVar[str] = "asam"
     module: ClassVar[str] = "asam"
@@ -91,4 +91,4 @@ class Asam:
     rho: float | None = None
     """Length of the ascent step."""
     adaptive: bool | None = None
-    """Scale the climb by the weights' magnitudes; False is plain SAM."""
+    """Scale the ascent step by the weights' magnitudes; False is plain SAM."""

@@ -1,4 +1,4 @@
-"""MergOPT: the gradient at a randomly offset point in every step, one pass."""
+"""MergOPT: the gradient at randomly perturbed weights in every step, one pass."""
 
 import math
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def _factor(key: Tensor, k_max: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Mergopt:
-    """MergOPT: the gradient at a randomly offset point in every step."""
+    """MergOPT: the gradient at randomly perturbed weights in every step."""
 
     name: ClassVar[str] = "mergopt"
     module: ClassVar[str] = "mergopt"

@@ -1,4 +1,4 @@
-"""MSAM: ASAM's climb along the momentum that the optimizer has, one pass a step."""
+"""MSAM: ASAM's ascent step along the optimizer's momentum, one pass a step."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -108,7 +108,7 @@ def _kept(grads: Params, previous: Params, donate: bool) -> Params:
 
 @dataclass(frozen=True)
 class Msam:
-    """MSAM: ASAM's climb along the optimizer's momentum, one pass a step."""
+    """MSAM: the gradient after an ascent step along the optimizer's momentum, one pass a step."""
 
     name: ClassVar[str] = "msam"
     module: ClassVar[str] = "msam"
@@ -116,6 +116,6 @@ class Msam:
     rho: float | None = None
     """Length of the ascent step."""
     adaptive: bool | None = None
-    """Scale the climb by the weights' magnitudes."""
+    """Scale the ascent step by the weights' magnitudes."""
     along: Along | None = None
-    """Direction of the climb: the optimizer's momentum, or the gradient of the step before, which needs a buffer."""
+    """Direction of the ascent step: the optimizer's momentum, or the last gradient, which needs a buffer."""

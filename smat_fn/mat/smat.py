@@ -376,7 +376,7 @@ class Smat:
     alpha_min: float | None = None
     """Scale: alpha is uniform on [alpha_min, 1]; 1 switches Scale off."""
     drop_prob: float | None = None
-    """Mask: probability of removing a coordinate of the masked set; 0 switches Mask off."""
+    """Mask: probability of removing a coordinate in linear layers of blocks; 0 switches Mask off."""
     sigma: float | Literal["auto"] | None = None
     """Perturb: RMS of the noise, in units of the weights; 0: off; auto: set by train.py from the size of updates."""
     period: int | None = None
@@ -388,7 +388,7 @@ class Smat:
     sigma_of: SigmaOf | None = None
     """Units of sigma: the weights, the RMS of the whole update so far, or the RMS of each parameter's update."""
     climb: Climb | None = None
-    """Ascent step along the optimizer's momentum before the gradient (as msam): in clean, or in all steps."""
+    """Take the gradient after an ascent step along the optimizer's momentum (as msam): in clean, or in all steps."""
     rho: float | None = None
     """Length of the ascent step of --climb."""
     lam: float | None = None

@@ -1,4 +1,4 @@
-"""Arcee Fusion: of one model's differences from another, those that matter most."""
+"""Arcee Fusion: the most important differences of one model from another."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

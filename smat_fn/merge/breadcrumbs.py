@@ -98,7 +98,7 @@ def _around(size: int, density: float, drop_largest: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Breadcrumbs(Sparse):
-    """Model Breadcrumbs: leave out the smallest and the largest changes of every leaf, then task arithmetic."""
+    """Model Breadcrumbs: drop the smallest and the largest changes of every parameter, then task arithmetic."""
 
     name = "breadcrumbs"
     semantics: ClassVar = {"mergekit": {"count": "kept"}}
@@ -115,7 +115,7 @@ class Breadcrumbs(Sparse):
     elect: bool = field(default=False, kw_only=True)
     """Keep only entries that agree in sign with the weighted sum."""
     largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
-    """drop-largest of experts by name."""
+    """Value of --drop-largest by expert name."""
     whole = True
 
     def problems(self, experts: Experts) -> list[str]:

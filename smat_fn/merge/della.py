@@ -163,7 +163,7 @@ class Della(Sparse):
     elect: bool = field(default=True, kw_only=True)
     """Elect signs; with --no-elect take all entries."""
     windows: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
-    """Window of experts by name."""
+    """Value of --window by expert name."""
 
     rows = True
 

@@ -1,4 +1,4 @@
-"""MagMax: of all experts' changes of a coordinate, the one of largest magnitude."""
+"""MagMax: for each coordinate, the expert's change of largest magnitude."""
 
 from dataclasses import dataclass
 from functools import reduce

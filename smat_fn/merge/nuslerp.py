@@ -80,7 +80,7 @@ class NuSlerp(Merger):
     t: float = 0.5
     """0 gives the first expert, 1 the second."""
     along: Along = "leaf"
-    """One angle for a leaf, for each column (first) or for each row (last)."""
+    """One angle for a whole parameter (leaf), for each column (first) or for each row (last)."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = count_problems(experts, "nuslerp", least=2, most=2)

@@ -1,4 +1,4 @@
-"""RegMean: of linear layers the weights whose outputs are nearest to every expert's on that expert's own inputs."""
+"""RegMean: linear layers whose outputs are nearest to every expert's on that expert's own inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class RegMean(Merger):
     scale: float = 0.9
     """Factor of the off-diagonal entries of Gram matrices."""
     others: Others = "mean"
-    """Leaves without a Gram matrix: the mean of the task vectors, or no change."""
+    """Parameters without a Gram matrix: the mean of the task vectors, or no change."""
 
     def statistics(self) -> str:
         return "gram"

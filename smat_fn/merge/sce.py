@@ -76,7 +76,7 @@ class Sce(Merger):
     coef: float = 1.0
     """gamma; 1 is mergekit's."""
     density: float = 1.0
-    """Share of a leaf's coordinates that stay, those of largest variance."""
+    """Share of a parameter's coordinates to keep, those of largest variance."""
     floor: float = 1e-6
     """Experts are weighted equally where their mean squares sum to less than this; 0: never."""
 

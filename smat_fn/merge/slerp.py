@@ -82,7 +82,7 @@ class Slerp(Merger):
     coef: float = 0.5
     """gamma, 0 gives the first expert, 1 the second."""
     arc: Arc = field(default="slerp", kw_only=True)
-    """leaf, first, last: NuSLERP without a base, one angle for a leaf, for each column, or for each row."""
+    """leaf, first, last: NuSLERP without a base, one angle for a parameter, for each column, or for each row."""
     zeros: bool = field(default=False, kw_only=True)
     """A parameter that is zero is at a right angle to the other, as in mergekit; else the arc is a line."""
 

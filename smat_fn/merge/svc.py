@@ -1,4 +1,4 @@
-"""SVC: a merged model whose singular values are lowered where its experts pull in one direction too often."""
+"""SVC: a merged model whose singular values are lowered in directions that its experts share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,13 +52,13 @@ def calibrated(deltas: list[Tensor], *, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Svc(OfMatrices):
-    """SVC: lower the singular values of a merged model, the first of --experts, where the others pull too often."""
+    """SVC: lower singular values of a merged model, the first of --experts, in directions that the others share."""
 
     name = "svc"
     coef: float = 1.0
     """gamma, a factor of the whole change; 1 is the source's."""
     alpha: float = 1.0
-    """Least share of an expert's response at which a direction counts as shared too often."""
+    """Minimum of each expert's ratio, merged response to its own; a singular value is divided by their mean."""
     skip: tuple[str, ...] = ()
     """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
 

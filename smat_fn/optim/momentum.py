@@ -1,4 +1,4 @@
-"""The momentum that an optimizer keeps in its state, for methods that look where it is going."""
+"""The momentum in an optimizer's state, for methods that take an ascent step along it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Many devices with the engines that exist: replicas (torchrun, gloo or NCCL) and FSDP2 shards.
+"""Many devices: replicas (torchrun, gloo or NCCL) and FSDP2 shards.
 
 All processes draw the same numbers by construction: a draw depends on key, leaf path and coordinate alone. A model
 split over devices by ``device_map`` needs nothing: every leaf is simulated where it lies, and there is one norm.

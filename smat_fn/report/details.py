@@ -1,4 +1,4 @@
-"""The facts below the findings: costs, scores by task, coefficients, tuning, settings and provenance."""
+"""Details of a report: costs, scores by task, coefficients, tuning, settings and provenance."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -180,7 +180,7 @@ def settings(found: Found) -> Section | None:
 
 
 def provenance(found: Found, facts: Mapping[str, Any]) -> Section:
-    """Suite, versions, hardware, commit, commands: where the numbers are from."""
+    """Provenance of the numbers: suite, versions, hardware, commit, commands."""
     recipes = [run.suite for run in found.runs if run.suite]
     suite = {k: v for k, v in recipes[0].items() if k != "seed"} if recipes else {}
     versions: dict[str, dict[str, None]] = {}  # several, where runs were made with several

@@ -265,7 +265,7 @@ def verdict(found: Estimate | None) -> str:
 
 
 def evidence(found: Estimate) -> str:
-    """The interval, whether it contains zero, and how many seeds point where."""
+    """The interval, whether it contains zero, and how many seeds have each sign."""
     assert found.interval is not None
     low, high = found.interval
     above, equal, below = found.signs

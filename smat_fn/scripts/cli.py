@@ -80,14 +80,15 @@ def _registry(instances: Sequence[Any] = (), first: First = MappingProxyType({})
 
 
 def _readable(option: StructFieldSpec) -> StructFieldSpec:
-    """The option with a help text without line breaks, and with "none" instead of an empty default."""
+    """The option with a help text without line breaks, and with "none" for a default that is empty or in no preset."""
 
     def text() -> str | None:
         found = option.helptext() if callable(option.helptext) else option.helptext
         return None if found is None else " ".join(found.split())
 
     kind: Any = option.type
-    if option.default in ({}, ()) and get_origin(kind) is not Annotated:
+    absent = option.default in ({}, ()) or (option.name == "coef" and option.default is None)  # no preset has a coef
+    if absent and get_origin(kind) is not Annotated:
         kind = Annotated[kind, NONE]
     return replace(option, helptext=text, type=kind)
 

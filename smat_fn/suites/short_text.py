@@ -75,7 +75,7 @@ class ShortTextOptions(SuiteOptions):
     batch_size: int = 16
     """Texts in a batch."""
     max_length: int = 128
-    """Tokens of a text, at most."""
+    """Maximum number of tokens of a text."""
     dtype: str = "float32"
     """Dtype of trained parameters and their computation."""
     columns: Any = None

@@ -72,7 +72,7 @@ class TraceOptions(SuiteOptions):
     metric: str = "rouge-l"
     """Metric of tasks that are not TRACE's: rouge-l, label, number, exact, f1, contains, or module:function."""
     max_length: int = 512
-    """Tokens of a training row, at most."""
+    """Maximum number of tokens of a training row."""
     truncate: text.Truncate = "right"
     """Long rows keep: right: their first tokens; left: BOS and the last tokens; prompt-middle: answer and EOS."""
     mask_prompt: bool = False
@@ -90,7 +90,7 @@ class TraceOptions(SuiteOptions):
     train: Any = None
     """Parameters that are trained: attention, or patterns of names, separated by commas (default: all)."""
     max_new_tokens: int | None = None
-    """Tokens of an answer, at most the task's own (default: the task's own, for other tasks 100)."""
+    """Maximum number of tokens of an answer, not above that of the task (default: the task's, 100 for other tasks)."""
     only: tuple[str, ...] | None = None
     """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None

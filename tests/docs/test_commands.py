@@ -95,6 +95,9 @@ def test_help_breaks_no_sentence_and_shows_no_empty_default(name, monkeypatch, c
                 args=[*([word] if word and word not in commands else []), "--help"],
             )  # fmt: skip
         assert len(texts) > before
+        of_presets = [(option, text) for option, text in texts[before:] if "(default: preset)" in text]
+        assert not commands.get(word) or not of_presets, f"{word} has no presets"
+        assert not any("Presets have none" in text for _, text in of_presets)
     assert [(option, text) for option, text in texts if "\n" in text or "(default: )" in text] == []
     assert any(len(text) > 120 for _, text in texts), "a text of more than a line of code is among them"
 

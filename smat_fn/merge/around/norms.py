@@ -1,4 +1,4 @@
-"""Norms of task vectors: the diagnosis of DisTaC. Experts whose norms differ much merge badly, the longest decides."""
+"""Norms of task vectors: the diagnosis of DisTaC. If the norms of experts differ much, the longest dominates."""
 
 from collections.abc import Mapping
 

@@ -76,9 +76,9 @@ class Inputs:
     """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them.
     FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs). A[0:3]+B[1:4] stacks layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
-    """If embeddings have more or fewer rows than base's: error, cut to base's, or cut and pad with base's rows."""
+    """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
     heads: Literal["error", "keep"] = "error"
-    """If an expert's head differs from base's: error, or merge the rest and write heads/EXPERT.safetensors."""
+    """If an expert's head differs from the base's: error, or merge the rest and write heads/EXPERT.safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class Export:
     task: Annotated[str | None, NONE] = None
     """Task to export of a folder that emr or tall_mask wrote for all tasks; --base is the base of that merge."""
     out_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
-    """Dtype of all weights; same: base's."""
+    """Dtype of all weights; same: the base's."""
     shard_size: str = "5GB"
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
     overwrite: bool = False
@@ -80,8 +80,8 @@ class MergeAdapters:
         "knots",
         "core_space",
     ] = "svd"
-    """A combination of PEFT's add_weighted_adapter, or KnOTS or Core Space with --merger."""
-    rank: Annotated[int | None, arg(help_behavior_hint="(default: as it comes, with svd the adapters' largest)")] = None
+    """A combination type of PEFT's add_weighted_adapter, or knots or core_space with --merger."""
+    rank: Annotated[int | None, arg(help_behavior_hint="(default: the method's; svd: the adapters' largest)")] = None
     """Maximum rank of the adapter."""
     density: Annotated[float | None, NONE] = None
     """Share of entries that is kept; required by magnitude_prune, ties and dare."""
@@ -116,21 +116,21 @@ class FromRecipe:
     """YAML file."""
     out: Path
     """Folder for the merged model, which becomes --out/MERGER."""
-    seed: int | None = None
-    """Seed of random masks; preset: the file's, else 0."""
+    seed: Annotated[int | None, arg(help_behavior_hint="(default: the file's, else 0)")] = None
+    """Seed of random masks."""
     dry_run: bool = False
     """Check all inputs and print the memory, disk space and time of the merge; write nothing."""
     overwrite: bool = False
     """Replace a merged model that exists."""
-    shard_size: str | None = None
-    """Maximum size of a weight file, e.g. 500MB or 5GB; preset: the file's, else 5GB."""
+    shard_size: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else 5GB)")] = None
+    """Maximum size of a weight file, e.g. 500MB or 5GB."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1
     """CPU threads; they share --memory-mib."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
     """Merge one of N parts, on machines that share the disk of --out; the part that ends last completes the folder."""
-    push_to_hub: str | None = None
+    push_to_hub: Annotated[str | None, NONE] = None
     """Upload the merged model to this hub repository, owner/name; it is created if missing. Needs a token."""
     public: bool = False
     """Make a repository that --push-to-hub creates public."""
@@ -144,14 +144,14 @@ class Moe:
     """YAML file: base_model, experts with source_model and prompts, gate_mode, dtype, experts_per_token."""
     out: Path
     """Folder for the model."""
-    seed: int | None = None
-    """Seed of a random router; preset: the file's, else 0."""
+    seed: Annotated[int | None, arg(help_behavior_hint="(default: the file's, else 0)")] = None
+    """Seed of a random router."""
     overwrite: bool = False
     """Replace a model that exists."""
     shard_size: str = "5GB"
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
     memory_mib: int = 72
-    """Working memory, in MiB, besides mapped files; gate_mode hidden holds base in memory first."""
+    """Working memory, in MiB, besides mapped files; gate_mode hidden first loads the whole base, beyond that."""
     threads: int = 1
     """CPU threads; they share --memory-mib."""
 
@@ -186,7 +186,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class OfRun:
-    """Options of mergers that look at rows."""
+    """Options of mergers that read rows."""
 
     run: Path
     """Folder that train.py wrote: its base and all its experts."""

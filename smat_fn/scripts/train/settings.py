@@ -78,8 +78,8 @@ class OptimizerSettings:
     dropout: bool = False
     """Enable the model's own dropout in training, drawn from the run's seed; otherwise the model is in eval mode."""
     average: Annotated[str | None, arg(help_behavior_hint=cli.open_at("none"))] = None
-    """Average the weights over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none. What is
-    evaluated or kept before the average begins are the weights themselves."""
+    """Average the weights over steps: ema:0.999 (exponential), swa:25% (mean of the last quarter), or none. Until the
+    average begins, the weights themselves are evaluated and kept."""
     muon_lr: Annotated[float | None, arg(help_behavior_hint=cli.open_at("preset, or 20 times --lr"))] = None
     """Learning rate of Muon."""
     decay_matrices: bool = False
@@ -138,9 +138,9 @@ class RunSettings:
     probe: int = 0
     """Number of simulated merges (the preset's SMAT hyperparameters) at which to measure each expert's dev loss."""
     offload: Place = "auto"
-    """Where SMAT keeps base; results do not change. cpu (the paper's): base in pinned host memory, one buffer on the
-    device; device: base and simulated weights there; recompute, stream: simulated weights rebuilt block by block, base
-    on the device or streamed; auto: cpu on a GPU where some steps are clean, else device."""
+    """Where SMAT stores the base; results do not change. cpu (the paper's): in pinned host memory, with one buffer on
+    the device; device: base and simulated weights on the device; recompute, stream: simulated weights rebuilt block by
+    block, the base on the device or streamed; auto: cpu on a GPU where some steps are clean, else device."""
     log: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
     ] = ()

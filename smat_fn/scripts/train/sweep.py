@@ -1,4 +1,4 @@
-"""Many runs of train.py from one command: every method with every seed, and a table of how far they are."""
+"""Many runs of train.py from one command: every method with every seed, and a table of their progress."""
 
 import json
 import shlex
@@ -26,10 +26,7 @@ JOBS = "jobs"  # folder of their logs
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train every method with every seed, one process per device; an interrupted sweep resumes when rerun.
-
-    A run counts as done while its experts are there. Those that other code made are an error, unless --other-code.
-    """
+    """Train every method with every seed, one process per device; when rerun, only runs that lack an expert."""
 
     out: Path
     """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
@@ -38,11 +35,11 @@ class Sweep:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Training seeds of each method."""
     flags: str = ""
-    """More options of train.py for all of them, after an equals sign: --flags="--preset digits --steps 100"."""
+    """More options of train.py for all runs, after an equals sign: --flags="--preset digits --steps 100"."""
     devices: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: no choice of GPU)")] = ()
     """GPUs, as CUDA_VISIBLE_DEVICES names them: one run at a time on each."""
     processes: int = 1
-    """Runs at a time where no devices are given."""
+    """Number of runs at a time if no devices are given."""
     launcher: Literal["local", "submitit"] = "local"
     """local: processes here; submitit: jobs of a cluster (the package submitit)."""
     cluster_options: Annotated[
@@ -50,7 +47,7 @@ class Sweep:
     ] = field(default_factory=dict)
     """Parameters of submitit's executor: slurm_partition gpu timeout_min 600."""
     other_code: bool = False
-    """Keep experts that another version of this package has trained, and resume its unfinished ones."""
+    """Keep experts that another version of this package has trained, and resume its unfinished ones; else an error."""
 
 
 @dataclass(frozen=True)
