@@ -80,6 +80,8 @@ def merge_by(
     Raises:
         ValueError: as the merger does.
     """
+    if not isinstance(config, Merger):
+        raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
     options = config.settings()
     own = options.pop("coef", None)
     coef = own if coef is None else coef
@@ -87,7 +89,8 @@ def merge_by(
         merged: Params = config.function(experts, **options, **({} if coef is None else {"coef": coef}))
         return merged
     vector = vector_by(config, base, experts, key=key, statistics=statistics)
-    assert coef is not None
+    if coef is None:
+        raise ValueError(f"{config.name} needs a coefficient: give coef here or in its options")
     return apply_rules(base, vector, coef=coef) if isinstance(coef, Mapping) else apply_vector(base, vector, coef=coef)
 
 

@@ -70,11 +70,11 @@ def scores(found: Found) -> Section:
     return Section("Scores", text, Table((), (), records))
 
 
-def write_report(out: Path, title: str, sections: Iterable[Section]) -> Path:
+def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Path:
     """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one."""
     from ..checkpoint import write_bytes, write_text
 
-    sections = _told_apart(sections)
+    sections, out = _told_apart(sections), Path(out)
     text = "\n".join(markdown(section) for section in sections)
     images = {}
     for section in sections:
@@ -103,7 +103,7 @@ def _told_apart(sections: Iterable[Section]) -> list[Section]:
 
 
 def write_full_report(
-    out: Path, rows: Iterable[Result], runs: Iterable[Run] = (), *, title: str = "Results", **options: Any
+    out: str | Path, rows: Iterable[Result], runs: Iterable[Run] = (), *, title: str = "Results", **options: Any
 ) -> Path:
     """`build_report` with its options, then `write_report`."""
     return write_report(out, title, build_report(rows, runs, **options))
