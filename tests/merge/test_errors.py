@@ -140,6 +140,7 @@ ONE = {"w": torch.ones(2, 2)}
             lambda: merge.merge_by(Ties(keep=0.5), ONE, [ONE]),
             "ties needs a coefficient: give coef here or in",
         ),
+        (lambda: merge.vector_by("ties", ONE, [ONE]), "config is 'ties', must be the options of a merger"),
         (lambda: merge.merge_by(Ties, ONE, [ONE]), "must be the options of a merger, such as Ties(coef=0.4, keep=0.2)"),
     ],
 )

@@ -26,6 +26,7 @@ def test_choose_refuses_nan_and_nothing():
         merge.choose([0.1, 0.2, 0.3], lambda c: float("nan") if c == 0.2 else 1.0)
     with pytest.raises(ValueError, match="candidates is empty"):
         merge.choose([], float)
+    assert merge.choose(torch.tensor([1.0, 2.0]), float).score == 2
     for score in (None, (1.0, 2.0), torch.ones(2)):
         with pytest.raises(ValueError, match=rf"candidate 0\.1 is a {type(score).__name__}: score must return"):
             merge.choose([0.1], lambda _, score=score: score)

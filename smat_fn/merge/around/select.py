@@ -37,6 +37,7 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
 
     Raises: ValueError without candidates, or for a score that is NaN.
     """
+    candidates = list(candidates)  # of an array too
     if not candidates:
         raise ValueError("candidates is empty: pass at least one")
     curve = []
