@@ -68,7 +68,7 @@ def given_weights(
     names = [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
     if not isinstance(weights, (Mapping, Sequence)) and not hasattr(weights, "tolist"):  # of tensors and arrays
         return [f"weights is {weights!r}, must be a mapping {{expert's name: number}} or a list of numbers"], {}
-    own = weights.items() if isinstance(weights, Mapping) else enumerate(weights)
+    own: Iterable[tuple[object, Rules]] = weights.items() if isinstance(weights, Mapping) else enumerate(weights)
     wrong = [
         text
         for name, rules in own
