@@ -181,7 +181,8 @@ def _check_updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor], wr
         for path, leaf in before.items()
         if after[path].dtype != leaf.dtype
     ]
-    raise_problems(shortened(problems, "{} more leaves change their dtype"))
+    if problems:
+        raise_problems(shortened(problems, "{} more leaves change their dtype"))
 
 
 def as_tensors(state: State) -> State:
