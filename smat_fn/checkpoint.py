@@ -145,6 +145,7 @@ def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], f
         leaves: by parameter name.
         facts: JSON values: what the statistics were computed from, ``expert`` its fingerprint.
     """
+    errors.check_member("kind of statistics", kind, tuple(STATISTICS))
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
     stored = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}

@@ -37,15 +37,16 @@ def assert_trees_equal(actual: Params, expected: Params) -> None:
 
 
 def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Equal names and shapes, and ``|actual - expected| <= atol + rtol |expected|`` in float64.
+    """Equal names and shapes, and ``|actual - expected| <= atol + rtol |expected|`` in float64 (complex128).
 
     Raises:
         AssertionError: lists every parameter that is too far away.
     """
     problems = []
     for path, a, b in _pairs(actual, expected):
-        gap = (a.double() - b.double()).abs()
-        bad = ~(gap <= atol + rtol * b.double().abs())
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        gap = (a.to(wide) - b.to(wide)).abs()
+        bad = ~(gap <= atol + rtol * b.to(wide).abs())
         if bad.any():
             problems.append(f"leaf {path!r}: {int(bad.sum())} of {a.numel()} values off, by up to {gap.max().item():g}")
     assert not problems, "; ".join(problems)

@@ -276,14 +276,22 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
 
 def check_apart(targets: Mapping[str, Tensor]) -> None:
     """Raises: ValueError for leaves to be written that share memory, of which the last one written would be left."""
-    spans = sorted((*span, path) for path, leaf in targets.items() if (span := _span_of(leaf)) is not None)
     shared = [
         f"leaves {first!r} and {second!r} of out share memory: give each its own, and a weight of two names once"
-        for (device, _, stop, first), (other, start, _, second) in pairwise(spans)
-        if device == other and start < stop
+        for first, second in sharing(targets)
     ]
     if shared:
         raise_problems(shortened(shared, "{} more leaves of out share memory"))
+
+
+def sharing(leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Pairs of leaves that share memory."""
+    spans = sorted((*span, path) for path, leaf in leaves.items() if (span := _span_of(leaf)) is not None)
+    return [
+        (first, second)
+        for (device, _, stop, first), (other, start, _, second) in pairwise(spans)
+        if device == other and start < stop
+    ]
 
 
 def _span_of(leaf: Tensor) -> tuple[str, int, int] | None:

@@ -16,8 +16,10 @@ from .stacked import Progress, evaluate
 def partner_update(base: Params, experts: Mapping[str, Params], task: str, *, coef: float = 0.3) -> dict[str, Tensor]:
     """u_i = γ Σ_{j≠i} Δ_j, flat, floating-point leaves, in compute dtype.
 
-    Raises: ValueError for a task without another expert.
+    Raises: ValueError for a task that is not an expert's name, and for one without another expert.
     """
+    if task not in experts:
+        raise ValueError(f"task {task!r} is not an expert: choose one of {', '.join(map(repr, experts))}")
     partners = {name: expert for name, expert in experts.items() if name != task}
     if not partners:
         raise ValueError(f"task {task!r} has no other expert among {list(experts)}: give at least one")

@@ -39,6 +39,7 @@ def stack(trees: Sequence[Params]) -> Params:
     if not trees:
         raise ValueError("stack: no trees, give at least one")
     leaves = [tree.flatten(one) for one in trees]
+    tree.check_same(leaves[0], "tree 0", **{f"tree {i}": own for i, own in enumerate(leaves[1:], 1)})
     return tree.unflatten(trees[0], {path: torch.stack([one[path].detach() for one in leaves]) for path in leaves[0]})
 
 

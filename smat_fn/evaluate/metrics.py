@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ..errors import imported, raise_problems, suggestion
+from ..errors import imported, name_rows, raise_problems, suggestion
 
 TextMetric: TypeAlias = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
 
@@ -276,6 +276,9 @@ def _mean(predictions: Sequence[str], references: Sequence[str], row: Callable[[
     ]
     if len(predictions) != len(references) or not len(references):
         problems.append(f"{len(predictions)} predictions for {len(references)} references: give one each, at least one")
+    for name, texts in (("predictions", predictions), ("references", references)):
+        if odd := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
+            problems.append(f"{name} holds a {type(texts[odd[0]]).__name__} in {name_rows(odd)} (from 0): give texts")
     raise_problems(problems)
     pairs = zip(predictions, references, strict=True)
     return 100 * sum(row(prediction.strip(), reference.strip()) for prediction, reference in pairs) / len(references)

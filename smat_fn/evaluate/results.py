@@ -17,7 +17,9 @@ RUNS = "runs.jsonl"  # its name beside results.jsonl
 class Result:
     """The score of one model on one task.
 
-    Raises: ValueError for a score outside 0 to 100.
+    A score that is a 0-d tensor or a NumPy number becomes a float.
+
+    Raises: ValueError for a score that is not a number, or outside 0 to 100.
     """
 
     method: str  # that trained the experts
@@ -30,6 +32,12 @@ class Result:
     extra: Mapping[str, Any] = field(default_factory=dict)  # anything else, JSON values
 
     def __post_init__(self) -> None:
+        if not isinstance(self.score, (int, float)):
+            try:
+                object.__setattr__(self, "score", float(self.score.item()))
+            except (AttributeError, RuntimeError, ValueError):
+                where = f"score of {self.method}, {self.model} on {self.task}"
+                raise ValueError(f"{where}: {self.score!r} is not a number") from None
         if not 0 <= self.score <= 100:
             raise ValueError(f"score of {self.method}, {self.model} on {self.task}: {self.score} is outside [0, 100]")
 

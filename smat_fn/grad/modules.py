@@ -110,6 +110,10 @@ class ModuleLoss:
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Raises: ValueError that lists names that the module does not have, and other shapes than its own."""
+        if not isinstance(params, Mapping) or not all(isinstance(value, Tensor) for value in params.values()):
+            raise ValueError(
+                f"the parameters of a module are a flat dict, as dict(module.named_parameters()), got {_kind(params)}"
+            )
         problems = [
             f"leaf {name!r} is not a parameter of the module"
             if name not in self._shapes
@@ -119,6 +123,13 @@ class ModuleLoss:
         ]
         if problems:
             raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
+
+
+def _kind(params: Any) -> str:
+    if not isinstance(params, Mapping):
+        return f"a {type(params).__name__}"
+    name, value = next((name, value) for name, value in params.items() if not isinstance(value, Tensor))
+    return f"a {type(value).__name__} under {name!r}"
 
 
 def takes_key(loss: Any) -> bool:

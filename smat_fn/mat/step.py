@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, get_args
 
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed, unread, valueless
+from ..errors import raise_problems
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -136,8 +137,33 @@ def apply(
 def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) -> State:
     """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
-    params, opt_state = optimizer.update(grads, state.opt_state, state.params, **options)
+    leaves = tree.flatten(state.params)
+    before = {} if donate else tree.versions(leaves)
+    result = optimizer.update(grads, state.opt_state, state.params, **options)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise ValueError(f"the optimizer's update returned a {type(result).__name__}: return (params, state)")
+    params, opt_state = result
+    _check_updated(leaves, tree.flatten(params), [] if donate else tree.written(leaves, before))
     return State(params, opt_state, tree.counter(state.step + 1, params))
+
+
+def _check_updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    """Raises: ValueError for an optimizer that wrote into its parameters, or gave others than it got."""
+    if written:  # the base may share their memory, and would follow
+        names = ", ".join(shortened(written, "{} more"))
+        raise ValueError(
+            f"the optimizer's update wrote into the parameters given to it ({names}): return new tensors, "
+            "as theta - lr * g, and no in-place operation such as -= or sub_"
+        )
+    tree.check_same(before, "the parameters", **{"what the optimizer's update returned": after})
+    problems = [
+        f"leaf {path!r} is {str(leaf.dtype).removeprefix('torch.')} before the optimizer's update and "
+        f"{str(after[path].dtype).removeprefix('torch.')} after it: return the dtype of the parameters"
+        for path, leaf in before.items()
+        if after[path].dtype != leaf.dtype
+    ]
+    if problems:
+        raise_problems(shortened(problems, "{} more leaves change their dtype"))
 
 
 def as_tensors(state: State) -> State:

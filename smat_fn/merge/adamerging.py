@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import errors, optim, random, tree
-from ..grad import value_and_grad
+from ..grad import loss_and_aux, value_and_grad
 from ..types import Aux, Batch, LossFn, Params
 from .parts.chunks import delta_of
 from .parts.inputs import Experts, Leaves, check
@@ -88,7 +88,14 @@ def adamerging(
         for name in flat:
             drawn = float(random.uniform(random.fold_in(random.fold_in(key, name), step), (1,), dtype=torch.float64))
             batch = batches[name][int(drawn * len(batches[name]))]
-            total = total + entropy(loss_fns[name](params, batch)[1]).cpu()
+            logits = loss_and_aux(loss_fns[name](params, batch))[1]
+            if not (isinstance(logits, Tensor) and logits.requires_grad):
+                got = "without a gradient" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+                raise ValueError(
+                    f"the aux of task {name!r} is {got}, so that its coefficients would stay at their start: return "
+                    "(loss, logits), the logits computed from params and not detached"
+                )
+            total = total + entropy(logits).cpu()
         return total, None
 
     gradient, optimizer = value_and_grad(objective), optim.adam(lr)

@@ -12,7 +12,7 @@ from ..errors import all_at_once
 from ..types import Params
 from .parts.arithmetic import add
 from .parts.chunks import merge_weights
-from .parts.inputs import Experts, check_alone, coef_problems
+from .parts.inputs import Experts, check_alone, coef_problems, type_problems
 from .parts.merger import Mapped, Rule
 from .parts.spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, other_problems
 
@@ -38,7 +38,8 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
     Source: Choi et al., "Revisiting weight averaging for model merging", 2024 (arXiv 2412.12153); k:
         merge/methods/cart.py of apanariello4/merge-and-rebase at 345c570.
     """
-    problems = [*coef_problems(coef), *([] if 0 < share <= 1 else [f"share is {share}, must be in (0, 1]"])]
+    wrong = type_problems(share=share) or ([] if 0 < share <= 1 else [f"share is {share}, must be in (0, 1]"])
+    problems = [*coef_problems(coef), *wrong]
     problems += other_problems("mean", skip)
     flat = all_at_once(problems, lambda: check_alone(experts))
 

@@ -12,7 +12,7 @@ from ..types import Params
 from .parts import arithmetic
 from .parts.arithmetic import halved
 from .parts.chunks import Piece, merge_pieces
-from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, Mapped, Rule
 from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
 from .parts.vectors import apply_vector
@@ -111,8 +111,9 @@ def _of(weights: Numbers, names: Sequence[str], path: str) -> list[float]:
 
 
 def _problems(experts: Experts, floor: float, weights: Numbers) -> list[str]:
+    if wrong := type_problems(floor=floor) + number_problems(experts, weights):
+        return wrong
     problems = [] if 0 < floor < float("inf") else [f"floor is {floor}, must be a positive finite number"]
-    problems += number_problems(experts, weights)
     names = names_of(experts)
     given = [w for own in weights.values() for w in (own.values() if isinstance(own, Mapping) else [own])]
     problems += [f"a weight is {w}, must not be negative" for w in given if math.isfinite(w) and w < 0]

@@ -10,7 +10,7 @@ from ..errors import all_at_once
 from ..types import Params
 from .parts.arithmetic import add, gram
 from .parts.chunks import Fuse, merge_weights
-from .parts.inputs import Experts, check_alone
+from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
 
 Products = list[list[float]]
@@ -90,6 +90,8 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
 
 
 def _problems(max_iter: int, tol: float) -> list[str]:
+    if wrong := type_problems(max_iter=max_iter, tol=tol):
+        return wrong
     problems = [] if max_iter >= 0 else [f"max_iter is {max_iter}, must be at least 0"]
     return problems + ([] if 0 < tol < math.inf else [f"tol is {tol}, must be above 0 and finite"])
 

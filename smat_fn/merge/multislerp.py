@@ -63,7 +63,7 @@ def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) 
 
 def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]]:
     """Problems, and weights that sum to 1."""
-    equal = not len(weights) and isinstance(experts, (Mapping, list, tuple))
+    equal = hasattr(weights, "__len__") and not len(weights) and isinstance(experts, (Mapping, list, tuple))
     problems, given = given_weights(experts, [1.0] * len(experts) if equal else weights, True)
     numbers = [weight for weight in given.values() if not isinstance(weight, Mapping)]
     if len(numbers) < len(given):

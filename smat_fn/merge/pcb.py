@@ -12,7 +12,7 @@ from ..types import Params
 from .parts import arithmetic
 from .parts.arithmetic import add
 from .parts.chunks import Piece, compute_dtype, delta_of, merge_pieces
-from .parts.inputs import Experts, Leaves, check, coef_problems
+from .parts.inputs import Experts, Leaves, check, coef_problems, type_problems
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 from .parts.vectors import apply_vector
 
@@ -150,6 +150,8 @@ def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _problems(ratio: float, clip: float) -> list[str]:
+    if wrong := type_problems(ratio=ratio, clip=clip):
+        return wrong
     problems = [] if 0 < ratio <= 1 else [f"ratio is {ratio}, must be in (0, 1]: the share that takes part"]
     return problems if 0 <= clip < 0.5 else [*problems, f"clip is {clip}, must be in [0, 0.5)"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..types import Params
 from .parts.arithmetic import add
 from .parts.chunks import Fuse, merge_leaves
-from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics
+from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 from .parts.spectral import Others, other_problems, rest
 from .parts.vectors import apply_vector
@@ -78,6 +78,8 @@ def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) ->
 
 def scale_problems(scale: float) -> list[str]:
     """Errors for a factor outside of [0, 1]."""
+    if wrong := type_problems(scale=scale):
+        return wrong
     return [] if 0 <= scale <= 1 else [f"scale is {scale}, must be in [0, 1]"]
 
 

@@ -80,6 +80,7 @@ def merge_by(
     Raises:
         ValueError: as the merger does.
     """
+    _check_options(config)
     options = config.settings()
     own = options.pop("coef", None)
     coef = own if coef is None else coef
@@ -87,7 +88,8 @@ def merge_by(
         merged: Params = config.function(experts, **options, **({} if coef is None else {"coef": coef}))
         return merged
     vector = vector_by(config, base, experts, key=key, statistics=statistics)
-    assert coef is not None
+    if coef is None:
+        raise ValueError(f"{config.name} needs a coefficient: give coef here or in its options")
     return apply_rules(base, vector, coef=coef) if isinstance(coef, Mapping) else apply_vector(base, vector, coef=coef)
 
 
@@ -95,10 +97,16 @@ def vector_by(
     config: Merger, base: Params, experts: Experts, *, key: Tensor | None = None, statistics: Experts | None = None
 ) -> Leaves:
     """The merged task vector of `merge_by`, for a merger with a base; it does not depend on the coefficient."""
+    _check_options(config)
     options = {name: value for name, value in config.settings().items() if name not in ("coef", *config.selects)}
     own = () if config.statistics() is None else ({} if statistics is None else statistics,)
     vector: Leaves = config.function(*((key,) if config.random else ()), base, experts, *own, **options)
     return vector
+
+
+def _check_options(config: Merger) -> None:
+    if not isinstance(config, Merger):
+        raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
 
 
 def tried(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:

@@ -40,7 +40,13 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
     at = value_and_grad(loss_fn, engine="autograd" if isinstance(loss_fn, ModuleLoss) else "func")
     total = {path: torch.zeros_like(leaf, dtype=torch.float32) for path, leaf in tree.flatten(params).items()}
     count = 0
-    for count, (batch, weight) in enumerate(rows, 1):  # noqa: B007 - it is the number of rows
+    for count, row in enumerate(rows, 1):
+        if not isinstance(row, Micro):  # a pair of inputs and labels would be taken for a batch and its weight
+            raise ValueError(
+                f"row {count - 1} is a {type(row).__name__}: give Micro(batch, weight) of one row each, as "
+                "smat_fn.data.batching.split_rows(batch, rows) does"
+            )
+        batch, weight = row
         grads: Leaves = tree.flatten(at(params, batch)[1])
         for path, grad in grads.items():
             total[path] += (grad.float() * weight).square_()
@@ -84,7 +90,8 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
         G (inputs, inputs) by the name of the layer's weight, float32; layers that see no input are left out.
 
     Raises:
-        ValueError: the loss is not one of a module, or there are no batches.
+        ValueError: the loss is not one of a module, none of its layers has a weight in ``params``, or there are no
+            batches.
 
     Source: Jin et al., "Dataless knowledge fusion by merging weights of language models", 2023, section 3.
     """
@@ -96,6 +103,11 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
         if isinstance(layer, nn.Linear)
     }
     wanted = {path: layer for path, layer in layers.items() if path in params and (not only or path in only)}
+    if not wanted and not only:
+        raise ValueError(
+            f"no torch.nn.Linear of {type(loss_fn.module).__name__} has its weight among the {len(params)} parameters, "
+            "so that there is no Gram matrix and RegMean would be the mean: take another merger"
+        )
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     batch: Any = None

@@ -47,7 +47,7 @@ def fuse(piece: Piece, place: int, ratio: float) -> Tensor:
 def place_of(names: list[str], task: str | None) -> int:
     """Position of an expert by name. Raises: ValueError that lists the names."""
     if task not in names:
-        raise ValueError(f"task {task!r} is not an expert, choose one of {', '.join(names)}")
+        raise ValueError(f"task {task!r} is not an expert, choose one of {', '.join(map(repr, names))}")
     return names.index(task)
 
 

@@ -13,7 +13,7 @@ from ..types import Aggregate, Params, Scope
 from .parts import looped
 from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
-from .parts.inputs import Experts, Leaves, check
+from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
 
@@ -87,7 +87,7 @@ def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
 
 def ties_density(base: Params, experts: Experts, *, keep: float, scope: Scope = "global") -> dict[str, float]:
     """The fraction of coordinates that `ties` keeps of each expert: more than ``keep`` where magnitudes are equal."""
-    start, flat = check(base, experts, _problems(keep, scope))
+    start, flat = check(base, experts, type_problems(keep=keep) or _problems(keep, scope))
     cuts = _cuts(start, flat, keep, scope)
     kept, size = [0] * len(flat), 0
     for piece in pieces(start, flat):
@@ -213,9 +213,10 @@ class Ties(Sparse):
 
     def problems(self, experts: Experts) -> list[str]:
         keep, scope, densities = self.trimming()
+        if wrong := super().problems(experts):
+            return [*_problems(keep, scope), *wrong]
         return [
             *_problems(keep, scope),
-            *super().problems(experts),
             *(
                 f"densities of {name!r} differ by leaf, which needs scope 'tensor': give one number"
                 for name, rules in densities.items()

@@ -11,7 +11,7 @@ from ..types import Params
 from .parts.arithmetic import add
 from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
-from .parts.inputs import Experts, check_alone
+from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
 
 
@@ -66,6 +66,17 @@ def given_weights(
     if not isinstance(experts, (Mapping, list, tuple)):
         return [], {}  # `check_alone` says it
     names = [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
+    if not isinstance(weights, (Mapping, Sequence)) and not hasattr(weights, "tolist"):  # of tensors and arrays
+        return [f"weights is {weights!r}, must be a mapping {{expert's name: number}} or a list of numbers"], {}
+    own: Iterable[tuple[object, Rules]] = weights.items() if isinstance(weights, Mapping) else enumerate(weights)
+    wrong = [
+        text
+        for name, rules in own
+        for w in (rules.values() if isinstance(rules, Mapping) else [rules])
+        for text in type_problems(**{f"the weight of {str(name)!r}": w})
+    ]
+    if wrong:
+        return wrong, {}
     if isinstance(weights, Mapping):
         table = {str(name): _number(weight) for name, weight in weights.items()}
         problems = [f"weights lacks expert {name!r}: 0 leaves it out" for name in names if name not in table]

@@ -33,7 +33,17 @@ def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
 
     Returns:
         An `Optimizer` whose state is an `AveragedState`; ``state.average`` is the result.
+
+    Raises:
+        ValueError: for an optimizer without init and update, and a weight that is not a function.
     """
+
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(f"averaged: optimizer is a {type(optimizer).__name__}: give one with init and update")
+    if not callable(weight):
+        raise ValueError(
+            f"averaged: weight is {weight!r}: give a function of the step, as ema(0.999) or swa(1000, 0.25)"
+        )
 
     def init(params: Params) -> AveragedState:
         own = params if transformed() else tree.tree_map(Tensor.detach, params)

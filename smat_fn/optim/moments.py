@@ -20,8 +20,13 @@ def second_moments(state: Any, *, beta: float = 0.999) -> dict[str, Tensor]:
 
     Returns:
         Float32 leaves (float64 of float64 moments), only of parameters that Adam updates.
+
+    Raises:
+        ValueError: the state is that before the first update.
     """
     if isinstance(state, AdamState):
+        if int(state.step) < 1:
+            raise ValueError("second_moments: the state is of step 0, there is no moment yet: give it after an update")
         corrected = 1 - beta ** int(state.step)
         return {path: leaf.to(tree.compute_dtype(leaf)) / corrected for path, leaf in tree.flatten(state.nu).items()}
     found: dict[str, Tensor] = {}

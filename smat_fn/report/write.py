@@ -70,11 +70,11 @@ def scores(found: Found) -> Section:
     return Section("Scores", text, Table((), (), records))
 
 
-def write_report(out: Path, title: str, sections: Iterable[Section]) -> Path:
+def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Path:
     """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one."""
     from ..checkpoint import write_bytes, write_text
 
-    sections = _told_apart(sections)
+    folder, sections = Path(out), _told_apart(sections)
     text = "\n".join(markdown(section) for section in sections)
     images = {}
     for section in sections:
@@ -82,12 +82,12 @@ def write_report(out: Path, title: str, sections: Iterable[Section]) -> Path:
             png = section.png.read_bytes() if isinstance(section.png, Path) else section.png
             images[f"{section.slug}.png"] = png
         if section.table is not None:
-            write_text(out / f"{section.slug}.csv", section.table.csv)
+            write_text(folder / f"{section.slug}.csv", section.table.csv)
     for name, png in images.items():
-        write_bytes(out / name, png)
-    write_text(out / "report.md", f"# {title}\n\n{text}")
-    write_text(out / "report.html", page(title, text, images))
-    return out / "report.html"
+        write_bytes(folder / name, png)
+    write_text(folder / "report.md", f"# {title}\n\n{text}")
+    write_text(folder / "report.html", page(title, text, images))
+    return folder / "report.html"
 
 
 def _told_apart(sections: Iterable[Section]) -> list[Section]:
@@ -103,7 +103,7 @@ def _told_apart(sections: Iterable[Section]) -> list[Section]:
 
 
 def write_full_report(
-    out: Path, rows: Iterable[Result], runs: Iterable[Run] = (), *, title: str = "Results", **options: Any
+    out: str | Path, rows: Iterable[Result], runs: Iterable[Run] = (), *, title: str = "Results", **options: Any
 ) -> Path:
     """`build_report` with its options, then `write_report`."""
     return write_report(out, title, build_report(rows, runs, **options))

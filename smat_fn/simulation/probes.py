@@ -56,8 +56,9 @@ def probe(
     """
     if not batches:
         raise ValueError("probe: no batches, give at least one")
-    if keys.ndim != 2 or keys.shape[1] != 2 or not len(keys):
-        raise ValueError(f"probe: keys have shape {tuple(keys.shape)}, must be (N, 2): take smat_fn.random.split")
+    if not isinstance(keys, Tensor) or keys.ndim != 2 or keys.shape[1] != 2 or not len(keys):
+        got = f"have shape {tuple(keys.shape)}" if isinstance(keys, Tensor) else f"are a {type(keys).__name__}"
+        raise ValueError(f"probe: keys {got}, must be (N, 2): take smat_fn.random.split")
     parts = [part if isinstance(part, Micro) else Micro(part, 1.0) for part in batches]
     total = sum(part.weight for part in parts)
 

@@ -165,7 +165,10 @@ def draw_problems(
 
 def factor_problems(factors: Mapping[str, float]) -> list[str]:
     """Errors for factors of alpha that are not finite."""
-    bad = [f"{path} {factor}" for path, factor in factors.items() if not math.isfinite(factor)]
+    if not isinstance(factors, Mapping):
+        return [f"factors is {factors!r}: give a mapping {{parameter name: number}}"]
+    finite = (isinstance(factor, Real) and math.isfinite(factor) for factor in factors.values())
+    bad = [f"{path} {factor}" for (path, factor), fine in zip(factors.items(), finite, strict=True) if not fine]
     return [f"factors of alpha must be finite: {', '.join(shortened(bad, '{} more'))}"] if bad else []
 
 

@@ -41,6 +41,8 @@ def test_the_partner_update_leaves_the_target_out(family):
         torch.testing.assert_close(update[name], expected, rtol=1e-13, atol=0)
     with pytest.raises(ValueError, match="'a' has no other expert"):
         partner_update(base, {"a": experts["a"]}, "a")
+    with pytest.raises(ValueError, match="task 'd' is not an expert: choose one of 'a', 'b', 'c'"):
+        partner_update(base, experts, "d")
 
 
 def test_every_point_is_the_equation(family):

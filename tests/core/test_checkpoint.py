@@ -20,6 +20,11 @@ MANIFEST = {
 }
 
 
+def test_an_unknown_kind_of_statistics_is_named(tmp_path):
+    with pytest.raises(ValueError, match="kind of statistics 'fishers' is unknown, did you mean 'fisher'"):
+        checkpoint.save_statistics(tmp_path, "fishers", {}, {})
+
+
 class Head(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor

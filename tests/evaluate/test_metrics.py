@@ -207,6 +207,8 @@ def test_bad_lists_are_refused():
             metric([], [], [])
     with pytest.raises(ValueError, match=r"predictions is one string.*references is one string"):
         label_accuracy("A", "A")
+    with pytest.raises(ValueError, match=r"predictions holds a NoneType in rows 1 and 2 \(from 0\): give texts"):
+        label_accuracy(["A", None, None], ["A", "B", "C"])
     with pytest.raises(ValueError, match="got 0 for 1"):
         sari(["A"], ["A"], [])
 

@@ -45,6 +45,14 @@ def test_all_bad_lines_are_named(tmp_path):
         read_results(path)
 
 
+def test_a_score_of_a_tensor_is_a_float_and_a_text_is_refused(tmp_path):
+    row = Result("FT", "wa", "x", "dev", torch.tensor(50.0), 0)
+    write_results(tmp_path / "results.jsonl", [row])
+    assert read_results(tmp_path / "results.jsonl") == [Result("FT", "wa", "x", "dev", 50.0, 0)]
+    with pytest.raises(ValueError, match="score of FT, wa on x: '50' is not a number"):
+        Result("FT", "wa", "x", "dev", "50", 0)
+
+
 @pytest.mark.parametrize("score", [-0.1, 100.5, math.nan, math.inf])
 def test_scores_outside_the_scale_are_refused(score):
     with pytest.raises(ValueError, match=r"score of FT, wa on x: .* is outside \[0, 100\]"):

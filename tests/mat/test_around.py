@@ -10,6 +10,7 @@ from smat_fn import draw, lora, optim, random, value_and_grad
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import finetune, l2sp, orthoreg, smat
 from smat_fn.mat.simulated import SimulatedWeights
+from smat_fn.types import Optimizer
 
 from .test_conformance import METHODS, assert_bits, bowl, method, parameters, randn, run
 
@@ -197,3 +198,30 @@ def test_parameters_in_the_place_of_a_state_are_told():
     base = copies(net())
     with pytest.raises(ValueError, match="state is a dict: give what the method's init or update returned"):
         smat.build(bowl, optim.adam(1e-2), base).update(KEY, base, BATCH)
+
+
+def sgd(step):
+    return Optimizer(lambda params: (), lambda grads, state, params: step(grads, params))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            lambda g, p: ({n: w.sub_(0.1 * g[n]) for n, w in p.items()}, ()),
+            r"wrote into the parameters given to it \(w\)",
+        ),
+        (
+            lambda g, p: ({"w": p["w"].double()}, ()),
+            "leaf 'w' is float32 before the optimizer's update and float64 after",
+        ),
+        (lambda g, p: ({"w": p["w"].sum()}, ()), r"has shape \(\) in what the optimizer's update returned but \(2,\)"),
+        (lambda g, p: ({}, ()), "what the optimizer's update returned lacks leaf 'w'"),
+        (lambda g, p: {"w": p["w"] - 0.1 * g["w"]}, r"update returned a dict: return \(params, state\)"),
+    ],
+)
+def test_an_optimizer_of_your_own_that_is_not_pure_or_gives_other_parameters_is_refused(step, message):
+    base = {"w": torch.ones(2)}
+    own = finetune.build(lambda params, batch: (params["w"].square().sum(), None), sgd(step), base)
+    with pytest.raises(ValueError, match=message):
+        own.update(KEY, own.init(base), None)

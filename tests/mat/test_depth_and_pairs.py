@@ -148,3 +148,5 @@ def test_factors_that_cannot_be_had_are_refused():
         smat.build(lambda params, batch: None, optim.adam(0.1), {"w": torch.ones(2)}, alpha_depth=(0.5, 1.0))
     with pytest.raises(ValueError, match="factors of alpha must be finite: w nan"):
         draw(KEY, **HYPER, factors={"w": float("nan")})
+    with pytest.raises(ValueError, match=r"factors is \[2\.0\]: give a mapping"):
+        draw(KEY, **HYPER, factors=[2.0])

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smat_fn import merge, optim, participation, random, reweight, simulate, tree
+from smat_fn.grad import ModuleLoss
 from smat_fn.mat import finetune, smat
 from smat_fn.optim import muon
 from smat_fn.simulation import draw
-from smat_fn.testing import assert_trees_equal, random_tree
+from smat_fn.testing import assert_trees_close, assert_trees_equal, random_tree
 
 from .test_conformance import RUNS
 
@@ -131,3 +132,18 @@ def test_a_masked_set_of_another_kind_is_refused_when_a_method_is_built(where):
         smat.build(squares, optim.adam(1e-2), base, where=where)
     with pytest.raises(ValueError, match=r"where is a \w+.*learning rate is -1"):
         optim.muon(-1.0, rest=optim.adam(1e-3), where=where)
+
+
+def test_a_nested_tree_and_a_module_are_no_parameters_of_a_module():
+    module = torch.nn.Linear(2, 2)
+    loss = ModuleLoss(module, lambda m, x: (m(x).sum(), None))
+    for params, got in (({"layer": {"weight": torch.ones(2, 2)}}, "a dict under 'layer'"), (module, "a Linear")):
+        with pytest.raises(ValueError, match=rf"flat dict, as dict\(module.named_parameters\(\)\), got {got}"):
+            loss(params, torch.ones(1, 2))
+
+
+def test_complex_trees_are_compared_in_both_parts():
+    one, two = {"w": torch.tensor([1 + 1j])}, {"w": torch.tensor([1 + 2j])}
+    assert_trees_close(one, one)
+    with pytest.raises(AssertionError, match="1 of 1 values off, by up to 1"):
+        assert_trees_close(one, two)

@@ -94,6 +94,18 @@ def test_adamerging_lists_its_problems(tasks):
         adamerging({"b": classify}, base, experts, {"a": batches["a"], "b": []}, random.key(0))
 
 
+@pytest.mark.parametrize(("aux", "got"), [(torch.Tensor.detach, "without a gradient"), (lambda _: None, "a NoneType")])
+def test_logits_without_a_gradient_would_move_no_coefficient(tasks, aux, got):
+    losses, base, experts, batches = tasks
+
+    def cut(params, batch):
+        loss, logits = classify(params, batch)
+        return loss, aux(logits)
+
+    with pytest.raises(ValueError, match=f"the aux of task 'b' is {got}, so that its coefficients would stay"):
+        adamerging({**losses, "b": cut}, base, experts, batches, random.key(0))
+
+
 def test_entropy_of_known_distributions():
     assert float(entropy(torch.zeros(5, 4))) == pytest.approx(float(torch.tensor(4.0).log()))
     assert float(entropy(torch.tensor([[100.0, 0.0]]))) == pytest.approx(0, abs=1e-6)

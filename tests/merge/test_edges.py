@@ -72,6 +72,25 @@ def test_a_derivative_of_a_merge_is_an_error_and_not_zero(name, of, way):
         (partial(torch.func.grad(merged), x) if way == "grad" else forward)()
 
 
+OPTIONS = {
+    "keep": lambda base, experts, x: merge.ties(base, experts, coef=1.0, keep=x),
+    "drop_prob": lambda base, experts, x: merge.dare(KEY, base, experts, coef=1.0, drop_prob=x),
+    "weights": lambda base, experts, x: merge.task_arithmetic(base, experts, coef=1.0, weights={"0": x}),
+    "rules": lambda base, experts, x: merge.apply_rules(base, experts[0], coef={"*": x}),
+    "list": lambda base, experts, x: merge.weighted_average([base, *experts], weights=[1.0, x]),
+    "statistics": lambda base, experts, x: merge.fisher(base, experts, [{"w": x.expand(2)}]),
+    "t": lambda base, experts, x: merge.nuslerp(base, [*experts, base], t=x),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_derivative_in_an_option_is_an_error_and_not_zero(name):
+    base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
+    merged = torch.func.grad(lambda x: OPTIONS[name](base, [expert], x)["w"].sum())
+    with pytest.raises(ValueError, match=r"is differentiated by torch\.func, and merging has no derivative"):
+        merged(torch.tensor(0.5))
+
+
 def test_a_merge_of_constants_inside_a_derivative_is_a_constant():
     base, expert = tree(1.0, 2.0), tree(3.0, 1.0)
     slope = torch.func.grad(lambda x: x * CALLS["ta"](base, [expert], 0.5)["w"].sum())(torch.tensor(1.0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
+from smat_fn.config import Ties
 
 KEY = random.key(0)
 
@@ -98,5 +99,80 @@ def test_weight_average_lists_all_that_differs():
 
 
 def test_apply_vector_lists_all_that_does_not_fit():
-    with raises("coef is -inf, must be finite", "vector lacks leaf 'b' of base", "vector has leaf 'n' that base lacks"):
+    with raises("coef is -inf, must be finite", "vector has leaf 'n', which is not", "vector lacks leaf 'b' of base"):
         merge.apply_vector(base(), {"a": torch.zeros(2), "n": torch.tensor(1)}, coef=float("-inf"))
+
+
+ONE = {"w": torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: merge.ties(ONE, [ONE], coef="1", keep="0.5"), "coef is '1', must be a number; keep is '0.5', must be"),
+        (lambda: merge.ties_density(ONE, [ONE], keep=None), "keep is None, must be a number"),
+        (lambda: merge.della(KEY, ONE, [ONE], coef=1.0, drop_prob=0.5, window=[0.1]), "window is [0.1], must be a"),
+        (lambda: merge.ties(ONE, [ONE], coef=1.0, keep=0.5, densities=0.5), "densities is 0.5, must be a mapping"),
+        (
+            lambda: merge.task_arithmetic(ONE, [ONE], coef=1.0, weights=[1.0]),
+            "weights is [1.0], must be a mapping",
+        ),
+        (
+            lambda: merge.task_arithmetic(ONE, [ONE], coef=1.0, weights={0: 1.0}),
+            "names 0, which is not an expert",
+        ),
+        (lambda: merge.task_arithmetic(ONE, [ONE], coef=1.0, weights={"0": "1"}), "the weight of '0' is '1', must be"),
+        (
+            lambda: merge.weighted_average([ONE], weights=0.5),
+            "weights is 0.5, must be a mapping {expert's name:",
+        ),
+        (lambda: merge.weighted_average([ONE], weights=["x"]), "the weight of '0' is 'x', must be a number"),
+        (lambda: merge.multislerp(ONE, [ONE], weights=None), "weights is None, must be a mapping"),
+        (lambda: merge.cart([ONE], coef=1.0, share="x"), "share is 'x', must be a number"),
+        (lambda: merge.karcher([ONE], tol=None), "tol is None, must be a number"),
+        (lambda: merge.pcb(ONE, [ONE], coef=1.0, ratio="x"), "ratio is 'x', must be a number"),
+        (lambda: merge.fisher(ONE, [ONE], [ONE], floor="x"), "floor is 'x', must be a number"),
+        (lambda: merge.fisher(ONE, [ONE], None), "the statistics (fisher) are a NoneType: pass a mapping"),
+        (lambda: merge.reg_mean(ONE, [ONE], [{}], scale="x"), "scale is 'x', must be a number"),
+        (lambda: merge.apply_rules(ONE, ONE, coef={"*": None}), "coef of '*' is None, must be a number"),
+        (lambda: merge.apply_vector(ONE, [1], coef=1.0), "vector: leaf '0' is a int, not a tensor"),
+        (
+            lambda: merge.merge_by(Ties(keep=0.5), ONE, [ONE]),
+            "ties needs a coefficient: give coef here or in",
+        ),
+        (lambda: merge.vector_by("ties", ONE, [ONE]), "config is 'ties', must be the options of a merger"),
+        (lambda: merge.merge_by(Ties, ONE, [ONE]), "must be the options of a merger, such as Ties(coef=0.4, keep=0.2)"),
+    ],
+)
+def test_values_of_another_type_are_named(call, message):
+    with raises(message):
+        call()
+
+
+def test_a_nested_vector_is_applied_and_one_of_buffers_named():
+    nested = {"layer": {"w": torch.ones(2)}}
+    zeros = {"layer": {"w": torch.zeros(2)}}
+    assert merge.apply_vector(zeros, merge.task_vector(nested, zeros), coef=0.5)["layer"]["w"].tolist() == [0.5, 0.5]
+    assert merge.apply_rules(zeros, nested, coef={"*": 2.0})["layer"]["w"].tolist() == [2.0, 2.0]
+    with raises("vector has leaf 'n', which is not floating-point in base and stays as it is: leave it out"):
+        merge.apply_vector(base(), merge.task_vector(base(), base()), coef=1.0)
+
+
+def test_complex_leaves_are_no_buffers():
+    one, two = ({"w": torch.ones(2, dtype=torch.complex64) * i} for i in (1, 2))
+    calls = merge.task_vector, lambda a, b: merge.task_arithmetic(a, [b], coef=1.0), lambda *t: merge.weight_average(t)
+    for call in (*calls, lambda a, b: merge.apply_vector(a, {}, coef=1.0)):
+        with raises("leaf 'w' of", "is complex64, which is not merged: merge torch.view_as_real(leaf)"):
+            call(one, two)
+
+
+def test_a_tied_weight_under_two_names_is_refused_where_it_would_count_twice():
+    tied = torch.ones(4)
+    twice = {"embed": tied, "head": tied}
+    for merger in ("ties", "dare", "della"):
+        with raises("leaves 'embed' and 'head' of base share memory, as a tied weight in module.state_dict() does"):
+            calls = {"ties": merge.ties_vector, "dare": merge.dare_vector, "della": merge.della_vector}
+            keyed = () if merger == "ties" else (KEY,)
+            options = {"ties": {"keep": 0.5}, "dare": {"drop_prob": 0.5}, "della": {"drop_prob": 0.5, "window": 0.1}}
+            calls[merger](*keyed, twice, [twice], **options[merger])
+    assert merge.task_arithmetic(twice, [twice], coef=1.0)["head"].tolist() == [1.0] * 4  # no difference there

@@ -518,7 +518,7 @@ def test_emr_by_hand():
     torch.testing.assert_close(merged["a"], scale * torch.tensor([4.0, 0.0, -2.0, 0.0]))
     torch.testing.assert_close(merged["b"], scale * torch.tensor([3.0]))
     assert torch.equal(merge.emr(base, {"one": one}, task="one")["a"], one["a"])
-    with raises("task 'three' is not an expert, choose one of one, two"):
+    with raises("task 'three' is not an expert, choose one of 'one', 'two'"):
         merge.emr(base, {"one": one, "two": two}, task="three")
 
 
@@ -547,7 +547,7 @@ def test_options_out_of_range():
         merge.cart([one], coef=float("nan"), share=0, skip="w")
     with raises("ratio is -1, must be finite and at least 0", "least is -1, must be at least 0"):
         merge.consensus(one, [one], coef=1.0, ratio=-1, least=-1)
-    with raises("task 'b' is not an expert, choose one of a"):
+    with raises("task 'b' is not an expert, choose one of 'a'"):
         merge.tall_mask(one, {"a": one}, task="b", ratio=0.4)
     for merger in (merge.arcee_fusion, functools.partial(merge.nuslerp, one)):
         with raises("the number of experts is 1:", "takes exactly 2"):

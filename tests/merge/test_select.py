@@ -26,6 +26,10 @@ def test_choose_refuses_nan_and_nothing():
         merge.choose([0.1, 0.2, 0.3], lambda c: float("nan") if c == 0.2 else 1.0)
     with pytest.raises(ValueError, match="candidates is empty"):
         merge.choose([], float)
+    assert merge.choose(torch.tensor([1.0, 2.0]), float).score == 2
+    for score in (None, (1.0, 2.0), torch.ones(2)):
+        with pytest.raises(ValueError, match=rf"candidate 0\.1 is a {type(score).__name__}: score must return"):
+            merge.choose([0.1], lambda _, score=score: score)
 
 
 def test_candidates():
@@ -148,3 +152,6 @@ def test_blocks_are_applied_with_their_own_coefficients():
     assert (merged["embed"].tolist(), merged["h.0.w"].tolist(), int(merged["n"])) == ([1.5, 2.0], [3.0, -3.0], 3)
     with pytest.raises(ValueError, match=r"blocks \['h.0'\] have no coefficient"):
         merge.apply_blocks(base, vector, {"": 0.5})
+    with pytest.raises(ValueError, match=r"coef of block '' is nan, must be finite; coef of block 'h\.0' is None"):
+        merge.apply_blocks(base, vector, {"": float("nan"), "h.0": None})
+    assert merge.select_coefs(vector, lambda coefs: coefs["h.0"], torch.tensor([0.5, 1.0]), start=0.5).score == 1

@@ -152,6 +152,8 @@ def test_scales_are_those_of_the_adapters(space):
 def test_what_makes_no_sense_is_refused_all_at_once(space):
     with pytest.raises(ValueError, match="slerp takes no base"):
         space(some("xy"), Slerp(), coef=0.5)
+    with pytest.raises(ValueError, match=r"merger is a str and adapters are a list: pass options such as Ties"):
+        merge.knots([], "ties", coef=1.0)
     with pytest.raises(ValueError, match=r"coef is nan.*drops at random: pass a key.*rank is 0"):
         space(some(), Dare(drop_prob=0.5), coef=float("nan"), rank=0)
     with pytest.raises(ValueError, match="key must be an int64"):

@@ -196,3 +196,8 @@ def test_statistics_want_rows_and_a_module(layered):
         input_grams(loss, params, [])
     with pytest.raises(ValueError, match=r"give a smat_fn\.grad\.ModuleLoss"):
         input_grams(logistic, params, [])
+    with pytest.raises(ValueError, match=r"row 0 is a tuple: give Micro\(batch, weight\) of one row each"):
+        diagonal_fisher(logistic, {"w": normal(3, 4)}, [(normal(1, 4), torch.zeros(1, dtype=torch.int64))])
+    convolution = nn.Conv1d(1, 1, 1)
+    with pytest.raises(ValueError, match=r"no torch\.nn\.Linear of Conv1d has its weight among the 2 parameters"):
+        input_grams(ModuleLoss(convolution, lambda m, x: (m(x).sum(), None)), dict(convolution.named_parameters()), [])

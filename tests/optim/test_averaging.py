@@ -76,3 +76,12 @@ def test_texts():
         averaging("swa:200%", 8)
     with pytest.raises(ValueError, match="ema: decay is 1"):
         ema(1.0)
+
+
+def test_a_decay_in_the_place_of_a_function_and_a_state_before_the_first_step_are_refused():
+    with pytest.raises(ValueError, match=r"weight is 0\.9: give a function of the step, as ema\(0\.999\)"):
+        optim.averaged(optim.adam(1e-2), 0.9)
+    with pytest.raises(ValueError, match="optimizer is a NoneType: give one with init and update"):
+        optim.averaged(None, optim.ema(0.9))
+    with pytest.raises(ValueError, match="second_moments: the state is of step 0"):
+        optim.second_moments(optim.adam(1e-2).init({"w": torch.ones(1)}))

@@ -95,7 +95,7 @@ def test_sections_of_one_title_have_files_of_their_own(tmp_path):
 @pytest.mark.usefixtures("_undrawn")
 def test_reports_of_the_same_results_are_the_same(make, tmp_path):
     for name in ("one", "two"):
-        write_full_report(tmp_path / name, *make("FT", [50.0, 51.0]))
+        write_full_report(str(tmp_path / name), *make("FT", [50.0, 51.0]))
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 

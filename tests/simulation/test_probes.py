@@ -71,5 +71,7 @@ def test_bad_input_is_refused():
         probe(loss_fn, params, base, [], KEYS, **STRENGTHS)
     with pytest.raises(ValueError, match=r"keys have shape \(2,\), must be \(N, 2\)"):
         probe(loss_fn, params, base, [torch.ones(2, 3)], random.key(0), **STRENGTHS)
+    with pytest.raises(ValueError, match="keys are a int"):
+        probe(loss_fn, params, base, [torch.ones(2, 3)], 0, **STRENGTHS)
     with pytest.raises(ValueError, match="alpha_min is 2"):
         probe(loss_fn, params, base, [torch.ones(2, 3).double()], KEYS, alpha_min=2, drop_prob=0, sigma=0)

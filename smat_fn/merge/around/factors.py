@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
+from ..parts.inputs import type_problems
 
 RULES = "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"
 METHODS = (*RULES, "cat", "svd", *(f"{rule}_svd" for rule in RULES[1:]))
@@ -149,7 +150,9 @@ def option_problems(
         problems.append(f"{method} drops entries: give density, the share that stays")
     if not drops and density is not None:
         problems.append(f"{method} drops no entries: leave out density")
-    if density is not None and not 0 < density <= 1:
+    wrong = [] if density is None else type_problems(density=density)
+    problems += wrong
+    if density is not None and not wrong and not 0 < density <= 1:
         problems.append(f"density is {density}, must be in (0, 1]")
     if majority not in ("total", "frequency"):
         problems.append(f"majority is {majority!r}, must be 'total' or 'frequency'")
@@ -159,8 +162,13 @@ def option_problems(
 
 
 def _problems(adapters: Mapping[str, Factors], method: str, weights: Mapping[str, float]) -> list[str]:
+    if not isinstance(adapters, Mapping) or not isinstance(weights, Mapping):
+        kinds = f"adapters are a {type(adapters).__name__} and weights a {type(weights).__name__}"
+        return [f"{kinds}: pass mappings {{expert's name: Factors}} and {{expert's name: number}}"]
     if not adapters:
         return ["no adapters: pass at least one"]
+    if wrong := [p for name, w in weights.items() for p in type_problems(**{f"the weight of {name!r}": w})]:
+        return wrong
     problems = [
         f"weights names {name!r}, which is not an adapter: they are {', '.join(adapters)}"
         for name in weights.keys() - adapters.keys()

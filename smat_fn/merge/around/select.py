@@ -6,8 +6,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ...errors import raise_problems
 from ...types import Params
 from ...where import block_prefix
+from ..parts.inputs import type_problems
 from ..parts.merger import COEFS
 from ..parts.vectors import apply_vector
 
@@ -35,11 +37,18 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
 
     Raises: ValueError without candidates, or for a score that is NaN.
     """
+    candidates = list(candidates)  # of an array too
     if not candidates:
         raise ValueError("candidates is empty: pass at least one")
     curve = []
     for candidate in candidates:
-        value = float(score(candidate))
+        given = score(candidate)
+        try:
+            value = float(given)
+        except (TypeError, ValueError, RuntimeError):  # the last one of tensors
+            raise ValueError(
+                f"the score of candidate {candidate!r} is a {type(given).__name__}: score must return a number"
+            ) from None
         if math.isnan(value):
             raise ValueError(f"the score of candidate {candidate!r} is NaN: score must return a number")
         curve.append((candidate, value))
@@ -104,8 +113,11 @@ def apply_blocks(base: Params, vector: Mapping[str, Tensor], coefs: Mapping[str,
         ValueError: as `apply_vector`; or a block has no coefficient.
     """
     missing = sorted({block_prefix(path) for path in vector} - coefs.keys())
-    if missing:
-        raise ValueError(f"blocks {missing} have no coefficient: give one for each")
+    problems = [f"blocks {missing} have no coefficient: give one for each"] if missing else []
+    for name, c in coefs.items():
+        wrong = type_problems(**{f"coef of block {name!r}": c})
+        problems += wrong or ([] if math.isfinite(c) else [f"coef of block {name!r} is {c}, must be finite"])
+    raise_problems(problems)
     scaled = {path: leaf * coefs[block_prefix(path)] for path, leaf in vector.items()}
     return apply_vector(base, scaled, coef=1.0)
 
@@ -132,8 +144,9 @@ def select_coefs(
     Raises:
         ValueError: there are no candidates, or sweeps is below 1; or a score is NaN.
     """
+    coefs = list(coefs)
     if not coefs or sweeps < 1:
-        raise ValueError(f"coefs are {list(coefs)} and sweeps is {sweeps}: give at least one of each")
+        raise ValueError(f"coefs are {coefs} and sweeps is {sweeps}: give at least one of each")
     now = dict.fromkeys(map(block_prefix, vector), start)
     best, curve = choose([now], score).score, list[tuple[str, float, float]]()
     for _ in range(sweeps):

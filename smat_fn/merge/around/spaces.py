@@ -132,6 +132,9 @@ def _left(matrix: Tensor) -> Tensor:
 
 
 def _problems(adapters: Adapters, merger: Merger, coef: float, key: Tensor | None, rank: int | None) -> list[str]:
+    if not isinstance(merger, Merger) or not isinstance(adapters, Mapping):
+        kinds = f"merger is a {type(merger).__name__} and adapters are a {type(adapters).__name__}"
+        return [f"{kinds}: pass options such as Ties(keep=0.5), and {{expert's name: {{module: Factors}}}}"]
     problems = coef_problems(coef) + ([] if adapters else ["no adapters: pass at least one"])
     if not merger.based:
         problems.append(f"{merger.name} takes no base, coordinates have one of zeros: take another merger, as ta")

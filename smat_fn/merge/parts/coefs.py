@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from torch import Tensor
-
 from ... import errors, tree
 from ...errors import all_at_once, problems_of
 from ...types import Params
+from .inputs import type_problems
 from .vectors import apply_vector
 
 Rules: TypeAlias = float | Mapping[str, float]
@@ -39,6 +38,7 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
         decides for no leaf, because it matches none or because earlier rules match all of its leaves.
     """
     paths, table = list(paths), _table(rules)
+    errors.raise_problems([p for glob, c in table.items() for p in type_problems(**{f"coef of {glob!r}": c})])
     problems = [f"coef of {glob!r} is {c}, must be finite" for glob, c in table.items() if not math.isfinite(c)]
     deciding = {path: _deciding(path, rules) for path in paths}
     problems += [
@@ -55,15 +55,17 @@ def coefs_of(paths: Iterable[str], rules: Rules) -> dict[str, float]:
     return {path: float(table[glob]) for path, glob in deciding.items() if glob is not None}
 
 
-def apply_rules(base: Params, vector: Mapping[str, Tensor], *, coef: Rules) -> Params:
+def apply_rules(base: Params, vector: Params, *, coef: Rules) -> Params:
     """θ₀ + γ_l τ_l for every leaf l, as `apply_vector` does with one γ.
 
-    Args: vector: τ, one flat entry for every floating-point leaf of base; coef: γ, or {glob: γ} as in `coef_of`.
+    Args: vector: τ as in `apply_vector`; coef: γ, or {glob: γ} as in `coef_of`.
     Returns: a new tree of base's structure, shapes and dtypes; other leaves are copies of base's.
     Raises: ValueError that lists all that does not fit: leaves of vector, and rules.
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
+    errors.raise_problems([f"vector: {text}" for text in problems_of(tree.flatten, vector)])
+    vector = tree.flatten(vector)
     problems = problems_of(lambda: tree.check_same(floating, "base", vector=vector))
     coefs = all_at_once(problems, lambda: coefs_of(floating, coef))
     merged = {

@@ -20,11 +20,22 @@ Leaves: TypeAlias = dict[str, Tensor]
 
 def coef_problems(coef: float) -> list[str]:
     """Validation errors for ``coef``."""
-    if not isinstance(coef, Tensor | Real) or (isinstance(coef, Tensor) and coef.ndim):
+    if isinstance(coef, Tensor) and coef.ndim:
         return [f"coef is {coef!r}, must be a number"]
-    if isinstance(coef, Tensor) and (found := derivative_problems("the call", {"coef": coef})):
+    if found := type_problems(coef=coef):
         return found
     return [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
+
+
+def type_problems(**values: object) -> list[str]:
+    """Errors for options that are not numbers, and for tensors that torch.func differentiates."""
+    problems = []
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            problems += derivative_problems("the call", {name: value})
+        elif not isinstance(value, Real):
+            problems.append(f"{name} is {value!r}, must be a number")
+    return problems
 
 
 def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
@@ -40,6 +51,26 @@ def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
                 "it, or write the merge with smat_fn.merge.task_vector, which has one"
             ]
     return []
+
+
+def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
+    """Errors for complex leaves: as leaves that are not floating-point they would stay base's."""
+    return [
+        f"leaf {path!r} of {label} is {short(leaf)}, which is not merged: merge torch.view_as_real(leaf), and make the "
+        "result complex again by torch.view_as_complex"
+        for path, leaf in leaves.items()
+        if leaf.is_complex()
+    ]
+
+
+def tied_problems(base: Mapping[str, Tensor]) -> list[str]:
+    """Errors for a weight under two names: it would count twice in thresholds, and get two masks."""
+    return [
+        f"leaves {first!r} and {second!r} of base share memory, as a tied weight in module.state_dict() does, and "
+        "would be merged as two: give it once, as module.named_parameters() does"
+        for first, second in tree.sharing(base)
+        if base[first].is_floating_point()
+    ]
 
 
 def key_problems(key: Tensor) -> list[str]:
@@ -91,6 +122,11 @@ def flat_statistics(kind: str, base: Leaves, names: Sequence[str], statistics: E
 
     Raises: ValueError that lists experts without statistics, and statistics of other names and shapes.
     """
+    if not isinstance(statistics, (Mapping, list, tuple)):
+        raise ValueError(
+            f"the statistics ({kind}) are a {type(statistics).__name__}: pass a mapping {{expert's name: tree}} or a "
+            "list of trees, in the experts' order"
+        )
     if isinstance(statistics, Mapping):
         given = {str(name): own for name, own in statistics.items()}
     else:
@@ -107,6 +143,7 @@ def flat_statistics(kind: str, base: Leaves, names: Sequence[str], statistics: E
     found = {name: tree.flatten(given[name]) for name in names if name in given}
     for name, own in found.items():
         problems += statistics_problems(kind, base, f"statistics of {name!r}", own)
+        problems += derivative_problems(f"statistics of {name!r}", own)
     first = next(iter(found.values()), {})
     problems += [
         f"statistics of {name!r} are of other layers than the first expert's"
@@ -167,7 +204,7 @@ def _named(experts: Experts, problems: list[str]) -> dict[str, Params]:
 def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
     try:
         leaves = tree.flatten(params)
-        problems += derivative_problems(label, leaves)
+        problems += derivative_problems(label, leaves) + complex_problems(label, leaves)
         return {path: leaf.detach() for path, leaf in leaves.items()}
     except ValueError as error:
         problems.append(f"{label}: {error}")

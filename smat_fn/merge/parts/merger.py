@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import raise_problems
 from ...types import Params, Scope
 from . import arithmetic
 from .arithmetic import gram, gram_memory
 from .chunks import Fuse, compute_dtype, delta_of, merge_pieces
-from .inputs import Experts, Leaves, check, coef_problems, key_problems
+from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop
 from .vectors import apply_vector
 
@@ -200,8 +201,18 @@ def merged_vector(
 
     Raises: ValueError that lists the given problems, the merger's, and all of structure and shapes.
     """
-    found = [*(key_problems(key) if config.random else []), *problems, *config.problems(experts)]  # type: ignore[arg-type]
-    return config.vector(*check(base, experts, found), key)
+    found = [*(key_problems(key) if config.random else []), *problems]  # type: ignore[arg-type]
+    found += option_problems(config) or config.problems(experts)
+    start, flat = check(base, experts, found)
+    if config.random or config.trimming() is not None:
+        raise_problems(tied_problems(start))
+    return config.vector(start, flat, key)
+
+
+def option_problems(config: Merger) -> list[str]:
+    """Errors for options that are not numbers where they should be, so that `Merger.problems` may compare them."""
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (float, float | None, int)}
+    return type_problems(**{name: value for name, value in given.items() if name != "coef"})
 
 
 def merged(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .arithmetic import add, elected, halved, zeroed
 from .chunks import BYTES_PER_COORDINATE, Fuse, Piece
 from .coefs import Rules, coef_of
-from .inputs import Experts
+from .inputs import Experts, type_problems
 from .merger import Mapped, Merger, Rule
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
@@ -69,14 +69,21 @@ def number_problems(experts: Experts, weights: Numbers = NONE, **given: Numbers)
     """Errors for numbers of experts that are none, and for numbers out of their range."""
     names, problems = names_of(experts), []
     for label, numbers in {"weights": weights, **given}.items():
+        if not isinstance(numbers, Mapping):
+            problems.append(f"{label} is {numbers!r}, must be a mapping {{expert's name: number}}")
+            continue
         for name, rules in numbers.items():
             if name not in names:
-                problems.append(f"{label} names {name!r}, which is not an expert: they are {', '.join(names)}")
+                known = ", ".join(map(repr, names))
+                problems.append(f"{label} names {name!r}, which is not an expert: they are {known}")
+            what = f"the weight of {name!r}" if label == "weights" else f"{label} of {name!r}"
             for value in rules.values() if isinstance(rules, Mapping) else [rules]:
-                if label == "weights" and not math.isfinite(value):
-                    problems.append(f"the weight of {name!r} is {value}, must be finite")
-                if label != "weights" and not 0 <= value <= 1:
-                    problems.append(f"{label} of {name!r} is {value}, must be in [0, 1]")
+                if wrong := type_problems(**{what: value}):
+                    problems += wrong
+                elif label == "weights" and not math.isfinite(value):
+                    problems.append(f"{what} is {value}, must be finite")
+                elif label != "weights" and not 0 <= value <= 1:
+                    problems.append(f"{what} is {value}, must be in [0, 1]")
     return list(dict.fromkeys(problems))
 
 

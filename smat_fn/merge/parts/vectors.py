@@ -1,7 +1,5 @@
 """From weights to a task vector, and from a merged task vector to weights: θ − θ₀ and θ₀ + γ τ."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from ...errors import problems_of
 from ...types import Params
 from . import chunks
 from .chunks import delta_of
-from .inputs import coef_problems, derivative_problems, kind_problems
+from .inputs import coef_problems, complex_problems, derivative_problems, kind_problems
 
 CONTIGUOUS = torch.contiguous_format
 
@@ -29,6 +27,7 @@ def task_vector(params: Params, base: Params) -> Params:
     """
     start, leaves = tree.flatten(base), tree.flatten(params)
     problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
+    problems += complex_problems("base", start) + complex_problems("params", leaves)
     errors.raise_problems(problems + kind_problems(start, "base", leaves, "params"))
 
     def delta(path: str, leaf: Tensor) -> Tensor:
@@ -39,11 +38,11 @@ def task_vector(params: Params, base: Params) -> Params:
     return tree.unflatten(base, {path: delta(path, leaf) for path, leaf in start.items()})
 
 
-def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out: Params | None = None) -> Params:
+def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | None = None) -> Params:
     """θ₀ + γ τ, rounded once to the dtype of each leaf of base.
 
     Args:
-        vector: a merged task vector τ, one flat entry for every floating-point leaf of base.
+        vector: a merged task vector τ, one entry for every floating-point leaf of base; flat, or nested as base is.
         coef: γ, finite.
         out: a tree like base, written to instead of a new one: one pass over the weights, bit-identical.
 
@@ -55,7 +54,16 @@ def apply_vector(base: Params, vector: Mapping[str, Tensor], *, coef: float, out
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
-    problems = coef_problems(coef) + problems_of(lambda: tree.check_same(floating, "base", vector=vector))
+    errors.raise_problems([f"vector: {text}" for text in problems_of(tree.flatten, vector)])
+    vector, buffers = tree.flatten(vector), leaves.keys() - floating.keys()
+    problems = coef_problems(coef) + complex_problems("base", leaves) + complex_problems("vector", vector)
+    problems += [
+        f"vector has leaf {path!r}, which is not floating-point in base and stays as it is: leave it out"
+        for path in vector
+        if path in buffers
+    ]
+    vector = {path: leaf for path, leaf in vector.items() if path not in buffers}
+    problems += problems_of(lambda: tree.check_same(floating, "base", vector=vector))
     problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
     merged = {} if out is None else tree.flatten(out)
     if out is not None:
