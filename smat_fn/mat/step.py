@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed, unread, valueless
-from ..errors import raise_problems
+from ..errors import raise_problems, shortened
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
