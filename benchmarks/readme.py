@@ -172,7 +172,7 @@ def digits_mergers(result: dict[str, Any]) -> str:
 def text_mergers(result: dict[str, Any]) -> str:
     """Every merger without data by the methods of the text encoder's study, a line for each merger."""
     return (
-        f"{every_merger(without_means(result['test']), {})}\n"
+        f"{every_merger(without_means(result['test']))}\n"
         f"Test score on the text encoder, mean over five tasks and {seeds(result)}, at the choices of the "
         "[study](studies.md#a-text-encoder-at-one-pass); lines are in the order of their mean over the methods. A "
         "merger's coefficient is chosen on dev; nothing else of a merger is tuned. "
@@ -180,17 +180,13 @@ def text_mergers(result: dict[str, Any]) -> str:
     )
 
 
-def every_merger(test: Scores, sees: Mapping[str, str]) -> str:
-    """Means by merger and method, with the data that mergers see where one of them sees any."""
-    lines = [
-        (
-            name,
-            *((sees.get(name, "-"),) if sees else ()),
-            *(f"{mean(own[name]):.1f}" if name in own else "-" for own in test.values()),
-        )
-        for name in ordered(test)
-    ]
-    return table(("", *(("Data",) if sees else ()), *test), lines)
+def every_merger(test: Scores, sees: Mapping[str, str] | None = None) -> str:
+    """Means by merger and method, with a column of the data that mergers see where ``sees`` is given."""
+    lines = []
+    for name in ordered(test):
+        data = () if sees is None else (sees.get(name, "-"),)
+        lines.append((name, *data, *(f"{mean(own[name]):.1f}" if name in own else "-" for own in test.values())))
+    return table(("", *(() if sees is None else ("Data",)), *test), lines)
 
 
 def without_means(test: Scores) -> Scores:

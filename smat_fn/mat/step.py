@@ -137,13 +137,15 @@ def apply(
 def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) -> State:
     """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
-    leaves = tree.flatten(state.params)
+    first = not isinstance(state.step, int) or state.step == 0  # what it is, its first step shows; a trace has one step
+    leaves = tree.flatten(state.params) if first else {}
     before = {} if donate else tree.versions(leaves)
     result = optimizer.update(grads, state.opt_state, state.params, **options)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise ValueError(f"the optimizer's update returned a {type(result).__name__}: return (params, state)")
     params, opt_state = result
-    _check_updated(leaves, tree.flatten(params), [] if donate else tree.written(leaves, before))
+    if first:
+        _check_updated(leaves, tree.flatten(params), [] if donate else tree.written(leaves, before))
     return State(params, opt_state, tree.counter(state.step + 1, params))
 
 
