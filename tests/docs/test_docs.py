@@ -150,9 +150,12 @@ def test_code_that_is_not_run_is_python(document):
             compile(block["code"], f"{document} line {1 + text[: block.start('code')].count(chr(10))}", "exec")
 
 
-@pytest.mark.parametrize(
-    ("document", "line", "code"), BLOCKS, ids=[f"{document.name} line {line}" for document, line, _ in BLOCKS]
-)
+def case(document, line, code):
+    slow = [pytest.mark.slow] if "@torch.compile" in code else []  # a cold compiler takes half a minute
+    return pytest.param(document, line, code, id=f"{document.name} line {line}", marks=slow)
+
+
+@pytest.mark.parametrize(("document", "line", "code"), [case(*block) for block in BLOCKS])
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, inside its compiler
 def test_the_code_of_the_documents_runs(document, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

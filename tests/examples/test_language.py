@@ -140,6 +140,7 @@ def test_the_noise_curve_has_a_point_for_each_kind_and_size(experiment, inputs):
     assert "| uniform | 0.01 |" in text
 
 
+@pytest.mark.slow
 def test_the_analyses_take_the_runs_that_stand(experiment, inputs):
     out = inputs / "out"
     experiment("experts_curve.sh")

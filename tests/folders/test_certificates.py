@@ -199,7 +199,7 @@ print(n)
 """
 
 
-@pytest.mark.parametrize("mode", ["fresh", "overwrite"])
+@pytest.mark.parametrize("mode", [pytest.param("fresh", marks=pytest.mark.slow), "overwrite"])
 def test_a_kill_at_any_step_leaves_nothing_half_written_and_is_resumed(inputs, tmp_path, mode):
     place = tmp_path / "kills"
     place.mkdir()
