@@ -137,7 +137,8 @@ def apply(
 def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) -> State:
     """The next state: the optimizer on theta."""
     options = {"donate": True} if donate else {}
-    first = not isinstance(state.step, int) or state.step == 0  # what it is, its first step shows; a trace has one step
+    # checked once, since it takes time; a counter is a tensor in compiled and batched steps, whose trace is checked
+    first = not isinstance(state.step, int) or state.step == 0
     leaves = tree.flatten(state.params) if first else {}
     before = {} if donate else tree.versions(leaves)
     result = optimizer.update(grads, state.opt_state, state.params, **options)
