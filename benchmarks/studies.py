@@ -1,4 +1,6 @@
-"""One backward pass against two on pretrained backbones: backbones.md, vit_blocks.md and text.md of docs/protocols.
+"""One backward pass against two on pretrained backbones.
+
+The protocols are backbones.md, vit_blocks.md, text.md and smollm2_top.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -37,6 +39,8 @@ class Backbone(NamedTuple):
     small: bool = False  # five candidates a method in place of nine
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
+    methods: tuple[str, ...] = ()  # some of the labels; none: all
+    mergers: tuple[str, ...] = ()  # some of the names; none: all
 
 
 BACKBONES = {
@@ -76,6 +80,27 @@ BACKBONES = {
         tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
         others=True,
     ),
+    "smollm2_top": Backbone(
+        "llama-3.2-1b",
+        Training(steps=150, lr=2e-4, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
+        lr=2e-4,
+        sigma=2e-3,
+        tuning=(251,),
+        evaluation=(261, 262, 263),
+        options=(
+            ("tasks", ("C-STANCE", "FOMC", "NumGLUE-cm", "NumGLUE-ds")),
+            ("train_layers", 2),
+            ("dtype", "float32"),
+            ("batch_size", 8),
+            ("mask_prompt", True),
+            ("max_new_tokens", 8),
+            ("rows", 600),
+        ),
+        coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
+        small=True,
+        methods=("FT", "SMAT", "SMAT climbing", "ASAM", "ASAM, half the steps"),
+        mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
+    ),
     "smollm2": Backbone(
         "llama-3.2-1b",
         Training(steps=200, lr=4e-5, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
@@ -86,15 +111,17 @@ BACKBONES = {
         options=(("dtype", "bfloat16"), ("max_length", 512), ("batch_size", 8), ("max_new_tokens", 32)),
     ),
 }
-Name = Literal["vit", "vit_blocks", "text", "smollm2"]
+Name = Literal["vit", "vit_blocks", "text", "smollm2_top", "smollm2"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
-    """The study of a backbone: six methods with as many candidates each, the paper's mergers and three others."""
+    """The study of a backbone: its methods with as many candidates each, the paper's mergers and three others."""
     own = BACKBONES[name]
     given = {**dict(own.options), **options, "model": _absolute(model), "data": _absolute(data)}
-    mergers = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
+    eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
+    mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
+    grids = _crosses(own) if own.small else _grids(own)
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -108,7 +135,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         widen=True,
         tuned_on=() if options else own.tuned_on,
     )
-    return widening(protocol, _crosses(own) if own.small else _grids(own))
+    return widening(protocol, {label: grids[label] for label in own.methods or grids})
 
 
 def _grids(own: Backbone) -> dict[str, Grid]:

@@ -121,6 +121,13 @@ def test_mergers_beside_the_eight_are_scored_in_the_evaluation_and_enter_no_mean
     assert stored["test"]["FT"]["CART"] == [90.0]
 
 
+def test_a_backbone_may_have_some_of_the_methods_and_mergers():
+    found = studies.study("smollm2_top", "/model", "/data", {}).protocol
+    assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM", "ASAM, half the steps"]
+    assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
+    assert found.others == ()
+
+
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
     protocol = studies.study("vit", "/model", "/data", {}).protocol
     monkeypatch.setattr(studies, "time_kinds", lambda trials: {trial.kind(): 60.0 for trial in trials})
