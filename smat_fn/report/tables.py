@@ -179,10 +179,11 @@ def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]
 
 
 def show(table: "RichTable") -> None:
-    """Print it, at least 100 columns wide."""
+    """Print it, at least 100 columns wide, and as wide as it is: a number that is cut is another number."""
     from rich.console import Console
 
-    Console(width=max(100, Console().width)).print(table)
+    needed = Console(width=1 << 16).measure(table).maximum
+    Console(width=max(100, Console().width, needed)).print(table)
 
 
 def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:

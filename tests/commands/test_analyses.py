@@ -92,6 +92,10 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     bare = tmp_path / "bare"
     for name in ("base", *TASKS):
         shutil.copytree(runs[0] / name, bare / name)
+    other = shutil.copytree(runs[0] / "merged" / "ta", bare / "lines")  # coefficients by depth are another merger
+    manifest = checkpoint.load_manifest(other)
+    manifest["hyperparameters"]["lines"] = [0.5, 1.0]
+    checkpoint.write_text(other / checkpoint.MANIFEST, json.dumps(manifest))
     assert call("experts-curve", bare, "--out", tmp_path / "found", "--memory", "0")[0] is None
     inputs = load_inputs(*find_inputs(bare))
     suite, vector = merging.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)

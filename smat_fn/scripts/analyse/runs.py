@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -111,7 +111,7 @@ def chosen_merger(
         for file in sorted(run.path.rglob(checkpoint.MANIFEST))
         if (manifest := checkpoint.load_manifest(file.parent)).get("kind") == "merged"
         and manifest["merger"] == merger
-        and "coefs" not in manifest["hyperparameters"]
+        and manifest["hyperparameters"].keys() <= {field.name for field in fields(config)}  # no coefs, no lines
         and manifest["experts"] == {task: m.get("fingerprint") for task, m in run.inputs.manifests.items()}
     ]
     if coef is None and len({json.dumps(settings, sort_keys=True) for settings in stored}) > 1:
