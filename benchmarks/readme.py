@@ -219,8 +219,13 @@ def mean_of(test: Scores, labels: Sequence[str], name: str) -> list[float]:
 
 def of_pair(reference: Sequence[float], other: Sequence[float]) -> str:
     """The mean of paired differences with its interval."""
-    found = paired(reference, other)
-    return f"{found['mean']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f})"
+    return ranged(paired(reference, other))
+
+
+def ranged(found: Mapping[str, Any]) -> str:
+    """The mean of differences with its interval; of one seed, which has none, the mean alone."""
+    low, high = found.get("interval", (None, None))
+    return f"{found['mean']:+.2f}" + ("" if low is None else f" ({low:+.2f} to {high:+.2f})")
 
 
 def passes(label: str) -> int:
@@ -250,10 +255,9 @@ def methods(name: str, result: dict[str, Any]) -> str:
 def beside(name: str, result: dict[str, Any]) -> str:
     """Facts beside the table: SMAT against ASAM, and choices at an edge of their grid."""
     found = paired(result["test"]["SMAT"]["Avg"], result["test"]["ASAM"]["Avg"])
-    low, high = found["interval"]
     tuning = json.loads((RESULTS / f"{name}_tuning.json").read_text(encoding="utf-8"))
     return (
-        f"ASAM - SMAT, paired by seed: {found['mean']:+.2f} ({low:+.2f} to {high:+.2f}). "
+        f"ASAM - SMAT, paired by seed: {ranged(found)}. "
         f"The choices of {', '.join(at_edge(tuning))} lie at an edge of their grid, beyond which better ones may lie."
     )
 
@@ -277,7 +281,7 @@ def at_edge(tuning: dict[str, Any]) -> list[str]:
 def seeds(result: dict[str, Any]) -> str:
     """The numbers of complete and of planned seeds."""
     done, planned = len(result["seeds"]), len(result["planned_seeds"])
-    return f"{done} seeds" if done == planned else f"{done} of {planned} planned seeds"
+    return f"{done} seed{'s' * (done != 1)}" if done == planned else f"{done} of {planned} planned seeds"
 
 
 def merge(result: dict[str, Any]) -> str:
@@ -323,8 +327,8 @@ def model_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
-    return f"{mean(values):.2f} ± {stdev(values):.2f}"
+    """Mean and standard deviation, of one value the value."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -363,7 +367,7 @@ def results(digits: dict[str, Any]) -> str:
 def interval(result: dict[str, Any], label: str) -> str:
     """The difference of a method from FT with its interval; "-" where there is none."""
     found = result["paired"].get(label)
-    return f"{found['mean']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f})" if found else "-"
+    return ranged(found) if found else "-"
 
 
 def in_words(merger: str) -> str:

@@ -298,7 +298,7 @@ def fit(rows: Sequence[Gain], name: str, group: Callable[[Gain], str], question:
     x, y = np.array([row.values[name] for row in rows]), np.array([row.gain for row in rows])
     names, clusters = [group(row) for row in rows], [row.cluster for row in rows]
     x, y = _centred(x, names), _centred(y, names)
-    count, groups, squares = len(set(clusters)), len(set(names)), float(x @ x)
+    count, groups, squares, total = len(set(clusters)), len(set(names)), float(x @ x), float(y @ y)
     if count < 3 or len(rows) <= groups + 1:
         raise ValueError(f"stored for {count} seeds alone")
     from scipy.stats import t
@@ -310,7 +310,7 @@ def fit(rows: Sequence[Gain], name: str, group: Callable[[Gain], str], question:
     half = float(t.ppf(0.975, count - 1)) * math.sqrt(adjust * sum(s * s for s in sums)) / squares
     return Fit(
         question, unit, len(rows), count, groups, slope, (slope - half, slope + half),
-        math.sqrt(float(rest @ rest) / (len(rows) - groups - 1)), 1 - float(rest @ rest) / float(y @ y),
+        math.sqrt(float(rest @ rest) / (len(rows) - groups - 1)), 1 - float(rest @ rest) / total if total else 0.0,
         tuple(float(q) for q in np.quantile(rest, (0, 0.25, 0.5, 0.75, 1))),
     )  # fmt: skip
 
@@ -334,9 +334,10 @@ def by_merger(rows: Sequence[Gain]) -> list[dict[str, Any]]:
         own = [row for row in kept if (row.run.study, row.run.merger) == place]
         seeds = [fmean(row.gain for row in own if row.run.seed == seed) for seed in sorted({r.run.seed for r in own})]
         result = estimate(seeds)
-        drop = fmean(row.values["drop"] for row in own)
+        drops = [row.values["drop"] for row in own if "drop" in row.values]  # a lone seed has no others
         found.append(
-            {"study": place[0], "merger": place[1], "seeds": len(seeds), "gain": result.mean, "drop": drop}
+            {"study": place[0], "merger": place[1], "seeds": len(seeds), "gain": result.mean}
+            | ({"drop": fmean(drops)} if drops else {})
             | ({"interval": list(result.interval)} if result.interval else {})
         )
     return found
@@ -382,7 +383,13 @@ def shown(found: Mapping[str, Any]) -> str:
     head = "Gain over FT against", "Slope (95 % interval)", "for", "Rows", "Seeds", "Residual sd", "Explained", "Range"
     absent = "; ".join(f"{QUESTIONS[name][0]} ({why})" for name, why in found["missing"].items())
     mergers = [
-        (own["study"], own["merger"].upper().replace("_", "-"), f"{own['drop']:.1f}", _ranged(own), str(own["seeds"]))
+        (
+            own["study"],
+            own["merger"].upper().replace("_", "-"),
+            f"{own['drop']:.1f}" if "drop" in own else "-",
+            _ranged(own),
+            str(own["seeds"]),
+        )
         for own in found["mergers"]
     ]
     rates = [

@@ -57,8 +57,9 @@ def diagnose(
     """A `Group` for each kind that is there, in the order of `KINDS`, and last of all leaves together.
 
     Args: experts: by task, at least one; kinds: by leaf path (`groups`); coef: γ.
-    Raises: ValueError that lists leaves of base without a kind.
+    Raises: ValueError that lists leaves of base without a kind; for a coef that is negative or not finite.
     """
+    errors.raise_problems([] if 0 <= coef < math.inf else [f"coef is {coef}, must be finite and not negative"])
     start = _floating(base, kinds)
     sums, names = {path: [0.0, 0.0] for path in start}, list(experts)
     total = merge.task_arithmetic_vector(base, experts)

@@ -38,7 +38,7 @@ def interference(updates: Iterable[Updates]) -> list[Layer]:
         The layers; of nothing, an empty list.
 
     Raises:
-        ValueError: pairs differ in the number of experts.
+        ValueError: pairs differ in the number of experts, or an update is not finite.
     """
     sums: dict[int | None, _Sums] = {}
     for path, parts in updates:
@@ -48,6 +48,10 @@ def interference(updates: Iterable[Updates]) -> list[Layer]:
         if len(parts) != len(own.grams):
             raise ValueError(f"{path} has {len(parts)} updates, leaves before it {len(own.grams)}: give every expert's")
         own.add([part.flatten() for part in parts])
+        if lost := [place for place, square in enumerate(own.squares, 1) if not math.isfinite(square)]:
+            raise ValueError(
+                f"the update of {path} of expert {lost[0]} of {len(parts)} is not finite: check its weights"
+            )
     if not sums:
         return []
     names = sorted(sums, key=lambda block: -1 if block is None else block)
@@ -77,8 +81,12 @@ class _Sums:
         self.agreeing += other.agreeing
         self.moved += other.moved
 
+    @property
+    def squares(self) -> list[float]:
+        return self.grams.diagonal().tolist()
+
     def layer(self, name: str) -> Layer:
-        squares = self.grams.diagonal().tolist()
+        squares = self.squares
         pairs = [
             float(self.grams[i, j]) / math.sqrt(squares[i] * squares[j])
             for i, j in combinations(range(len(squares)), 2)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint
-from ..report.plots import aside, colours, new_figure, png, reach, tidy
+from ..evaluate.statistics import signed
+from ..report.plots import aside, colours, legible, new_figure, png, reach, tidy
 from ..report.section import csv_text
 from .interference import OUTSIDE, mean_rms
 from .results import Result, Row, as_json, curves, methods, records
@@ -39,7 +40,7 @@ def _curve(result: Result) -> Any:
         counts = list(line)
         means, errors = [cell.mean for cell in line.values()], [cell.sd or 0.0 for cell in line.values()]
         axes.errorbar(
-            counts, means, errors if any(errors) else None, label=method, color=palette[method], capsize=2.5,
+            counts, means, errors if any(errors) else None, label=legible(method), color=palette[method], capsize=2.5,
             marker=MARKERS[index % len(MARKERS)], markersize=6, markeredgecolor="black", markeredgewidth=0.5,
             transform=axes.transData + aside(figure, index, len(found)),
         )  # fmt: skip
@@ -71,7 +72,7 @@ def _gains(result: Result) -> Any:
         style: dict[str, Any] = {"s": 60, "edgecolors": "black", "linewidths": 0.8, "zorder": 2}
         axes.scatter([expert], [place], color="white", label="" if place else "experts", **style)
         axes.scatter([merged], [place], color=palette[method], label="" if place else "mean of five mergers", **style)
-        axes.annotate(f"{-drop:+.1f}", ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center")
+        axes.annotate(signed(-drop, 1), ((merged + expert) / 2, place), (0, 5), textcoords="offset points", ha="center")
     axes.set_yticks(range(len(found)), list(found))
     axes.set(ylim=(len(found) - 0.5, -0.6))
     axes.set_xlabel(f"mean {result['settings']['split']} score over tasks")
@@ -119,7 +120,8 @@ def _diagnose(result: Result) -> Any:
     if settings["sigma"]:
         label = f"sigma {settings['sigma']:g} ({settings['sigma_origin']})"
         axes.axvline(settings["sigma"], color="black", linestyle="--", label=label)
-    axes.set_xscale("log")
+    if settings["sigma"] or any(row["delta"] or row["partners"] for row in rows):  # zeros have no logarithm
+        axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), [row["kind"] for row in rows])
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.set_xlabel("root mean square over weights")
@@ -144,7 +146,8 @@ def _by_block(sizes: Any, angles: Any, signs: Any, rows: Sequence[Row]) -> None:
     labelled = set[str]()
     for index, ((method, _), own) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": palette[method], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
-        style |= {"markeredgecolor": "black", "markeredgewidth": 0.5, "label": "" if method in labelled else method}
+        style |= {"markeredgecolor": "black", "markeredgewidth": 0.5}
+        style |= {"label": "" if method in labelled else legible(method)}
         labelled.add(method)
         places = [-1 if row["layer"] == OUTSIDE else int(row["layer"]) for row in own]
         sizes.plot(places, [mean_rms(row) or np.nan for row in own], **style)

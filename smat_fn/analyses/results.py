@@ -65,12 +65,25 @@ def curves(rows: Sequence[Row]) -> dict[str, dict[int, Cell]]:
     return found
 
 
+def _of_seeds(rows: Sequence[Row]) -> str:
+    """The end of a title where methods have different seeds: their means are not of the same runs."""
+    own = {method: sorted({row["seed"] for row in some}) for method, some in methods(rows).items()}
+    if len({*map(tuple, own.values())}) < 2:
+        return ""
+    return f"; methods have different seeds ({'; '.join(f'{x} {_listed(seeds)}' for x, seeds in own.items())})"
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
 def _curve(result: Result) -> Summary:
     found, merged = curves(result["rows"]), result["analysis"] == "experts-curve"
     counts = sorted({count for line in found.values() for count in line})
     what = f"{result['settings']['merger'].upper()} of K experts" if merged else "FT experts, q replaced"
     return Summary(
-        f"{what}: mean {result['settings']['split']} score, % of the independent FT experts'",
+        f"{what}: mean {result['settings']['split']} score, % of the independent FT experts'"
+        + _of_seeds(result["rows"]),
         ["Method", *(f"{'K' if merged else 'q'} = {count}" for count in counts)],
         [[name, *(line[c].text() if c in line else "-" for c in counts)] for name, line in found.items()],
     )
@@ -82,7 +95,7 @@ def _gains(result: Result) -> Summary:
         method: [cell_of({row["seed"]: row[name] for row in own}).text() for name in fields]
         for method, own in methods(result["rows"]).items()
     }
-    title = f"mean {result['settings']['split']} score over tasks, 0 to 100"
+    title = f"mean {result['settings']['split']} score over tasks, 0 to 100{_of_seeds(result['rows'])}"
     return Summary(
         title, ["Method", "Expert", "Five mergers", "Drop"], [[name, *texts] for name, texts in cells.items()]
     )
@@ -126,10 +139,15 @@ def _diagnose(result: Result) -> Summary:
 
 def _interference(result: Result) -> Summary:
     lines = []
+    seeds: dict[str, set[Any]] = {}
     for row in result["rows"]:
+        seeds.setdefault(row["method"], set()).add(row.get("seed"))
+    for row in result["rows"]:
+        several = len(seeds[row["method"]]) > 1
+        name = f"{row['method']}, seed {row['seed']}" if several else row["method"]
         angles = ("-" if row[name] is None else f"{row[name]:.3f}" for name in ("cosine", "lowest", "highest"))
         signs = "-" if row["agreement"] is None else f"{row['agreement']:.3f}"
-        lines.append([row["method"], row["layer"], f"{row['size']:,}", f"{mean_rms(row):.3g}", *angles, signs])
+        lines.append([name, row["layer"], f"{row['size']:,}", f"{mean_rms(row):.3g}", *angles, signs])
     columns = ["Experts", "Block", "Weights", "Update", "Cosine", "Lowest", "Highest", "Signs"]
     title = "updates by block: RMS, cosines of pairs of experts, agreement of signs (1: all agree)"
     return Summary(title, columns, lines)

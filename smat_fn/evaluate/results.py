@@ -83,7 +83,7 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     """`read_results` for a dataclass of any kind."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     rows, problems = [], []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_lines(path), 1):
         try:
             values = json.loads(line)
             if unknown := set(values) - known:
@@ -94,6 +94,12 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     if problems:
         raise ValueError("; ".join(problems) + ": remove these lines or write the file again")
     return rows
+
+
+def text_lines(path: str | Path) -> list[str]:
+    """The lines of a file. str.splitlines would also end one at characters that JSON leaves in texts, as U+2028."""
+    with open(path, encoding="utf-8") as file:
+        return list(file)
 
 
 def run_of(manifest: Mapping[str, Any]) -> Run:

@@ -28,8 +28,8 @@ class Estimate(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+        """Whether the interval leaves out 0, by more than rounding."""
+        return self.interval is not None and (self.interval[0] > ROUNDING or self.interval[1] < -ROUNDING)
 
 
 def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
@@ -49,6 +49,11 @@ def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
     sd = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
     half = float(t.ppf((1 + level) / 2, n - 1)) * sd / math.sqrt(n)
     return Estimate(values, mean, sd, (mean - half, mean + half))
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference with its sign; one that is 0 but for rounding as +0.00."""
+    return f"{0.0 if abs(value) <= ROUNDING else value:+.{digits}f}"
 
 
 def differences(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:

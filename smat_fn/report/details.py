@@ -6,7 +6,7 @@ from typing import Any
 from ..evaluate.results import EXPERT
 from .found import Cost, Found, times
 from .section import DASH, Section, Table, size, spread, words
-from .tables import cell_of
+from .tables import cell_of, plain
 
 
 def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]) -> Section | None:
@@ -40,7 +40,8 @@ def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]
                 "peak_memory_bytes": cost.peak,
             }
         )
-    against = next((name for name in references.values() if name), "reference")
+    others = dict.fromkeys(name for name in map(references.get, known) if name)
+    against = next(iter(others)) if len(others) == 1 else "reference"
     of = ", ".join(dict.fromkeys(cost.peak_of for cost in known.values() if cost.peak_of))
     columns = ["Method", "Seconds a step", "Seconds in all", f"x {against}", "Peak memory", f"against {against}"]
     text = (
@@ -48,6 +49,10 @@ def cost_section(costs: Mapping[str, Cost], references: Mapping[str, str | None]
         "saving, merging and evaluation are left out. Mean over seeds. Memory: the largest peak of training an expert."
     )
     text += f" It is of: {of}." if of else ""
+    if len(others) > 1:
+        names = {x: [plain(label) for label in known if references.get(label) == x != label] for x in others}
+        each = "; ".join(f"{plain(x)} of {', '.join(own)}" for x, own in names.items() if own)
+        text += f" References: {each}." if each else ""
     return Section("Training cost", text, Table(columns, rows, records))
 
 
@@ -101,11 +106,11 @@ def _other_settings(found: Found, mergers: Sequence[str]) -> list[str]:
                 kept = {k: "by parameter" if k == "coefs" else v for k, v in run.hyperparameters.items() if k != "coef"}
                 own.setdefault(words(kept) or "no others", {})[run.label] = None
         if len(own) > 1:
-            each = "; ".join(f"{', '.join(labels)}: {settings}" for settings, labels in own.items())
+            each = "; ".join(f"{', '.join(map(plain, labels))}: {settings}" for settings, labels in own.items())
             sentences.append(f"**Other settings of {merger} differ** ({each}).")
         several = [run for run in found.runs if run.model.upper() == merger and "coefs" in run.hyperparameters]
         if several:
-            labels = ", ".join(dict.fromkeys(run.label for run in several))
+            labels = ", ".join(dict.fromkeys(plain(run.label) for run in several))
             sentences.append(f"{merger} of {labels} has other coefficients for some parameters.")
     return sentences
 

@@ -99,7 +99,7 @@ class Cost(NamedTuple):
 
 
 def costs_of(runs: Iterable[Run], rows: Iterable[Result] = ()) -> dict[str, Cost]:
-    """Costs by label. Args: rows: scores, which tell how many experts a set has."""
+    """Costs by label. Args: rows: scores, which tell which experts a set has."""
     experts: dict[tuple[str, int], set[str]] = {}
     for row in rows:
         if row.model.startswith(EXPERT):
@@ -108,29 +108,35 @@ def costs_of(runs: Iterable[Run], rows: Iterable[Result] = ()) -> dict[str, Cost
     for run in runs:
         if run.trains:
             sets.setdefault(run.label, {}).setdefault(run.seed, []).append(run)
-    numbers = {key: len(models) for key, models in experts.items()}
-    return {label: _cost(dict(sorted(by_seed.items())), numbers) for label, by_seed in sets.items()}
+    return {label: _cost(dict(sorted(by_seed.items())), experts) for label, by_seed in sets.items()}
 
 
-def _cost(by_seed: dict[int, list[Run]], numbers: Mapping[tuple[str, int], int]) -> Cost:
+def _cost(by_seed: dict[int, list[Run]], scored: Mapping[tuple[str, int], set[str]]) -> Cost:
     experts = [run for runs in by_seed.values() for run in runs]
+    tasks = frozenset(run.model for run in experts)
+
+    def whole(runs: list[Run]) -> bool:
+        # a sum over some of the experts is not the cost of the set
+        own = {run.model for run in runs}
+        return SET in own or own >= (tasks - {SET}) | scored.get((runs[0].label, runs[0].seed), set())
 
     def steps_of(run: Run) -> int:
         # steps of a row of a whole set are those of one expert
-        count = numbers.get((run.label, run.seed), 0) if run.model == SET else 1
+        count = len(scored.get((run.label, run.seed), ())) if run.model == SET else 1
         evaluated = run.evaluations.get("curve")  # the last one ends training
         return count * (evaluated[-1][0] if evaluated else run.training.get("steps") or 0)
 
     steps = {seed: sum(map(steps_of, runs)) for seed, runs in by_seed.items()}
     seconds = per_step = None
-    if all(run.seconds is not None for run in experts):
+    complete = all(map(whole, by_seed.values()))
+    if complete and all(run.seconds is not None for run in experts):
         seconds = cell_of({seed: sum(run.seconds or 0.0 for run in runs) for seed, runs in by_seed.items()})
         if all(steps.values()):
             per_step = cell_of({seed: total / steps[seed] for seed, total in seconds.by_seed.items()})
     peaks = [run.peak_memory_bytes for run in experts]
-    peak = None if None in peaks else max(p for p in peaks if p is not None)
+    peak = None if None in peaks or not complete else max(p for p in peaks if p is not None)
     peak_of = ", ".join(sorted({run.peak_memory_of for run in experts} - {""}))
-    return Cost(frozenset(run.model for run in experts), seconds, per_step, peak, peak_of)
+    return Cost(tasks, seconds, per_step, peak, peak_of)
 
 
 def times(cost: Cost | None, reference: Cost | None) -> Cell | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
+from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +22,11 @@ def colours(methods: Iterable[str]) -> dict[str, str | None]:
 
     None where spare ones have run out.
     """
-    methods = list(methods)
-    found = {method: COLOURS.get(method.lower()) for method in methods}
-    for method in methods:
+    found: dict[str, str | None] = {}
+    for method in dict.fromkeys(methods):
+        own = COLOURS.get(method.lower())
+        found[method] = None if own in found.values() else own
+    for method in found:
         namesake = COLOURS.get(method.lower().removesuffix("(muon)").removesuffix("muon").rstrip(" -"))
         if namesake not in found.values():
             found[method] = found[method] or namesake
@@ -36,6 +39,13 @@ def drawable(table: MainTable) -> bool:
     return len(table.scored) > 0 and None not in colours(table.cells).values()
 
 
+def check_colours(methods: Iterable[str]) -> dict[str, str | None]:
+    """`colours`. Raises: ValueError where there are too few for `main_plot`."""
+    if None in (palette := colours(methods)).values():
+        raise ValueError(f"cannot draw methods {list(palette)}: give at most {len(SPARE)} beside {list(COLOURS)}")
+    return palette
+
+
 def main_plot(table: MainTable, *, title: str = "") -> bytes:
     """Means of experts, mergers and the mean of the paper's five, grouped by column: a PNG of 1800 x 900 pixels.
 
@@ -45,11 +55,9 @@ def main_plot(table: MainTable, *, title: str = "") -> bytes:
     Raises:
         ValueError: the table is empty, or more than five methods have no colour of their own in `COLOURS`.
     """
-    palette = colours(table.cells)
-    if not drawable(table):
-        raise ValueError(
-            f"cannot draw methods {list(table.cells)}: give at least one, at most {len(SPARE)} beside {list(COLOURS)}"
-        )
+    if not table.scored:
+        raise ValueError(f"cannot draw methods {list(table.cells)}: they have no scores of experts or mergers")
+    palette = check_colours(table.cells)
     columns = table.columns
     # panels of one scale, for experts are far above what is merged; of nothing there is none
     parts = [columns[:1], columns[1:]] if columns[0] == "Expert" else [columns]
@@ -84,8 +92,8 @@ def _points(axes: Any, table: MainTable, columns: Sequence[str], palette: Mappin
         x = np.array(list(cells)) + (index - (count - 1) / 2) * 0.86 / count
         means, errors = [cell.mean for cell in cells.values()], [cell.sd or 0.0 for cell in cells.values()]
         axes.errorbar(
-            x, means, errors if any(errors) else None, fmt="o", label=method, color=palette[method], ecolor="black",
-            elinewidth=0.9, capsize=2.5, markersize=7, markeredgecolor="black", markeredgewidth=0.5,
+            x, means, errors if any(errors) else None, fmt="o", label=legible(method), color=palette[method],
+            ecolor="black", elinewidth=0.9, capsize=2.5, markersize=7, markeredgecolor="black", markeredgewidth=0.5,
         )  # fmt: skip
         # numbers of more methods would lie upon each other
         for place, mean, error in zip(x, means, errors, strict=True) if count <= NUMBERED else ():
@@ -185,16 +193,17 @@ def noise_plot(curves: Mapping[str, Mapping[float, Cell]], *, reference: tuple[s
     # matplotlib finds no limits of what stands aside
     axes.set(xscale="log", xlim=(sigmas[0] / 1.3, sigmas[-1] * 1.3), ylim=ends)
     styles = {"uniform": ("#0072B2", "o"), "gaussian": ("#D55E00", "s"), "laplace": ("#009E73", "^")}
+    spare = cycle([("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X")])
     for index, (family, points) in enumerate(curves.items()):
-        colour, marker = styles.get(family, ("#CC79A7", "D"))
+        colour, marker = styles.get(family) or next(spare)
         means, errors = [cell.mean for cell in points.values()], [cell.sd or 0.0 for cell in points.values()]
         axes.errorbar(
             list(points), means, errors if any(errors) else None, color=colour, marker=marker, markersize=5,
-            capsize=2.5, label=family, transform=axes.transData + aside(figure, index, len(curves)),
+            capsize=2.5, label=legible(family), transform=axes.transData + aside(figure, index, len(curves)),
         )  # fmt: skip
     if reference:
         name, cell = reference
-        axes.axhline(cell.mean, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=name)
+        axes.axhline(cell.mean, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=legible(name))
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
     axes.minorticks_off()
     axes.set_xlabel("RMS of the noise, in units of the weights")
@@ -219,6 +228,11 @@ def aside(figure: Any, index: int, count: int) -> Any:
     return ScaledTranslation((index - (count - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
 
 
+def legible(label: str) -> str:
+    """A label for a legend: matplotlib leaves out those that begin with an underscore, so an empty space leads them."""
+    return f"\u200b{label}" if label.startswith("_") else label
+
+
 def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> None:
     """Grey grid lines behind the drawing, no frame at the top and on the right."""
     axes.grid(axis=grid, color=shade, linewidth=0.7)
@@ -227,13 +241,17 @@ def tidy(axes: Any, grid: Literal["x", "y", "both"], *, shade: str = "0.88") -> 
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file's content, its words in one size; no version of a library in it."""
+    """The figure as a file's content, its words in one size, dollars in them shown; no version of a library in it."""
     from matplotlib.text import Text
 
+    powers = set[Any]()  # matplotlib writes 10^-3 as mathematics
     for axes in figure.axes:
         axes.tick_params(labelsize=FONT)  # of ticks that are yet to come
+        logarithmic = (axis for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log")
+        powers |= {text for axis in logarithmic for text in axis.findobj(Text) if text is not axis.label}
     for text in figure.findobj(Text):
         text.set_fontsize(FONT)
+        text.set_parse_math(text in powers)
     file = BytesIO()
     figure.savefig(file, metadata={"Software": None})
     return file.getvalue()

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .tables import Cell
+from .tables import Cell, plain
 
 DASH = "–"  # noqa: RUF001 (what is not there)
+BOLD = re.compile(r"\*\*[\d.]+( ± [\d.]+)?\*\*")  # the best of a column
 
 
 class Table(NamedTuple):
@@ -87,4 +88,4 @@ def _text(value: object) -> str:
     if value is None:
         return DASH
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text if BOLD.fullmatch(text) else plain(text)

@@ -1,13 +1,14 @@
 """The findings: sentences, the main table, paired differences, ablations and noise; None where nothing is to show."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from ..evaluate.statistics import Estimate
+from ..evaluate.statistics import Estimate, signed
 from .found import PARTS, Found, times
-from .section import Section, Table, size, spread
-from .tables import COLUMNS, MORE, Cell, cell_of, drop, marked
+from .section import Section, Table, size, spread, words
+from .tables import COLUMNS, MORE, Cell, cell_of, drop, is_best, marked, plain
 
 FEW = 4  # pairs that are shown in every column
 NOTE = (
@@ -53,7 +54,7 @@ def with_interval(got: Estimate | None) -> tuple[str | None, str | None]:
     """A difference and its interval as texts."""
     if got is None:
         return None, None
-    return f"{got.mean:+.2f}", got.interval and f"{got.interval[0]:+.2f} to {got.interval[1]:+.2f}"
+    return signed(got.mean), got.interval and f"{signed(got.interval[0])} to {signed(got.interval[1])}"
 
 
 def _uncompared(found: Found, labels: list[str]) -> list[str]:
@@ -64,7 +65,7 @@ def _uncompared(found: Found, labels: list[str]) -> list[str]:
             line, column = found.table.cells[label], _scored(found, label)
             place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
             mean = f": {line[column].text()} on {place}" if column in line else ""
-            lines.append(f"**{label}** {role}{mean}.")
+            lines.append(f"**{plain(label)}** {role}{mean}.")
     return lines
 
 
@@ -74,7 +75,7 @@ def _legend(found: Found, rows: list[list[object]]) -> str:
     text = f"{split} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
     own = {label: _seeds(found, label) for label in found.table.cells}
     if len({*own.values()}) > 1:
-        each = "; ".join(f"{label} {', '.join(map(str, of))}" for label, of in own.items())
+        each = "; ".join(f"{plain(label)} {', '.join(map(str, of))}" for label, of in own.items())
         text += f" **Labels have different seeds** ({each}): a mean is over its label's, a difference over common ones."
     if rows:
         text += (
@@ -90,15 +91,22 @@ def _seeds(found: Found, label: str) -> tuple[int, ...]:
 
 
 def _alone(found: Found, labels: list[str]) -> list[str]:
-    differences = [got for x in labels if (got := found.difference(x, "Avg", found.compared_with(x)))]
-    if not differences:
-        return []
-    above, below = (sum(got.settled and sign * got.mean > 0 for got in differences) for sign in (1, -1))
-    return [
-        f"**Perturb alone**, {len(differences)} settings of its noise: the interval of the difference from "
-        f"{found.compared_with(labels[0])} lies above zero for {above}, below zero for {below}, and contains it for "
-        f"{len(differences) - above - below}."
-    ]
+    """A sentence for each reference of Perturb alone: how many of its settings have which finding."""
+    differences: dict[str, list[Estimate]] = {}
+    for label in labels:
+        other = found.compared_with(label)
+        if other is not None and (got := found.difference(label, "Avg", other)):
+            differences.setdefault(other, []).append(got)
+    sentences = []
+    for other, own in differences.items():
+        open_ = Counter(verdict(got) for got in own if got.interval is None or (got.alike and got.settled))
+        above, below = (sum(verdict(got) == finding for got in own) for finding in ("above", "below"))
+        sentences.append(
+            f"**Perturb alone**, {len(own)} setting{'s' * (len(own) > 1)} of its noise: the interval of the difference "
+            f"from {plain(other)} lies above zero for {above}, below zero for {below}, and contains it for "
+            f"{len(own) - above - below - open_.total()}{''.join(f'; {n} {finding}' for finding, n in open_.items())}."
+        )
+    return sentences
 
 
 def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
@@ -117,7 +125,7 @@ def main_results(found: Found, title: str, *, muon: bool) -> Section | None:
         ratio = times(cost, other)
         cost_of_merging = drop(line)
         costs = ratio and ("1" if label == base else ratio.text(3)), cost and cost.peak and size(cost.peak)
-        gain = f"{change.mean:+.2f}" if change and label != base else None
+        gain = signed(change.mean) if change and label != base else None
         rows.append([label, *texts[label], cost_of_merging and cost_of_merging.text(), gain, *costs])
         records.append(
             {
@@ -186,7 +194,7 @@ def _texts(got: Estimate) -> list[object]:
         None if got.interval is None else "no" if got.settled else "yes",
         len(got.values),
         f"{above} + / {below} -" + (f" / {equal} =" if equal else ""),
-        ", ".join(f"{value:+.2f}" for value in got.values),
+        ", ".join(map(signed, got.values)),
     ]
 
 
@@ -207,7 +215,7 @@ def ablation(found: Found) -> Section | None:
         rows.append([variant, label, *texts, *with_interval(change), verdict(change) if other else None])
         records.append({"variant": variant, "method": label, **spread(line), "avg_change": change and change.mean})
     columns = ["Variant", "Label", *COLUMNS, "Change", "95 % interval", "Finding"]
-    against = ", ".join(dict.fromkeys(other for label in labels if (other := found.compared_with(label))))
+    against = ", ".join(dict.fromkeys(plain(other) for label in labels if (other := found.compared_with(label))))
     text = f"Change: five-merger mean against {against or 'nothing that is here'}."
     return Section("Ablation", text, Table(columns, rows, records))
 
@@ -221,32 +229,56 @@ def noise(found: Found) -> Section | None:
         return None
     rows, records = [], []
     curves: dict[str, dict[float, Cell]] = {}
-    order = sorted(labels, key=lambda x: (_noise(found, x), float(found.settings[x].hyperparameters["sigma"])))
+    families = _families(found, labels)
+    order = sorted(labels, key=lambda x: (families[x], _sigma(found, x)))
     for label in order:
-        sigma, line = float(found.settings[label].hyperparameters["sigma"]), found.table.cells[label]
-        family, other = _noise(found, label), found.compared_with(label)
+        sigma, line = _sigma(found, label), found.table.cells[label]
+        family, other = families[label], found.compared_with(label)
         curves.setdefault(family, {})[sigma] = line["Avg"]
         got = found.difference(label, "Avg", other)
         open_ = evidence(got) if got and got.interval else None
         expert = line["Expert"].text() if "Expert" in line else None
-        rows.append([family, f"{sigma:g}", expert, line["Avg"].text(), f"{got.mean:+.2f}" if got else None, open_])
+        rows.append([family, f"{sigma:g}", expert, line["Avg"].text(), signed(got.mean) if got else None, open_])
         records.append(
             {"noise": family, "sigma": sigma, "method": label, **spread(line), "avg_change": got and got.mean}
         )
-    base = found.base(muon=found.muon(order[0]))
+    bases = dict.fromkeys(found.compared_with(label) for label in order)
+    base = next(iter(bases)) if len(bases) == 1 else None
     seeds = {seed for points in curves.values() for cell in points.values() for seed in cell.by_seed}
     whole = found.table.cells[base].get("Avg") if base else None
     level = {seed: score for seed, score in whole.by_seed.items() if seed in seeds} if whole else {}
-    columns = ["Noise", "RMS", "Expert", "Avg", f"Avg - {base or found.reference}", "Over seeds"]
+    against = base or (found.reference if len(bases) == 1 else "reference")
+    columns = ["Noise", "RMS", "Expert", "Avg", f"Avg - {against}", "Over seeds"]
     text = "Perturb alone, without Scale and Mask. The best sigma was selected on the same scores, so it is optimistic."
     if whole and len(level) < len(whole.by_seed):
-        text += f" In the figure {base} is the mean over the seeds that were trained with noise."
+        text += f" In the figure {plain(base or '')} is the mean over the seeds that were trained with noise."
+    if len(bases) > 1:
+        each = {families[label]: found.compared_with(label) or "none" for label in order}
+        text += f" Reference: {'; '.join(f'of {plain(name)}, {plain(other)}' for name, other in each.items())}."
     drawn = noise_plot(curves, reference=(base, cell_of(level)) if base and level else None)
     return Section("Noise", text, Table(columns, rows, records), drawn)
 
 
-def _noise(found: Found, label: str) -> str:
-    return str(found.settings[label].hyperparameters.get("noise", "uniform"))
+def _sigma(found: Found, label: str) -> float:
+    return float(found.settings[label].hyperparameters["sigma"])
+
+
+def _families(found: Found, labels: Sequence[str]) -> dict[str, str]:
+    """The curve of each label: its noise, and other settings where optimizers differ or several labels have one sigma.
+
+    A point stands for one label, and a curve for one reference.
+    """
+    values = {x: {**found.settings[x].hyperparameters, **found.settings[x].training} for x in labels}
+    names = {label: str(own.get("noise", "uniform")) for label, own in values.items()}
+    for name in dict.fromkeys(names.values()):
+        own = [label for label in labels if names[label] == name]
+        fields = dict.fromkeys(field for x in own for field in values[x] if field not in ("noise", "sigma"))
+        differ = [field for field in fields if any(values[x].get(field) != values[own[0]].get(field) for x in own)]
+        if len({_sigma(found, x) for x in own}) < len(own) or len({found.muon(x) for x in own}) > 1:
+            more = {x: words({field: values[x].get(field) for field in differ}) for x in own}
+            names |= {x: ", ".join(filter(None, (name, more[x]))) for x in own}
+    points = Counter((names[x], _sigma(found, x)) for x in labels)
+    return {x: f"{names[x]}, {x}" if points[names[x], _sigma(found, x)] > 1 else names[x] for x in labels}
 
 
 def verdict(found: Estimate | None) -> str:
@@ -269,27 +301,28 @@ def evidence(found: Estimate) -> str:
     assert found.interval is not None
     low, high = found.interval
     above, equal, below = found.signs
+    if found.alike and found.settled:
+        return f"{signed(found.mean)} in all {len(found.values)} seeds, which establishes nothing"
     counts = [f"{n} {name}" for n, name in ((above, "above"), (equal, "equal"), (below, "below")) if n]
     contains = "leaves out zero" if found.settled else "contains zero"
-    return f"95 % interval {low:+.2f} to {high:+.2f} {contains} ({len(found.values)} seeds: {', '.join(counts)})"
+    return f"95 % interval {signed(low)} to {signed(high)} {contains} ({len(found.values)} seeds: {', '.join(counts)})"
 
 
 def mergers(found: Found, facts: Mapping[str, Any]) -> Section | None:
     """Every merger with every way to train, where there are more mergers than the paper's."""
     from .plots import merger_plot
 
-    if not found.table.scored.intersection(MORE):
-        return None
     table = found.part([label for label in found.table.cells if found.kind(label) != "noise"])
+    if not table.scored.intersection(MORE):
+        return None
     names = [column for column in table.columns if column not in ("Expert", "Avg") and column in table.scored]
     pairs = [(label, other) for label in table.cells if (other := found.compared_with(label))]
     rows: list[list[object]] = []
     records: list[dict[str, object]] = []
     for name in names:
         cells = {label: line[name] for label, line in table.cells.items() if name in line}
-        best = max(cell.mean for cell in cells.values())
         texts = {
-            x: f"**{cell.text()}**" if cell.mean == best and len(cells) > 1 else cell.text()
+            x: f"**{cell.text()}**" if len(cells) > 1 and is_best(cell, cells.values()) else cell.text()
             for x, cell in cells.items()
         }
         gains = {pair: got for pair in pairs if (got := found.difference(pair[0], name, pair[1]))}
@@ -314,7 +347,7 @@ def mergers(found: Found, facts: Mapping[str, Any]) -> Section | None:
         "paired by seed, with their 95 % interval. Coefficient: the smallest and the largest of all models, "
         '"dev" where each was chosen on dev. '
     )
-    training = f"chosen on dev for {', '.join(tuned)}" if tuned else "not recorded whether they were tuned"
+    training = f"chosen on dev for {', '.join(map(plain, tuned))}" if tuned else "not recorded whether they were tuned"
     text += f"Learning rate and hyperparameters of training: {training}."
     columns = ["Merger", "Coefficient", "Seeds", *table.cells, *(f"{label} - {other}" for label, other in pairs)]
     return Section("Trainers and mergers", text, Table(columns, rows, records), merger_plot(table, names))
@@ -325,6 +358,7 @@ def _coef(found: Found, merger: str) -> str | None:
     coefs = [row.coef for row in found.rows if row.model.upper() == merger and row.coef is not None]
     if not coefs:
         return None
-    runs = [run for run in found.runs if run.model.upper() == merger]
+    scored = {(row.method, row.seed) for row in found.rows if row.model.upper() == merger and row.coef is not None}
+    runs = {(run.label, run.seed): run for run in found.runs if run.model.upper() == merger}
     text = f"{min(coefs):g}" + (f" to {max(coefs):g}" if max(coefs) > min(coefs) else "")
-    return text + " dev" * (bool(runs) and all(len(run.dev_curve) > 1 for run in runs))
+    return text + " dev" * all(key in runs and len(runs[key].dev_curve) > 1 for key in scored)

@@ -1,5 +1,6 @@
 """The main table: one line per method, experts and mergers side by side."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 from ..config import MORE_MERGERS
 from ..errors import raise_problems
 from ..evaluate.results import EXPERT, Result
+from ..evaluate.statistics import ROUNDING
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -16,6 +18,8 @@ MERGERS = ("WA", "TA", "TIES", "DARE", "DELLA")
 COLUMNS = ("Expert", *MERGERS, "Avg")
 # two merge while they look at rows, and have no options class
 MORE = (*(config.name.upper() for config in MORE_MERGERS), "REG_MEAN_PLUS", "ADAMERGING")
+# an underscore inside a word is a letter, a bracket one where no link follows
+MARKUP = re.compile(r"[\\`*<]|(?<![^\W_])_|_(?![^\W_])|\[(?=[^\]]*\]\()")
 
 
 class Cell(NamedTuple):
@@ -124,21 +128,29 @@ def main_table(rows: Iterable[Result], *, split: str = "test", methods: Sequence
     return MainTable(split, cells)
 
 
+def is_best(cell: Cell, others: Iterable[Cell]) -> bool:
+    """Whether no other mean is larger, but for rounding: equal means are all best."""
+    return cell.mean >= max(other.mean for other in others) - ROUNDING
+
+
 def markdown(table: MainTable, *, digits: int = 2) -> str:
     """The table in Markdown, ``mean ± sd`` where there are several seeds."""
     lines = [["Method", *table.columns], ["---", *["---:"] * len(table.columns)]]
-    lines += [
-        [method.replace("|", "\\|"), *_texts(line, table.columns, digits)] for method, line in table.cells.items()
-    ]
+    lines += [[plain(method), *_texts(line, table.columns, digits)] for method, line in table.cells.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def plain(name: str) -> str:
+    """A name as Markdown that shows it letter by letter: labels and tasks may hold any characters."""
+    return MARKUP.sub(r"\\\g<0>", name).replace("|", "\\|").replace("\n", " ")
 
 
 def marked(table: MainTable, mark: Callable[[str], str], *, digits: int = 2, joint: str = " ") -> dict[str, list[str]]:
     """The texts of every method's columns, the best of each column marked."""
-    best = {c: max(line[c].mean for line in table.cells.values() if c in line) for c in table.scored}
+    cells = {c: [line[c] for line in table.cells.values() if c in line] for c in table.scored}
     return {
         method: [
-            mark(text) if column in line and line[column].mean == best[column] else text
+            mark(text) if column in line and is_best(line[column], cells[column]) else text
             for column, text in zip(table.columns, _texts(line, table.columns, digits, joint=joint), strict=True)
         ]
         for method, line in table.cells.items()
@@ -167,10 +179,11 @@ def rich_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]
 
 
 def show(table: "RichTable") -> None:
-    """Print it, at least 100 columns wide."""
+    """Print it, at least 100 columns wide, and as wide as it is: a number that is cut is another number."""
     from rich.console import Console
 
-    Console(width=max(100, Console().width)).print(table)
+    needed = Console(width=1 << 16).measure(table).maximum
+    Console(width=max(100, Console().width, needed)).print(table)
 
 
 def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:

@@ -81,12 +81,14 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
         if section.png is not None:
             png = section.png.read_bytes() if isinstance(section.png, Path) else section.png
             images[f"{section.slug}.png"] = png
+    html_page = page(title, text, images)
+    for section in sections:
         if section.table is not None:
             write_text(folder / f"{section.slug}.csv", section.table.csv)
     for name, png in images.items():
         write_bytes(folder / name, png)
     write_text(folder / "report.md", f"# {title}\n\n{text}")
-    write_text(folder / "report.html", page(title, text, images))
+    write_text(folder / "report.html", html_page)
     return folder / "report.html"
 
 
@@ -114,6 +116,7 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
 
     Args: text: what follows the title, in Markdown (CommonMark and tables; HTML in it is shown, not obeyed); images:
         PNGs by the name that the text gives them.
+    Raises: ValueError for an image that is none of them.
     """
     from markdown_it import MarkdownIt
 
@@ -129,7 +132,12 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
             token.attrSet("class", "long")
         for child in token.children or ():
             if child.type == "image":
-                picture = images[str(child.attrGet("src"))]
+                name = str(child.attrGet("src"))
+                if name not in images:
+                    raise ValueError(
+                        f"the text has the image {name!r}, which the page would lack: give it as a Section's png"
+                    )
+                picture = images[name]
                 child.attrSet("src", "data:image/png;base64," + base64.b64encode(picture).decode())
                 if width := _width(picture):
                     child.attrSet("width", str(width))
@@ -141,10 +149,6 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
         f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n<nav>{' '.join(links)}</nav>\n{body}</body>\n</html>\n"
     )
-
-
-def _anchor(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")
 
 
 def _width(png: bytes) -> int | None:

@@ -52,6 +52,9 @@ def test_a_single_expert_has_no_partners():
 def test_every_leaf_needs_a_kind():
     with pytest.raises(ValueError, match=r"'embed' has no kind.*'gain' has no kind"):
         diagnose(BASE, {"a": BASE}, {"q": "mlp"})
+    for coef in (-0.3, float("nan")):
+        with pytest.raises(ValueError, match=f"coef is {coef}, must be finite and not negative"):
+            diagnose(BASE, {"a": BASE, "b": BASE}, KINDS, coef=coef)
 
 
 def test_noise_below_half_an_ulp_moves_nothing():

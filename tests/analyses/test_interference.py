@@ -59,6 +59,8 @@ def test_experts_that_did_not_move_and_nothing():
     (block, _) = interference([("layers.0.w", [torch.zeros(3), torch.zeros(3)])])
     assert block[2:] == ((0.0, 0.0), None, None, None, None)
     assert interference([]) == []
+    with pytest.raises(ValueError, match=r"update of layers\.0\.w of expert 2 of 2 is not finite"):
+        interference([("layers.0.w", [torch.ones(2), torch.tensor([1.0, math.nan])])])
     with pytest.raises(ValueError, match=r"layers\.0\.b has 1 updates, leaves before it 2"):
         interference([("layers.0.w", [torch.ones(2)] * 2), ("layers.0.b", [torch.ones(2)])])
 
@@ -85,6 +87,8 @@ def test_table_and_figures_hold_every_block(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
     other = as_rows(layers, ["a", "b"], method="SMAT", seed=1)
     assert draw(result(rows, other)).startswith(b"\x89PNG")
+    again = as_rows(layers, ["a", "b"], method="FT", seed=2)
+    assert [line[0] for line in summary(result(rows, again)).lines[::3]] == ["FT, seed 1", "FT, seed 2"]
     assert [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()] == ["FT", "SMAT"]
     assert drawn[0].axes[1].get_lines()[0].get_xdata().tolist() == [-1, 0]
     assert merge_picture(rows, {"ta": {0.1: 50.0, 0.2: 60.0}, "ties": {0.1: 40.0}}).startswith(b"\x89PNG")

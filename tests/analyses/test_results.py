@@ -120,6 +120,10 @@ def test_curves_are_means_over_tasks_with_a_deviation_over_seeds(name, figure):
     (axes,) = figure(RESULTS[name]).axes
     assert [list(bars[0].get_ydata()) for bars in axes.containers] == [[82.0, 72.0], [86.0, 76.0]]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["FT", "SMAT"]
+    fewer = [row for row in RESULTS[name]["rows"] if (row["method"], row["seed"]) != ("SMAT", 1)]
+    assert summary(RESULTS[name] | {"rows": fewer}).title == (
+        f"{title}; methods have different seeds (FT 1, 3; SMAT 3)"
+    )
 
 
 def test_gains_show_experts_open_and_merges_filled(figure):
@@ -149,6 +153,17 @@ def test_slices_share_a_scale_per_task_have_contours_every_tenth_and_a_star(figu
         assert contours.levels * 10 == pytest.approx(np.round(contours.levels * 10))
         assert len(contours.levels) == 1 or np.diff(contours.levels) == pytest.approx(0.1)
         assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1.0, 0.0)]
+
+
+def test_experts_that_did_not_move_have_a_figure_and_no_drop_has_no_sign(figure):
+    rows = [row | {"delta": 0.0, "partners": None} for row in size_rows()]
+    (axes,) = figure(result("diagnose", rows, **SIGMA | {"sigma": None})).axes
+    assert axes.get_xscale() == "linear"
+    figure(result("diagnose", rows, **SIGMA))  # with sigma alone
+    (axes,) = figure(
+        result("gains", [{"method": "FT", "seed": 1, "expert": 9.0, "merged": 9.0, "drop": 0.0}], split="dev")
+    ).axes
+    assert [text.get_text() for text in axes.texts] == ["+0.0"]
 
 
 def test_flat_and_steep_slices_can_be_drawn(figure):

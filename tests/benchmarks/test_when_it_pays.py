@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import readme
 from benchmarks import when_it_pays as pays
 from benchmarks.study.trials import geometry
 from smat_fn import checkpoint
@@ -115,6 +116,17 @@ def test_by_merger_is_the_t_interval_over_seeds():
     (own,) = pays.by_merger(pays.gains(found))
     assert own["gain"] == 3.0
     assert own["interval"] == list(estimate([2.0, 3.0, 4.0]).interval)
+
+
+def test_a_lone_seed_and_equal_gains_have_tables():
+    lone = pays.analyse([run("FT", 1, 80.0), run("SMAT", 1, 81.0)])
+    assert "| s | TA | - | +1.00 | 1 |" in pays.shown(lone)
+    equal = [run(name, seed, score, expert=90.0 + seed * (score - 80)) for name, score in (("FT", 80.0), ("SMAT", 81.0))
+             for seed in range(4)]  # fmt: skip
+    assert (found := pays.analyse(equal)["fits"]["expert"]).slope == found.explained == 0
+    assert readme.spread([1.5]) == "1.50"
+    assert readme.of_pair([1.0], [2.0]) == readme.interval({"paired": {"A": {"mean": 1.0}}}, "A") == "+1.00"
+    assert readme.seeds({"seeds": [1], "planned_seeds": [1]}) == "1 seed"
 
 
 def test_the_geometry_of_experts_by_hand(tmp_path):

@@ -92,6 +92,10 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     bare = tmp_path / "bare"
     for name in ("base", *TASKS):
         shutil.copytree(runs[0] / name, bare / name)
+    other = shutil.copytree(runs[0] / "merged" / "ta", bare / "lines")  # coefficients by depth are another merger
+    manifest = checkpoint.load_manifest(other)
+    manifest["hyperparameters"]["lines"] = [0.5, 1.0]
+    checkpoint.write_text(other / checkpoint.MANIFEST, json.dumps(manifest))
     assert call("experts-curve", bare, "--out", tmp_path / "found", "--memory", "0")[0] is None
     inputs = load_inputs(*find_inputs(bare))
     suite, vector = merging.common_suite(inputs, {}), merge.task_arithmetic_vector(inputs.base, inputs.experts)
@@ -186,23 +190,43 @@ def test_diagnose_in_a_process_of_its_own_says_what_the_run_had_and_suggests(run
 
 def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
     ft, smat = runs
+    fewer = tmp_path / "fewer"
+    for name in ("base", *TASKS[:2]):
+        shutil.copytree(ft / name, fewer / name)
+        manifest = checkpoint.load_manifest(fewer / name)
+        checkpoint.write_text(fewer / name / checkpoint.MANIFEST, json.dumps(manifest | {"seed": 22}))
     for words, told in (
         (("experts-curve", smat), "seed 21 has 0 runs of method ft"),
         (("experts-curve", ft, smat, "--coef", "1", "2", "3"), "3 coefs for 2 runs"),
         (("experts-curve", ft, "--merger", "wa", "--coef", "1"), "WA has none"),
         (("experts-curve", tmp_path / "a", tmp_path / "b"), "holds no experts"),
         (("experts-curve", ft, ft), "are both FT of seed 21"),
+        (("experts-curve", ft, fewer), "means over different tasks cannot be compared"),
         (("replacement", "--ft", smat, "--other", ft), "is of method smat, not ft"),
+        (("replacement", "--ft", ft, "--other"), "no runs in --other"),
+        (("replacement", "--ft", ft, "--other", smat, "--coef", "nan"), "coef is nan"),
         (("gains", ft / "mirror"), "no Avg"),
         (("landscape", "--ft", ft, "--tasks", "negative", "--batches", "0"), "batches is 0"),
         (("landscape", "--ft", ft, "--points", "1", "--a", "1", "0"), "points is 1"),
+        (("landscape", "--ft", ft, "--a", "0", "inf"), "a is 0 inf, must rise between finite numbers"),
+        (("landscape", "--ft", smat, "--methods", ft, "--coef", "nan"), "is of method smat, not ft"),
         (("diagnose", ft, "--memory", "-1"), "memory is -1"),
+        (("diagnose", ft, "--sigma", "nan"), "sigma is nan, must be finite and not negative"),
+        (("diagnose", ft, "--coef", "-0.3"), "coef is -0.3, must be finite and not negative"),
+        (("interference", ft, ft), "2 runs are FT of seed 21: give one, or another --label"),
     ):
         code, _ = call(*words, "--out", tmp_path / "out")
         assert code.startswith(f"eval.py {words[0]}:"), code
         assert told in code
         assert all(line.startswith("  ") for line in code.split("\n")[1:])
     assert not (tmp_path / "out").exists()
+
+
+def test_methods_that_have_no_colour_are_refused_before_anything_is_scored(exits, tmp_path):
+    for count in range(6):
+        manifest = {"kind": "expert", "label": f"m{count}", "task": "a", "seed": 0, "hyperparameters": {}}
+        checkpoint.write_text(tmp_path / f"m{count}" / checkpoint.MANIFEST, json.dumps(manifest))
+    assert "cannot draw methods ['m0', 'm1'" in exits("eval.py", tmp_path, "--plot", tmp_path / "x.png")
 
 
 def test_help_of_the_commands_comes_without_torch():

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from smat_fn.report import plots, write_full_report
+from smat_fn.scripts.evaluate import sources
+
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "benchmarks" / "results" / "digits.jsonl"
 
@@ -29,6 +32,20 @@ def test_the_stored_study_becomes_a_report_that_says_what_it_found(call, tmp_pat
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<title>FT and SMAT</title>" in page
     assert "<script" not in page
+
+
+@pytest.mark.parametrize("name", ["digits", "minilm"])
+def test_the_reports_in_docs_are_those_of_the_stored_results(name, tmp_path, monkeypatch):
+    for drawn in ("main_plot", "merger_plot", "paired_plot", "noise_plot"):
+        monkeypatch.setattr(plots, drawn, lambda *a, **options: b"x")  # drawing takes long
+    monkeypatch.setattr(sources, "draw", lambda result: b"x")
+    places = STUDY.with_name(f"{name}_methods.jsonl"), STUDY.with_name("analyses") / f"{name}_methods"
+    found, title = sources.read_sources(places), f"{name}: all methods"
+    write_full_report(tmp_path, found.rows, found.runs, facts=found.facts, extra=found.analyses, title=title)
+    stored = ROOT / "docs" / "results" / f"{name}_methods" / "report.md"
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == stored.read_text(encoding="utf-8"), (
+        "make the reports again, by the commands in docs/reports.md"
+    )
 
 
 def test_what_cannot_be_reported_ends_in_one_line(call, tmp_path):

@@ -10,7 +10,7 @@ from smat_fn.evaluate import Result, accuracy, read_results, write_results
 
 ROWS = [
     Result("SMAT", "expert:mirror", "mirror", "test", 98.5, 3),
-    Result("FT", "ties", "Ärger", "dev", 100 / 3, 3, 0.7, {"keep": 0.5, "note": "zwei\nZeilen"}),
+    Result("FT", "ties", "Ärger", "dev", 100 / 3, 3, 0.7, {"keep": 0.5, "note": "zwei\nZeilen\u2028drei\x85vier"}),
 ]
 
 
@@ -18,7 +18,7 @@ def test_json_lines_round_trip(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     write_results(path, ROWS)
     assert read_results(path) == ROWS
-    assert [json.loads(line)["method"] for line in path.read_text().splitlines()] == ["SMAT", "FT"]
+    assert [json.loads(line)["method"] for line in path.read_text().split("\n")[:-1]] == ["SMAT", "FT"]
     write_results(path, reversed(ROWS))
     assert read_results(path) == ROWS[::-1]
     assert list(path.parent.iterdir()) == [path]

@@ -131,6 +131,13 @@ def test_the_noise_curve_has_a_line_a_family_and_the_reference_as_a_level(figure
     assert high > 53.0
 
 
+def test_labels_are_drawn_letter_by_letter(figures):
+    names = ["_smat", "a$_$b", "FT", "ft"]
+    main_plot(MainTable("test", {name: {"Expert": Cell({0: 50.0})} for name in names}))
+    assert [text.get_text().lstrip("\u200b") for text in figures[0].legends[0].get_texts()] == names
+    assert len(set(colours(names).values())) == 4  # FT and ft too
+
+
 def test_muons_methods_have_the_colours_of_their_namesakes(rows):
     line = main_table(rows).cells["FT"]
     assert colours(["FT-Muon", "smat (muon)"]) == {"FT-Muon": COLOURS["ft"], "smat (muon)": COLOURS["smat"]}

@@ -276,6 +276,81 @@ def test_perturb_alone_is_a_curve_by_family_and_rms(make, sections, full):
     ) in found["Summary"].text
     assert column(found["Main results"], "Method") == ["FT"]
     assert not {"Noise", "Ablation", "Muon"} & set(sections(studies[0]))
+    # what is alike in all seeds, and what one seed has, establishes nothing
+    alike = make("alike", [52.0, 52.0, 52.0], "smat", alone | {"sigma": 0.03})
+    found = sections(studies[0], alike, make("lone", [53.0], "smat", alone | {"sigma": 0.04}))
+    assert "zero for 0, below zero for 0, and contains it for 0; 1 open: the same in all seeds; 1 open: one seed." in (
+        found["Summary"].text
+    )
+    assert column(found["Noise"], "Over seeds") == ["+2.00 in all 3 seeds, which establishes nothing", None]
+
+
+def test_noise_of_one_sigma_and_of_two_optimizers_has_a_curve_for_each(make, sections, full, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "noise_plot", lambda curves, *, reference: drawn.append((curves, reference)) or b"")
+    alone = full | {"alpha_min": 1.0, "drop_prob": 0.0}
+    ft, four = make("FT", [50.0]), make("four", [52.0], "smat", alone)
+    noise = sections(ft, four, make("two", [53.0], "smat", alone | {"period": 2}))["Noise"]
+    assert column(noise, "Noise") == ["uniform, period 2", "uniform, period 4"]
+    noise = sections(ft, four, make("twin", [53.0], "smat", alone))["Noise"]
+    assert column(noise, "Noise") == ["uniform, four", "uniform, twin"]
+    muon = make("FT-Muon", [40.0], optimizer="muon"), make("noise-Muon", [46.0], "smat", alone, optimizer="muon")
+    found = sections(ft, four, *muon)
+    names = ["uniform, optimizer adam", "uniform, optimizer muon"]
+    assert column(found["Noise"], "Noise") == names
+    assert column(found["Noise"], "Avg - reference") == ["+2.00", "+6.00"]
+    assert found["Noise"].text.endswith(f" Reference: of {names[0]}, FT; of {names[1]}, FT-Muon.")
+    assert [found["Summary"].text.count(f"the difference from {x} lies") for x in ("FT", "FT-Muon")] == [1, 1]
+    assert [[next(iter(curve.values())).mean for curve in curves.values()] for curves, _ in drawn] == [
+        [53.0, 52.0], [52.0, 53.0], [52.0, 46.0],
+    ]  # fmt: skip
+    assert [reference and reference[0] for _, reference in drawn] == ["FT", "FT", None]
+
+
+def test_noise_alone_has_no_table_of_mergers(make, sections, full):
+    rows, runs = make("noise", [52.0], "smat", full | {"alpha_min": 1.0, "drop_prob": 0.0})
+    rows += [Result("noise", "iso_c", task, "test", 60.0, 0) for task in "ab"]
+    assert "Trainers and mergers" not in sections((rows, runs))
+
+
+def test_equal_scores_are_equal_in_whatever_order_their_tasks_come(sections):
+    scores = {"a": 50.1, "b": 60.2, "c": 70.3}
+    studies = [
+        ([Result(label, model or f"expert:{task}", task, "test", scores[task] + 0.1 * seed, seed)
+          for seed in range(3) for task in order for model in ("", "wa", "ta", "ties", "dare", "della")], [])
+        for label, order in (("FT", "abc"), ("SMAT", "cba"))
+    ]  # fmt: skip
+    found = sections(*studies)
+    means = [found["Main results"].table.records[i]["Expert"] for i in (0, 1)]
+    assert means[0] != means[1]  # in their last bits
+    assert [row[1:8] for row in found["Main results"].table.rows] == [["**60.30 ± 0.10**"] * 7] * 2
+    assert found["Summary"].table.rows[0][3:9] == [
+        "+0.00", "+0.00 to +0.00", "0 / 3 / 0", "equal", "+0.00", "+0.00 to +0.00",
+    ]  # fmt: skip
+
+
+def test_costs_of_a_part_of_a_set_are_left_out_and_two_references_are_told(make, sections):
+    rows, runs = make("SMAT", [50.0, 51.0], "smat", seconds=15.0, peak=1 << 20)
+    ft = make("FT", [50.0, 51.0], seconds=10.0, peak=1 << 20)
+    for kept in (runs[:-1], [run for run in runs if run.model == "expert:a"]):
+        found = sections(ft, (rows, kept))
+        assert column(found["Training cost"], "Method") == ["FT"]
+        assert column(found["Summary"], "Time x") == [None]
+    muon = [
+        make(f"{label}-Muon", [40.0, 41.0], label.lower(), optimizer="muon", seconds=s)
+        for label, s in (("FT", 30), ("SMAT", 33))
+    ]
+    cost = sections(ft, (rows, runs), *muon)["Training cost"]
+    assert column(cost, "x reference") == ["1", "1.500 ± 0.000", "1", "1.100 ± 0.000"]
+    assert cost.text.endswith(" References: FT of SMAT; FT-Muon of SMAT-Muon.")
+
+
+def test_a_coefficient_is_of_dev_only_where_that_is_known_of_every_model(make, sections):
+    rows, runs = make("FT", [50.0, 51.0])
+    rows += [Result("FT", "iso_c", task, "test", 60.0, seed, 1.2) for task in "ab" for seed in (0, 1)]
+    searched = [Run("FT", "iso_c", seed, dev_curve=[(1.0, 55.0), (1.2, 60.0)]) for seed in (0, 1)]
+    for count, text in ((1, "1.2"), (2, "1.2 dev")):
+        assert column(sections((rows, runs + searched[:count]))["Trainers and mergers"], "Coefficient")[-1] == text
 
 
 def test_noise_is_compared_on_its_own_seeds_and_in_its_own_section(make, sections, full, monkeypatch):

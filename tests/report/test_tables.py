@@ -7,7 +7,7 @@ import pytest
 
 from smat_fn.config import MORE_MERGERS
 from smat_fn.evaluate import Result
-from smat_fn.report.tables import COLUMNS, main_table, markdown, terminal
+from smat_fn.report.tables import COLUMNS, main_table, markdown, show, terminal
 
 
 def test_means_over_tasks_mergers_and_seeds(rows):
@@ -109,6 +109,16 @@ def test_names_are_shown_as_they_are(rows):
     console.print(terminal(table))
     assert all(name in console.file.getvalue() for name in names.values())
     assert markdown(table).splitlines()[3].startswith("| S\\|T [/x] | ")
+
+
+def test_a_wide_table_is_printed_whole(rows, capsys):
+    more = [Result("FT", c.name, task, "test", 40.0, seed) for c in MORE_MERGERS for task in "ab" for seed in (0, 1)]
+    table = main_table(rows + more)
+    show(terminal(table))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("40.00") >= len(MORE_MERGERS)
+    assert all(column in printed for column in table.columns)
 
 
 def test_gaps_and_repetitions_are_listed_together(rows):

@@ -63,7 +63,7 @@ def test_one_page_markdown_csv_and_png(make, tmp_path):
 
 def test_the_page_is_whole_without_scripts_or_other_files(make, tmp_path):
     rows, runs = make("FT", [50.0, 51.0])
-    more, others = make("SMAT <b> | x", [52.5, 52.0], "smat")
+    more, others = make("SMAT <b> | *x* __y__ a_b [z](u) `", [52.5, 52.0], "smat")
     page = write_full_report(tmp_path, rows + more, runs + others, extra=[Section("Ä b", "text", None, PNG)])
     reader = Reader(page.read_text(encoding="utf-8"))
     assert reader.open == []
@@ -80,8 +80,15 @@ def test_the_page_is_whole_without_scripts_or_other_files(make, tmp_path):
     assert {link[1:] for link in links} == anchors
     assert "width=device-width" in page.read_text(encoding="utf-8")
     cells = [words for words in reader.words if "<b>" in words]
-    assert "SMAT <b> | x" in cells
+    assert "SMAT <b> | *x* __y__ a_b [z](u) `" in cells
+    assert "em" not in {tag for tag, _ in reader.tags}
     assert "52.25 ± 0.35" in reader.words
+
+
+def test_an_image_that_a_page_would_lack_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"image 'own\.png', which the page would lack: give it as a Section's png"):
+        write_report(tmp_path / "out", "T", [Section("S", "![mine](own.png)", Table(["a"], [[1]]))])
+    assert not (tmp_path / "out").exists()
 
 
 def test_sections_of_one_title_have_files_of_their_own(tmp_path):

@@ -1,5 +1,6 @@
 """Pictures of experts and merges: updates by block, and dev score over the coefficient. No torch until one is made."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,11 @@ class Interference(Shared):
 
 
 def interference(options: Interference) -> "Result":
-    """`analyses.interference` of every run, or of the experts; a row for each block of each. Weights are mapped."""
+    """`analyses.interference` of every run, or of the experts; a row for each block of each. Weights are mapped.
+
+    Raises: ValueError as `rows_of`; for runs and experts together or neither, and for a label that comes twice with one
+        seed.
+    """
     from ... import checkpoint
     from ..merge.inputs import find_inputs
 
@@ -42,9 +47,16 @@ def interference(options: Interference) -> "Result":
     rows: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     sources = [find_inputs(run) for run in options.runs] or [(options.base or Path(), list(options.experts))]
-    for base, experts in sources:
-        first = checkpoint.load_manifest(experts[0]) if options.runs else {}
-        label, seed = first.get("label", "experts"), first.get("seed")
+    facts = [checkpoint.load_manifest(experts[0]) if options.runs else {} for _, experts in sources]
+    names = [(first.get("label", "experts"), first.get("seed")) for first in facts]
+    errors.raise_problems(
+        [
+            f"{n} runs are {x} of seed {seed}: give one, or another --label"
+            for (x, seed), n in Counter(names).items()
+            if n > 1
+        ]
+    )
+    for (base, experts), (label, seed) in zip(sources, names, strict=True):
         rows += (own := rows_of(base, experts, method=label, seed=seed))
         runs.append({"label": label, "seed": seed, "experts": list(own[0]["rms"]) if own else []})
     versions = checkpoint.describe({})["versions"]

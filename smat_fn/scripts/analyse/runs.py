@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -37,11 +37,11 @@ class Run(NamedTuple):
 
 
 def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None) -> list[Run]:
-    """Runs of train.py; those of one suite share one `Suite`, and those of one seed one base and the same tasks.
+    """Runs of train.py of the same tasks; those of one suite share one `Suite`, and those of one seed one base.
 
     Args: options: of the suites, instead of those in the manifests.
     Raises: ValueError that lists folders without experts, runs of several labels, methods or seeds, labels that come
-        twice with one seed, and runs of one seed that differ in base or tasks.
+        twice with one seed, runs of one seed that differ in base, and runs that differ in tasks.
     """
     problems: list[str] = [] if paths else ["no runs: give at least one folder of train.py"]
     found: list[Run] = []
@@ -51,14 +51,19 @@ def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None
             found.append(_load(path, suites, options or {}))
         except ValueError as error:
             problems.append(str(error))
+    lone = [run for run in found if set(run.tasks) != set(found[0].tasks)]
+    problems += [
+        f"{run.path} has experts of {', '.join(run.tasks)}, {found[0].path} of {', '.join(found[0].tasks)}: "
+        "means over different tasks cannot be compared, give runs of the same tasks"
+        for run in lone
+    ]
     first: dict[int, Run] = {}
     names: dict[tuple[str, int], Path] = {}
     for run in found:
         other = first.setdefault(run.seed, run)
-        if _fingerprint(run) != _fingerprint(other) or set(run.tasks) != set(other.tasks):
+        if _fingerprint(run) != _fingerprint(other):
             problems.append(
-                f"{run.path} and {other.path} are both of seed {run.seed} but differ in base or tasks: "
-                "compare runs of one suite and the same tasks"
+                f"{run.path} and {other.path} are both of seed {run.seed} but differ in base: compare runs of one suite"
             )
         if (twin := names.get((run.label, run.seed))) is not None:
             problems.append(
@@ -106,7 +111,7 @@ def chosen_merger(
         for file in sorted(run.path.rglob(checkpoint.MANIFEST))
         if (manifest := checkpoint.load_manifest(file.parent)).get("kind") == "merged"
         and manifest["merger"] == merger
-        and "coefs" not in manifest["hyperparameters"]
+        and manifest["hyperparameters"].keys() <= {field.name for field in fields(config)}  # no coefs, no lines
         and manifest["experts"] == {task: m.get("fingerprint") for task, m in run.inputs.manifests.items()}
     ]
     if coef is None and len({json.dumps(settings, sort_keys=True) for settings in stored}) > 1:

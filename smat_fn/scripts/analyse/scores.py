@@ -1,5 +1,6 @@
 """Analyses of scores: number of experts, replaced experts, sources of gains. No torch until one runs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,12 +85,15 @@ class Replacement(Shared):
 def replacement(options: Replacement) -> "Result":
     """`analyses.replacement_curve` of every other run against the standard run of its seed; rows as `experts_curve`.
 
-    Raises: ValueError as `load_runs` and `standard_runs` do; for a standard run of another method than ft.
+    Raises: ValueError as `load_runs` and `standard_runs` do; for a standard run of another method than ft, for no other
+        runs, and for a coef that is not finite.
     """
     from ... import analyses, errors
     from .runs import load_runs, result_of, standard_runs
 
     count, split, coef = len(options.ft), options.split, options.coef
+    problems = [] if options.other else ["no runs in --other: give those whose experts replace the ones of --ft"]
+    errors.raise_problems(problems + ([] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]))
     runs = load_runs([*options.ft, *options.other], options=options.suite_options)
     ft, rest = standard_runs(runs), runs[count:]
     wrong = [run for run in runs[:count] if run.method != "ft"]

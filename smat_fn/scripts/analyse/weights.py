@@ -49,8 +49,8 @@ def landscape(options: Landscape) -> "Result":
     answer's tokens only (mask_prompt), and cuts prompts in the middle so that answers stay, unless the options of the
     suite say otherwise.
 
-    Raises: ValueError as `load_runs` does; for bad axes, tasks that the runs lack, fewer than one batch, and a loss
-        that is not finite.
+    Raises: ValueError as `load_runs` does; for bad axes, a first run of another method than ft, tasks that the runs
+        lack, fewer than one batch, and a coef or a loss that is not finite.
     """
     from ... import analyses
     from .runs import load_runs, result_of
@@ -60,6 +60,8 @@ def landscape(options: Landscape) -> "Result":
     runs = load_runs([options.ft, *(path for path in options.methods if path != options.ft)], options=suite_options)
     ft = runs[0]
     problems = [f"batches is {options.batches}, must be at least 1"] if options.batches < 1 else []
+    problems += [] if math.isfinite(coef) else [f"coef is {coef}, must be finite"]
+    problems += [] if ft.method == "ft" else [f"{ft.path} is of method {ft.method}, not ft: give a run of ft as --ft"]
     problems += [
         f"runs have no task {task!r}, they have {', '.join(ft.tasks)}" for task in options.tasks if task not in ft.tasks
     ]
@@ -96,7 +98,11 @@ def _axes(options: Landscape) -> dict[str, list[float]]:
     """Points of both axes. Raises: ValueError that lists too few points, and ranges that do not rise."""
     count, ranges = options.points, {"a": options.a, "b": options.b}
     problems = [f"points is {count}, must be at least 2"] if count < 2 else []
-    problems += [f"{name} is {low:g} {high:g}, must rise" for name, (low, high) in ranges.items() if not low < high]
+    problems += [
+        f"{name} is {low:g} {high:g}, must rise between finite numbers"
+        for name, (low, high) in ranges.items()
+        if not -math.inf < low < high < math.inf
+    ]
     errors.raise_problems(problems)
     expert = {"a": 1.0, "b": 0.0}
     return {
@@ -143,11 +149,16 @@ class Diagnose(Shared):
 
 
 def diagnose(options: Diagnose) -> "Result":
-    """`analyses.diagnose` of a run; a row per kind of leaf, with sigma beside the sizes."""
+    """`analyses.diagnose` of a run; a row per kind of leaf, with sigma beside the sizes.
+
+    Raises: ValueError as `load_runs` and `analyses.diagnose` do; for a sigma that is negative or not finite.
+    """
     from ... import analyses
     from .runs import facts, load_runs, result_of
 
     coef, sigma = options.coef, options.sigma
+    if sigma is not None and not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma is {sigma}, must be finite and not negative")
     (run,) = load_runs([options.run], options=options.suite_options)
     module = run.suite.loss_fn(run.tasks[0]).module  # type: ignore[attr-defined]
     kinds = analyses.groups(module, run.suite.where)

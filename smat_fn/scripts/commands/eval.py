@@ -63,7 +63,7 @@ def main(args: Eval) -> None:
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
     from smat_fn.evaluate.scoring import shares_note
-    from smat_fn.report.plots import main_plot
+    from smat_fn.report.plots import check_colours, main_plot
     from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
 
@@ -74,6 +74,8 @@ def main(args: Eval) -> None:
     if args.preset is not None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
+    if args.plot:
+        check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
     recipes: dict[Path, dict[str, Any]] = {}
     rows = evaluation.evaluate(

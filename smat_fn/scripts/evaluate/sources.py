@@ -9,7 +9,7 @@ from ... import checkpoint, errors
 from ...analyses import results as analyses
 from ...analyses.plots import draw
 from ...evaluate import Result, read_results
-from ...evaluate.results import RUNS, SET, Run, once, read_rows, run_of
+from ...evaluate.results import RUNS, SET, Run, once, read_rows, run_of, text_lines
 from ...report import Section, Table, with_muon
 
 RESULTS = "results.jsonl"
@@ -108,6 +108,8 @@ def _read(file: Path, found: Sources) -> None:
             _add(found.facts, json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {})
         return
     values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):  # of another program
+        return
     if file.name == OUTCOME:
         found.rows.extend(Result(**row) for row in values["test"] or ())
         found.runs.extend([run_of_trial({**values, **values["trial"]})] if values["test"] else [])
@@ -134,6 +136,8 @@ def run_of_trial(values: Mapping[str, Any]) -> Run:
 
 def analysis_section(result: analyses.Result) -> Section:
     """An analysis with its table, its rows as CSV, and its figure."""
+    if not result["rows"]:
+        raise ValueError("the analysis has no rows: run it again")
     title, columns, lines = analyses.summary(result)
     name = result["analysis"].replace("-", " ").capitalize()
     table = Table(columns, lines, analyses.records(result))
@@ -142,7 +146,7 @@ def analysis_section(result: analyses.Result) -> Section:
 
 def _runs(file: Path) -> list[Run]:
     """Runs of eval.py, or a study's lines, which have no model."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in text_lines(file)]
     return read_rows(file, Run) if any("model" in line for line in lines) else [run_of_trial(line) for line in lines]
 
 

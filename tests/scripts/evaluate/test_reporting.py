@@ -144,7 +144,12 @@ def test_all_that_cannot_be_read_is_listed(tmp_path):
     with pytest.raises(ValueError, match=r"empty: no scores there: run eval\.py"):
         read_sources([tmp_path / "empty"])
     (tmp_path / "bad" / "gains.json").write_text('{"analysis": "gains"}')
-    told = r"none: there is no such file or folder; .*results\.jsonl: .*line 1.*gains\.json lacks '\w+': it was written"
+    (tmp_path / "bad" / "replacement.json").write_text('{"analysis": "replacement", "rows": []}')
+    (tmp_path / "bad" / "diagnose.json").write_text("[1]")  # of another program
+    told = (
+        r"none: there is no such file or folder; .*results\.jsonl: .*line 1.*replacement\.json: the analysis has no "
+        r"rows: run it again.*gains\.json lacks '\w+': it was written"
+    )
     with pytest.raises(ValueError, match=told):
         read_sources([tmp_path / "none", tmp_path / "bad"])
 
