@@ -11,8 +11,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from smat_fn import machine
-
+from . import timing
 from .methods import Protocol, Stage, grid, run, write_report
 
 RATES = (2e-4, 4e-4)
@@ -64,7 +63,7 @@ def main(
         sys.exit("--report is of the evaluation: leave out --only tuning")
     tried = {name: value for name, value in {"rows": rows, "tasks": tasks}.items() if value}
     protocol = PROTOCOL._replace(options=(*_absolute(model, data), *tried.items()))
-    facts = machine.describe("python -m benchmarks minilm-methods FOLDER --model MODEL --data DATA")
+    facts = timing.describe("python -m benchmarks minilm-methods FOLDER --model MODEL --data DATA")
     if steps is not None or tried:
         protocol = trial_run(protocol, folder, steps)
         facts = {**facts, "trial_run": {"steps": steps, **tried}}

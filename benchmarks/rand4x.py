@@ -22,11 +22,11 @@ def _tile(size, Q: tl.constexpr):
 
 
 @triton.jit
-def simulate_kernel(params, base, out, size, seed, scale, drop_prob, half_width, MASKED: tl.constexpr, Q: tl.constexpr):
+def simulate_kernel(theta, base, out, size, seed, scale, drop_prob, half_width, MASKED: tl.constexpr, Q: tl.constexpr):
     """theta~ with uniform noise on [-half_width, half_width]."""
     quad, index, inside = _tile(size, Q)
     center = tl.load(base + index, mask=inside, other=0).to(tl.float32)
-    delta = tl.load(params + index, mask=inside, other=0).to(tl.float32) - center
+    delta = tl.load(theta + index, mask=inside, other=0).to(tl.float32) - center
     c = scale
     if MASKED:
         c = tl.where(_four(seed, quad, Q) < drop_prob, 0.0, scale / (1 - drop_prob))
@@ -50,16 +50,19 @@ def _grid(leaf):
 
 
 QUADS = 512
+OPTIONS = {"enable_fp_fusion": True}  # Triton's default, of which version 3.9 warns
 
 
 def simulate(params, base, out, masked, *, seed, scale, drop_prob, sigma):
     """All leaves, a launch each."""
     for i, (theta, theta_0, state, flag) in enumerate(zip(params, base, out, masked, strict=True)):
         numbers = theta.numel(), seed + 2 * i, scale, drop_prob, 3**0.5 * sigma
-        simulate_kernel[_grid(theta)](theta, theta_0, state, *numbers, MASKED=flag, Q=QUADS)
+        simulate_kernel[_grid(theta)](theta, theta_0, state, *numbers, MASKED=flag, Q=QUADS, **OPTIONS)
 
 
 def reweight(grads, out, masked, *, seed, scale, drop_prob):
     """All leaves, a launch each."""
     for i, (g, weighted, flag) in enumerate(zip(grads, out, masked, strict=True)):
-        reweight_kernel[_grid(g)](g, weighted, g.numel(), seed + 2 * i, scale, drop_prob, MASKED=flag, Q=QUADS)
+        reweight_kernel[_grid(g)](
+            g, weighted, g.numel(), seed + 2 * i, scale, drop_prob, MASKED=flag, Q=QUADS, **OPTIONS
+        )

@@ -51,9 +51,9 @@ def _shared(setup: Setup) -> dict[str, Any]:
     return {"max_grad_norm": setup.shape.clip, "engine": "autograd", "donate": True}
 
 
-def trainer(setup: Setup, device: torch.device) -> Callable[[Method], None]:
+def trainer(setup: Setup) -> Callable[[Method], None]:
     """A function that trains the one state by whichever method for PERIOD steps, the last one simulated."""
-    state, key = setup.state, random.key(0).to(device)
+    state, key = setup.state, random.key(0)  # on the host, as train.py's: the seed of dropout is read there
 
     def period(method: Method) -> None:
         nonlocal state
@@ -163,7 +163,7 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
 def measure(name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool) -> list[dict[str, Any]]:
     """Rows of one model: FT against FT, then SMAT against FT by offload; none is started after the deadline."""
     setup = set_up(SHAPES[name], device, dry_run)
-    train, rates = trainer(setup, device), bandwidths(device, 1 << (16 if dry_run else 30))
+    train, rates = trainer(setup), bandwidths(device, 1 << (16 if dry_run else 30))
     ft = finetune.build(setup.loss, setup.optimizer, setup.state.params, **_shared(setup))
     size = sum(leaf.nbytes for leaf in setup.state.params.values())
     common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}

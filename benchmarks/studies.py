@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from tyro.conf import Positional
 
-from smat_fn import machine
 from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
 
+from . import timing
 from .digits_mergers import MERGERS
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
 from .study.grids import Axis, Grid, Widening, widening
@@ -206,7 +206,7 @@ def main(
     """
     tried = {key: value for key, value in {"rows": rows, "tasks": tasks}.items() if value}
     own = study(name, model, data, tried)
-    facts = machine.describe(f"python -m benchmarks studies FOLDER --name {name} --model MODEL --data DATA")
+    facts = timing.describe(f"python -m benchmarks studies FOLDER --name {name} --model MODEL --data DATA")
     if steps is not None or tried:
         own = _trial_run(own, folder, steps)
         facts = {**facts, "trial_run": {"steps": steps, **tried}}

@@ -98,8 +98,6 @@ class Attached:
         if self._given is None:
             place = "cpu" if self._host else None
             self._own = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
-            if self._host and torch.cuda.is_available():
-                self._own = {path: leaf.pin_memory() for path, leaf in self._own.items()}
 
     def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters to simulate. Raises: ValueError that lists everything that prevents it."""

@@ -38,7 +38,7 @@ def climb(
     return out
 
 
-@torch.library.custom_op("smat_fn::climb_into", mutates_args=("out",))
+@torch.library.custom_op("smat_fn::climb_into", mutates_args=("out",), tags=library.TAGS)
 def climb_into(params: list[Tensor], slopes: list[Tensor], out: list[Tensor], rho: float, adaptive: bool) -> None:
     """`climb` written into ``out``: contiguous leaves of params' dtypes, may be slopes."""
     if not params:

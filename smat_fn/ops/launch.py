@@ -180,8 +180,14 @@ def _factors(numbers: Numbers, *more: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _send(table: Tensor, device: torch.device) -> Tensor:
-    # from pinned memory, so that the host does not wait
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "kernels of smat_fn in a CUDA graph: they read a table of addresses in host memory, which has other "
+            "contents when the graph is replayed: leave simulate, reweight, norms, clipping and climbs out of the graph"
+        )
+    return table.pin_memory().to(device, non_blocking=True)  # pinned, so that the host does not wait
 
 
 def _launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], **constants: Any) -> None:

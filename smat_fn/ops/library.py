@@ -21,6 +21,7 @@ from .cpu import Drawn, Numbers, first_tiles
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels compute in float32
 _forced = False
+TAGS = (torch.Tag.cudagraph_unsafe,)  # torch.compile leaves these out of CUDA graphs, see `launch`
 Path = TypeVar("Path", bound=Hashable)
 
 
@@ -42,7 +43,7 @@ def by_kernel(*leaves: Sequence[Tensor]) -> bool:
     return (on_device or (_forced and bool(every))) and all(leaf.dtype in SUPPORTED for leaf in every)
 
 
-@torch.library.custom_op("smat_fn::simulate_into", mutates_args=("out",))
+@torch.library.custom_op("smat_fn::simulate_into", mutates_args=("out",), tags=TAGS)
 def simulate_into(
     params: list[Tensor],
     base: list[Tensor],
@@ -63,7 +64,7 @@ def simulate_into(
     _write("simulate", (params, base), out, drawn)
 
 
-@torch.library.custom_op("smat_fn::simulate", mutates_args=())
+@torch.library.custom_op("smat_fn::simulate", mutates_args=(), tags=TAGS)
 def simulate(
     params: list[Tensor],
     base: list[Tensor],
@@ -82,7 +83,7 @@ def simulate(
     return out
 
 
-@torch.library.custom_op("smat_fn::reweight_into", mutates_args=("out",))
+@torch.library.custom_op("smat_fn::reweight_into", mutates_args=("out",), tags=TAGS)
 def reweight_into(
     grads: list[Tensor],
     out: list[Tensor],
@@ -99,7 +100,7 @@ def reweight_into(
     _write("reweight", (grads,), out, _gradient(streams, scale, cutoff, masked, starts))
 
 
-@torch.library.custom_op("smat_fn::reweight", mutates_args=())
+@torch.library.custom_op("smat_fn::reweight", mutates_args=(), tags=TAGS)
 def reweight(
     grads: list[Tensor], streams: Tensor, scale: Tensor, cutoff: Tensor, masked: list[bool], starts: list[int]
 ) -> list[Tensor]:
@@ -118,7 +119,7 @@ for _made, _written in ((simulate, simulate_into), (reweight, reweight_into)):
     _written.register_fake(lambda *given: None)
 
 
-@torch.library.custom_op("smat_fn::block_squares", mutates_args=())
+@torch.library.custom_op("smat_fn::block_squares", mutates_args=(), tags=TAGS)
 def block_squares(leaves: list[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares`: a launch, or a pass of compiled loops, for each device and dtype that has one."""
     whole = [leaf if leaf.is_contiguous() else leaf.reshape(-1) for leaf in leaves]

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from benchmarks import digits_onepass, methods, studies
 from benchmarks.methods import Candidate
@@ -139,6 +140,15 @@ def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
     assert lines[-1].endswith(
         "tuning 32 min, evaluation 10 min"
     )  # (10.5 + 3 * 9 + 18 + 9) / 2, 3 * (4 * 1 + 2 + 1) / 2
+
+
+def test_results_name_the_gpu_that_suites_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    found = []
+    monkeypatch.setattr(grids.Widening, "run", lambda own, folder, jobs, facts, only: found.append(facts))
+    studies.main(tmp_path, name="text", model="/model", data="/data")
+    assert "one NVIDIA X (" in found[0]["hardware"]
 
 
 def test_a_trial_run_is_on_a_seed_of_no_stage_and_writes_into_its_folder(tmp_path):

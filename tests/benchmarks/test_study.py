@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from scipy import stats
 from benchmarks import digits as benchmark
 from benchmarks import digits_methods, methods, minilm_methods, readme
 from benchmarks.study import by_data
-from benchmarks.study.trial import Trial, whole_periods
+from benchmarks.study.trial import Trial, _tick, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
@@ -186,6 +187,12 @@ def test_a_trial_is_named_by_all_that_decides_it(one, tmp_path, monkeypatch):
 )
 def test_whole_periods_are_timed(steps, period, taken, counted):
     assert whole_periods(steps, period) == (taken, counted)
+
+
+def test_a_step_that_is_timed_ends_when_its_loss_is_there():
+    stamps, read = [], []
+    _tick(stamps, 0, SimpleNamespace(loss=SimpleNamespace(cpu=lambda: read.append(len(stamps)))))
+    assert (read, len(stamps)) == ([0], 1)
 
 
 def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):

@@ -751,6 +751,13 @@ def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp
     assert all(torch.equal(leaf, found[1][name]) for name, leaf in found[0].items())
 
 
+def test_only_the_copies_of_theta_0_in_host_memory_start_from_are_pinned(tmp_path, monkeypatch):
+    trainer = trainer_of(tiny_llama(), tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda own: pytest.fail("pinned, and again for the copies"))
+    attach(trainer, key=KEY, base="host", **STRENGTHS)
+
+
 @pytest.mark.parametrize("base", [None, "host"])
 def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base, tmp_path):
     ends = []

@@ -115,6 +115,14 @@ def test_tensors_on_the_cpu_take_no_kernel_unless_forced(case):
     assert not library.by_kernel(list(c.params.values()))
 
 
+def test_no_launch_becomes_part_of_a_cuda_graph(monkeypatch):
+    names = "simulate", "simulate_into", "reweight", "reweight_into", "block_squares", "climb_into"
+    assert all(torch.Tag.cudagraph_unsafe in getattr(torch.ops.smat_fn, name).default.tags for name in names)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="leave simulate, reweight, norms, clipping and climbs out of the graph"):
+        launch._send(torch.zeros(8, dtype=torch.int64), torch.device("cuda"))
+
+
 def test_a_scale_of_float64_is_rounded_before_a_kernel_reads_it(case, kernels, device):
     c = case(ALIGNED)
     exact = c._replace(drawn=c.drawn._replace(scale=c.drawn.scale.double()))

@@ -124,6 +124,8 @@ def test_a_noise_table_is_sent_to_a_device_once():
     first, second = (table_on(quantiles("laplace"), place) for _ in range(2))
     assert first is second
     assert first.device == place
+    key = random.key(0).to(place)
+    assert all(draw(key, **FULL, noise="laplace").noise is first for _ in range(2))
     other = torch.zeros(65536)
     assert table_on(other, place) is not table_on(other, place)
     assert table_on(other, other.device) is other

@@ -122,7 +122,7 @@ class CudaRuntime:
 
     def pin(self, leaves: Mapping[str, Tensor]) -> Host:
         """A copy in pinned host memory."""
-        return Arena(leaves, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return Arena(leaves, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
 
     def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory on the device."""

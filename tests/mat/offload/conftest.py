@@ -68,7 +68,8 @@ def tokens_loss(module, batch):
 def pixels_loss(module, batch):
     # the dtype and device of a parameter are asked for outside its module
     hidden = module(pixel_values=batch.to(next(module.parameters()))).last_hidden_state
-    return (hidden[:, 0] * torch.linspace(-1, 1, 16, dtype=hidden.dtype)).float().sum(-1).sigmoid().mean(), {}
+    weights = torch.linspace(-1, 1, 16, dtype=hidden.dtype, device=hidden.device)
+    return (hidden[:, 0] * weights).float().sum(-1).sigmoid().mean(), {}
 
 
 FAMILIES = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from smat_fn import ModuleLoss, optim, random
 from smat_fn.mat import smat
-from smat_fn.mat.offload.storage import BaseBuffer, StreamedBase
+from smat_fn.mat.offload.storage import HELD, BaseBuffer, StreamedBase
 from smat_fn.testing import assert_trees_close, assert_trees_equal, random_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -46,7 +46,7 @@ def test_the_buffer_waits_for_its_last_use_and_is_waited_for():
 @pytest.mark.parametrize("busy", [False, True])
 def test_streamed_leaves_are_right_and_few(busy):
     base = big()
-    source = StreamedBase(base, dict.fromkeys(base, torch.zeros(1, device="cuda")), ahead=2)
+    ahead, source = 2, StreamedBase(base, dict.fromkeys(base, torch.zeros(1, device="cuda")), ahead=2)
     order = [(path,) for path in base]
     order += order[::-1]
     before = allocated()
@@ -61,10 +61,10 @@ def test_streamed_leaves_are_right_and_few(busy):
             del leaf
         source.rewind()
         peak = torch.cuda.max_memory_allocated() - before
-        assert peak <= 16 * MIB * (3 if turn else 1) + MIB
+        assert peak <= 16 * MIB * (1 + HELD + (ahead if turn else 0)) + MIB  # no order is known in the first turn
         for (path,), total in zip(order, sums, strict=True):
             assert torch.equal(total, base[path].cuda().sum())
-    assert allocated() - before < MIB
+    assert allocated() - before <= 16 * MIB * HELD + MIB
 
 
 @pytest.mark.parametrize("family", ["llama tied", "gpt2 tied", "vit", "clip"])
@@ -101,6 +101,12 @@ def squares(module, batch):
     return module(batch).pow(2).sum(), None
 
 
+def warm_up(module, batch):
+    """cuBLAS takes its workspaces, tens of MiB for each thread, and keeps them."""
+    squares(module, batch)[0].backward()
+    module.zero_grad()
+
+
 @pytest.mark.parametrize(("offload", "copies"), [("recompute", 1.0), ("stream", 0.0)])
 def test_memory_of_a_simulated_step(offload, copies):
     module, batch = network(), torch.ones(2, 2048, device="cuda")
@@ -108,6 +114,7 @@ def test_memory_of_a_simulated_step(offload, copies):
     base = {name: p.cpu() for name, p in params.items()}
     size = sum(p.nbytes for p in params.values())
     layer = size / 6
+    warm_up(module, batch)
     before = allocated()
     method = smat.build(ModuleLoss(module, squares), optim.adam(1e-3), base, offload=offload, period=1, **STRENGTHS)
     state = method.init(params)
@@ -119,15 +126,17 @@ def test_memory_of_a_simulated_step(offload, copies):
     assert peak <= (copies + 3 + 3 + 2) * size + 5 * layer
 
 
-@pytest.mark.parametrize("offload", ["cpu", "recompute", "stream"])
-def test_the_host_does_not_wait(offload):
-    module, batch = network(3, 64), torch.ones(2, 64, device="cuda")
+# the key of dropout is read on the host, as that of the scripts is there
+@pytest.mark.parametrize(("place", "training"), [("cuda", False), ("cpu", True)])
+@pytest.mark.parametrize("offload", [None, "cpu", "recompute", "stream"])
+def test_the_host_does_not_wait(offload, place, training):
+    module, batch = network(3, 64).train(training), torch.ones(2, 64, device="cuda")
     params = {name: p.detach().clone() for name, p in module.named_parameters()}
     method = smat.build(
         ModuleLoss(module, squares), optim.adam(1e-3, fused=False, foreach=True), params, offload=offload, period=2,
-        max_grad_norm=1.0, **STRENGTHS,
+        max_grad_norm=1.0, noise="gaussian", **STRENGTHS,
     )  # fmt: skip
-    key, state = random.key(5).cuda(), method.init(params)
+    key, state = random.key(5).to(place), method.init(params)
     for _ in range(4):
         state, _ = method.update(key, state, batch)
     torch.cuda.synchronize()

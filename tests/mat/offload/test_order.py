@@ -9,6 +9,7 @@ import weakref
 import numpy
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,3 +208,17 @@ def test_few_groups_are_held_for_a_device_that_is_behind(machine):
             source.rewind()
     # in use, one ahead, and the one before
     assert max(alive) == (2 if machine.fast else 3)
+
+
+class Pageable(TorchFunctionMode):
+    """Memory that is asked for as pinned is not, which no CPU can do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def test_pinned_memory_is_the_hosts_whatever_the_default_device(machine):
+    runtime = CudaRuntime(CPU)
+    with torch.device("meta"), Pageable():
+        host = runtime.pin(BASE)
+    assert_trees_equal({path: host.pieces(path, 0, 10)[0][2] for path in BASE}, BASE)
