@@ -255,6 +255,9 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'base_model.model.model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
+    zero = adapter({"model.layers.1.q": factors((6, 6))}, name="zero", r=0)
+    with pytest.raises(ValueError, match=r"'model.layers.1.q' has rank 0 in its adapter_config.json, must be above 0"):
+        merged(folders, base, zero, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         ({"lora_alpha": "4"}, "lora_alpha"),
         ({"alpha_pattern": {"up": "8"}}, "alpha_pattern['up']"),
         ({"rank_pattern": {"up": True}}, "rank_pattern['up']"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
     ],
 )
 def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders, tmp_path):
