@@ -417,6 +417,17 @@ def test_extraction_is_the_truncated_singular_value_decomposition(base, folders,
         extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=0)
 
 
+def test_a_module_of_low_rank_whose_name_ends_another(folders, tmp_path):
+    base = {"fc.weight": torch.zeros(2, 6), "block.fc.weight": torch.zeros(6, 6)}
+    folders.save(tmp_path / "base", base)
+    expert = {path: numbers(*leaf.shape, seed=i) for i, (path, leaf) in enumerate(base.items())}
+    folders.save(tmp_path / "expert", expert)
+    extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=6)
+    ours = merged(folders, base, tmp_path / "lora", tmp_path)
+    for path, leaf in expert.items():
+        torch.testing.assert_close(ours[path], leaf, rtol=0, atol=1e-4)
+
+
 def test_an_adapter_without_factors_is_refused(folders, tmp_path):
     base = {"stem.weight": torch.zeros(4, 3, 2, 2), "stem.bias": torch.zeros(4)}
     folders.save(tmp_path / "base", base)
