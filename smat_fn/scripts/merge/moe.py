@@ -20,7 +20,7 @@ from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
-from .finished import differences, hashes, other_files, sources_text, verify
+from .finished import differences, hashes, other_files, other_order, sources_text, verify
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, Fields, folders_beside, placed
 from .recipe_write import folder_name, placed_by_name
@@ -211,6 +211,8 @@ def _others(out: Path, facts: Mapping[str, Any], models: Models, workers: int) -
     read = hashes([], inputs, digests([file for own in inputs.values() for file in own], workers))["inputs"]
     if read != made:
         return ["it was made of other inputs"]
+    if found := other_order(out, facts["experts"]):
+        return found
     files = beside(models, out_dtypes(facts["out_dtype"]))
     return other_files(out, files) or verify(out, workers=workers)[1]
 
