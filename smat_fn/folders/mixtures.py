@@ -14,6 +14,7 @@ from .. import checkpoint, errors
 from ..errors import problems_of
 from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
 from ..merge.weight_average import WeightAverage
+from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
 from .inputs.reading import Folder, Read, load_config, seen
@@ -43,6 +44,9 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     """
     problems, opened, notes = list[str](), dict[str, Folder](), list[str]()
     for label, path in {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}.items():
+        if is_adapter(path):
+            problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
+            continue
         try:
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")

@@ -240,7 +240,7 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
         if "snapshots" in wanted["asked"]:
             compared.pop("experts", None)  # those of the snapshot that was chosen
         known = complete and is_merged(folder)  # less where the inputs have problems
-        others = []
+        others = list[str]()
         if known:
             others = differences(folder, compared) or other_order(folder, wanted["experts"]) or verify(folder)[1]
         if known and not others:

@@ -211,6 +211,8 @@ def change(folder, **fields):
 def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
     make_moe.write_models(tmp_path)
     (tmp_path / "wide").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
     make_moe.write_models(tmp_path / "wide", attention_bias=True)
     refused = {
         "experts_per_token is 4: must be from 1 to the number of experts, 3": {"experts_per_token": 4},
@@ -218,6 +220,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
             "base_model": str(tmp_path / "wide/BASE")
         },
         "missing is not a folder": {"base_model": str(tmp_path / "missing")},
+        "adapter is an adapter: make it a whole model first": {"base_model": str(tmp_path / "adapter")},
     }
     for text, more in refused.items():
         with pytest.raises(ValueError, match=re.escape(text)):

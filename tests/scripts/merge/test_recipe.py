@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smat_fn import checkpoint, merge
@@ -377,7 +377,7 @@ def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, 
     stack = Path(f"{tmp_path / 'one/ck'}[0:2]+{tmp_path / 'two/ck'}[2:4]")
     monkeypatch.chdir(tmp_path / "one/ck")
 
-    def written(experts, place):
+    def written(experts, place, base=base):
         (_,) = streaming.stream_run([TaskArithmetic(coef=1.0)], streaming.order(base, experts, out=place, seed=0))
         return place / "ta" / RECIPE
 
@@ -387,6 +387,14 @@ def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, 
 
     stacked = written({"s": stack}, tmp_path / "stack")
     assert repeated(stacked, tmp_path / "again") == stacked.with_name("model.safetensors").read_bytes()
+    for name in "pipe", "tuned":
+        for part in "unet", "vae":
+            (tmp_path / name / part).mkdir(parents=True)
+            save_file({"w": torch.randn(4)}, tmp_path / name / part / "diffusion_pytorch_model.safetensors")
+        (tmp_path / name / "model_index.json").write_text("{}")
+    piped = written({"t": tmp_path / "tuned"}, tmp_path / "parts", tmp_path / "pipe")
+    commands.from_recipe(settings.FromRecipe(piped, tmp_path / "parts-again"))
+    assert sorted(file.name for file in (tmp_path / "parts-again/ta").glob("*/")) == ["unet", "vae"]
     edited = written([Path()], tmp_path / "here")  # the working directory has its name
     assert yaml.safe_load(edited.read_text())["experts"] == {"ck": "ck"}
     assert repeated(edited, tmp_path / "same") == edited.with_name("model.safetensors").read_bytes()
