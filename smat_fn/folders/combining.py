@@ -69,6 +69,12 @@ def merge_adapters(
         for module, factors in merged.items()
         for path, half in _named(module, factors, module in embeddings).items()
     }
+    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
+    if wide:
+        raise ValueError(
+            f"{wide[0]!r} exceeds the range of {kind}, the widest dtype of the adapters: give smaller weights, or save "
+            "an adapter in float32"
+        )
     stored |= {path: leaf.clone() for found in held.values() for path, leaf in found.under.items()}
     out = checkpoint.follow(out)
     with exclusive(out):
@@ -111,10 +117,16 @@ def _read(
 def _problems(held: Mapping[str, Held], base: str | None) -> list[str]:
     """Errors for settings that differ among the adapters."""
     problems = []
-    bases = {name: str(found.config.get("base_model_name_or_path")) for name, found in held.items()}
+    bases = {name: str(found.config.get("base_model_name_or_path")) + _revision(found) for name, found in held.items()}
     if base is None and len(set(bases.values())) > 1:
         named = ", ".join(f"{name} {place!r}" for name, place in bases.items())
         problems.append(f"adapters name different bases ({named}): if these are one model, give its name as --base")
+    problems += [
+        f"adapter {name!r}: the factors of {module!r} hold values that are NaN or infinite: save it again"
+        for name, found in held.items()
+        for module, (a, b, _) in found.factors.items()
+        if not bool(a.isfinite().all() and b.isfinite().all())
+    ]
     kinds = {name: kind for name, found in held.items() if (kind := found.config.get("task_type"))}
     if len(set(kinds.values())) > 1:
         named = ", ".join(f"{name} {kind!r}" for name, kind in kinds.items())
@@ -141,6 +153,12 @@ def _problems(held: Mapping[str, Held], base: str | None) -> list[str]:
     return problems
 
 
+def _revision(held: Held) -> str:
+    """That of its base, which peft loads with it, as @REVISION."""
+    revision = held.config.get("revision")
+    return "" if revision in (None, "main") else f"@{revision}"
+
+
 def _config(held: Mapping[str, Held], merged: Mapping[str, Factors], base: str | None) -> dict[str, Any]:
     configs = [found.config for found in held.values()]
     ranks = {module: factors.rank for module, factors in merged.items()}
@@ -152,6 +170,7 @@ def _config(held: Mapping[str, Held], merged: Mapping[str, Factors], base: str |
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base or configs[0].get("base_model_name_or_path"),
+        "revision": None if base else configs[0].get("revision"),
         "task_type": next((kind for config in configs if (kind := config.get("task_type"))), None),
         "r": rank,
         "lora_alpha": rank,

@@ -152,7 +152,10 @@ def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _config(base: Path, rank: int, ranks: Mapping[str, int], saved: Sequence[str]) -> dict[str, Any]:
-    lower = {module: r for module, r in ranks.items() if r < rank}
+    low = [module for module, r in ranks.items() if r < rank]
+    # peft takes the first expression that a module's path ends with, so that longer ones must come first
+    named = [module for module in ranks if any(f".{module}".endswith(f".{own}") for own in low)]
+    lower = {module: ranks[module] for module in sorted(named, key=len, reverse=True)}
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": str(base),

@@ -14,10 +14,11 @@ from .. import checkpoint, errors
 from ..errors import problems_of
 from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
 from ..merge.weight_average import WeightAverage
+from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
 from .inputs.reading import Folder, Read, load_config, seen
-from .inputs.vocabulary import HEAD, tokenizer_notes
+from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
 from .streaming.chunks import Job, Scratch, target
@@ -43,6 +44,9 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     """
     problems, opened, notes = list[str](), dict[str, Folder](), list[str]()
     for label, path in {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}.items():
+        if is_adapter(path):
+            problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
+            continue
         try:
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")
@@ -54,7 +58,7 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     if not 1 <= per_token <= len(experts):
         problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {len(experts)}")
     errors.raise_problems(problems)
-    start = opened.pop("base")
+    start, *_ = one_head(opened.pop("base"), {})  # as in any merge: a copy of the embeddings is left out
     named = dict(zip(experts, opened.values(), strict=True))
     problems += problems_of(lambda: origins(start.leaves, len(named)))
     problems += fit_problems(start.leaves, {name: folder.leaves for name, folder in named.items()})
@@ -64,7 +68,9 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     errors.raise_problems([*problems, *wrong])
     if len({folder.root.resolve() for folder in named.values()}) == 1:
         notes.append("all experts are one model: before it is trained, the mixture computes what that model's MLPs do")
-    return Models(start, named, mixtral_config(start.root, len(named), per_token), tuple(notes))
+    notes += filter(None, [start.note])
+    config = mixtral_config(start.root, len(named), per_token) | dict(start.config)
+    return Models(start, named, config, tuple(notes))
 
 
 def mixtral_config(base: Path, experts: int, per_token: int) -> dict[str, Any]:
@@ -99,8 +105,6 @@ def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None
         down = origin.expert is not None and "down_proj" in origin.path
         leaves[path] = models.base.leaves[origin.path]
         made[path] = _scaled(folder.reader(origin.path), residual_scales[origin.expert or 0] if down else None)
-    if models.config.get("tie_word_embeddings"):
-        leaves.pop(HEAD, None)
     stores = {file: store for folder in (models.base, *folders) for file, store in folder.stores.items()}
     return Folder("the mixture", leaves, {}, stores, models.base.root, made)
 

@@ -16,7 +16,7 @@ from ..merge.parts.inputs import coef_problems, short
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .inputs.beside import Files
-from .inputs.opening import open_inputs
+from .inputs.opening import inputs_of, open_inputs
 from .inputs.reading import Folder, seen
 from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
@@ -95,7 +95,7 @@ def prepare(
     rules = getattr(config, "coef", None) if coef is None else coef
     problems += _merger_problems(config, list(experts), rules, key)
     problems += place_problems(out, (base, *experts.values()), overwrite=overwrite)
-    given = {"base": base, **experts}
+    given = inputs_of(base, experts)
     own: dict[str, dict[str, Tensor]] = {}
     whose = Whose(
         given, config_from, tokenizer_from, chat_template, token_rows, [], own, tokens or {}, max(pad_to_multiple_of, 1)

@@ -53,7 +53,7 @@ def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) 
     parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
     square = sum(x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True))
     size = max(square, 0.0) ** 0.5
-    if size >= _EPS:
+    if not size < _EPS:  # NaN too: who reads the values lists them
         scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / size
         return [scale * part for part in parts]
     if len(norms) == 2:

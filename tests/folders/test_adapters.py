@@ -255,6 +255,9 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'base_model.model.model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
+    zero = adapter({"model.layers.1.q": factors((6, 6))}, name="zero", r=0)
+    with pytest.raises(ValueError, match=r"'model.layers.1.q' has rank 0 in its adapter_config.json, must be above 0"):
+        merged(folders, base, zero, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         ({"lora_alpha": "4"}, "lora_alpha"),
         ({"alpha_pattern": {"up": "8"}}, "alpha_pattern['up']"),
         ({"rank_pattern": {"up": True}}, "rank_pattern['up']"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
     ],
 )
 def test_what_should_be_a_number_is_named(settings, name, base, adapter, folders, tmp_path):
@@ -411,6 +415,17 @@ def test_extraction_is_the_truncated_singular_value_decomposition(base, folders,
         torch.testing.assert_close(ours[path] - wide[path], ((u[:, :3] * s[:3]) @ v[:3]).float(), rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match=r"rank is 0, must be at least 1; .*lora exists"):
         extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=0)
+
+
+def test_a_module_of_low_rank_whose_name_ends_another(folders, tmp_path):
+    base = {"fc.weight": torch.zeros(2, 6), "block.fc.weight": torch.zeros(6, 6)}
+    folders.save(tmp_path / "base", base)
+    expert = {path: numbers(*leaf.shape, seed=i) for i, (path, leaf) in enumerate(base.items())}
+    folders.save(tmp_path / "expert", expert)
+    extract_lora(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=6)
+    ours = merged(folders, base, tmp_path / "lora", tmp_path)
+    for path, leaf in expert.items():
+        torch.testing.assert_close(ours[path], leaf, rtol=0, atol=1e-4)
 
 
 def test_an_adapter_without_factors_is_refused(folders, tmp_path):

@@ -118,6 +118,16 @@ def test_equal_tokenizers_leave_every_bit(models, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_an_expert_may_be_named_as_base_is(models, tmp_path):
+    change(models / "BASE", rms_norm_eps=1e-5)
+    change(models / "A", rms_norm_eps=3e-3)
+    for name in "A", "base":
+        experts = {name: models / "A", "B": models / "B_OTHER_VOCABULARY"}
+        merge_folders(WeightAverage(), models / "BASE", experts, tmp_path / name, tokenizer_from="union")
+    for file in "model.safetensors", "config.json":
+        assert (tmp_path / "base" / file).read_bytes() == (tmp_path / "A" / file).read_bytes()
+
+
 def test_a_tokenizer_that_transformers_refuses_is_one_error(models, tmp_path):
     change(models / "BASE", head_dim=7)  # seven coordinates cannot be rotated in pairs
     with pytest.raises(ValueError, match=r"the tokenizer of .*BASE cannot be read .*even rotary dimension"):

@@ -209,15 +209,16 @@ def change(folder, leaves=None, **config):
 
 
 def test_all_problems_of_all_adapters_are_told_at_once(saved, tmp_path):
-    places = {
-        name: saved(name, i) for i, name in enumerate(("bases", "half", "rank", "wide", "conv", "broken", "whole"))
-    }
+    names = "bases", "half", "rank", "wide", "conv", "zero", "nan", "broken", "whole"
+    places = {name: saved(name, i) for i, name in enumerate(names)}
     q = "base_model.model.block.0.q"
     change(places["bases"], base_model_name_or_path="another", task_type="CAUSAL_LM")
     change(places["half"], lambda found: {k: v for k, v in found.items() if k != f"{q}.lora_A.weight"})
     change(places["rank"], r=5)
     change(places["wide"], lambda found: found | {f"{q}.lora_A.weight": torch.zeros(8, 7)}, task_type="SEQ_CLS")
     change(places["conv"], lambda found: found | {f"{q}.lora_A.weight": torch.zeros(8, 6, 1)})
+    change(places["zero"], r=0)
+    change(places["nan"], lambda found: found | {f"{q}.lora_A.weight": torch.full((8, 6), torch.nan)}, revision="v2")
     (places["broken"] / WEIGHTS).write_bytes(b"none")
     shutil.rmtree(places["whole"])
     (tmp_path / "out").mkdir()
@@ -227,9 +228,11 @@ def test_all_problems_of_all_adapters_are_told_at_once(saved, tmp_path):
         "adapter 'half': 'base_model.model.block.0.q.lora_B.weight' has no other factor",
         "adapter 'rank': 'block.0.q' has rank 8, its adapter_config.json says 5",
         "adapter 'conv': A (8, 6, 1) and B (6, 8) of 'block.0.q' are not factors of a matrix",
+        "adapter 'zero': 'block.0.q' has rank 0 in its adapter_config.json, must be above 0",
+        "adapter 'nan': the factors of 'block.0.q' hold values that are NaN or infinite",
         "adapter 'broken':",
         "adapter 'whole':",
-        "adapters name different bases (bases 'another', wide 'None'): if these are one model, give its name as --base",
+        "adapters name different bases (bases 'another', wide 'None', nan 'None@v2'): if these are one",
         "adapters differ in task_type (bases 'CAUSAL_LM', wide 'SEQ_CLS')",
         "'block.0.q' is of shape (6, 6) in bases, (6, 7) in wide: they are of different models",
     ):
@@ -243,6 +246,12 @@ def test_ranks_and_values_that_cannot_be_merged(saved, tmp_path):
     change(places["x"], lambda found: {k: torch.full_like(v, 1e30) for k, v in found.items()})
     with pytest.raises(ValueError, match="the merged factors of block"):
         combined(places, tmp_path / "out", "cat", weights={"x": 1e30})
+    with pytest.raises(ValueError, match=r"'block.0.q': the change exceeds the range of float32"):
+        combined(places, tmp_path / "out", "ties_svd", density=0.5)
+    for place in places.values():  # the sum is a float32 number, and not one of the adapters' dtype
+        change(place, lambda found: {k: torch.full_like(v, 6e4, dtype=torch.float16) for k, v in found.items()})
+    with pytest.raises(ValueError, match=r"lora_A.weight' exceeds the range of torch.float16"):
+        combined(places, tmp_path / "out", "cat", weights={"x": 3.0})
     with pytest.raises(ValueError, match="no adapters: give at least one"):
         combined({}, tmp_path / "out", "cat")
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Dare, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Dare, MultiSlerp, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, writing
 from smat_fn.folders.streaming import survey
 
@@ -192,9 +192,9 @@ def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
         merge_folders(TA, *inputs, tmp_path / "theirs", overwrite=True)
 
 
-@pytest.mark.parametrize("config", [TA, TIES, DARE], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [TA, TIES, DARE, MultiSlerp()], ids=lambda config: config.name)
 def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, family, folders, tmp_path):
-    base, experts = family(torch.bfloat16, count=2)
+    base, experts = family(torch.bfloat16, count=3)
     base["vector"][2] = float("nan")
     experts["sum"]["matrix"][1, 1:3] = float("inf")
     experts["cstance"]["scalar"].fill_(-float("inf"))
@@ -208,7 +208,7 @@ def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, famil
         "leaf 'scalar' of expert 'cstance' holds 1 values that are NaN or infinite",
     ]
     assert before == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "in-cstance", "in-sum"]
+    assert {path.name for path in tmp_path.iterdir()} == {"in", *(f"in-{name}" for name in experts)}
 
 
 @pytest.mark.parametrize("config", [WeightAverage(), TA], ids=lambda config: config.name)

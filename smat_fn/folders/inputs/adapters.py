@@ -223,7 +223,11 @@ def read_adapter(label: str, path: Path) -> Held:
                 f"{label}: {shapes} of {module!r} are not factors of a matrix: convolutions are not read here"
             )
         elif known:
-            rank, scale = _scaling(config, module)
+            try:
+                rank, scale = _scaling(label, config, module)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
             if rank != len(a):
                 problems.append(
                     f"{label}: {module!r} has rank {len(a)}, its {CONFIG} says {rank}: of different adapters?"
@@ -282,12 +286,16 @@ def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of fields that must be numbers and are not."""
+    """Names of fields that must be finite numbers and are not."""
     numbers = {name: config.get(name) for name in ("r", "lora_alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         numbers |= {f"{name}[{key!r}]": value for key, value in (pattern.items() if isinstance(pattern, dict) else ())}
-    return (name for name, value in numbers.items() if not isinstance(value, (int, float)) or isinstance(value, bool))
+    return (
+        name
+        for name, value in numbers.items()
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value)
+    )
 
 
 def _pair(
@@ -317,15 +325,17 @@ def _pair(
         )
     asked = bool(config.get("fan_in_fan_out")) or embedding
     name = module.removeprefix(PREFIX)
-    rank, scale = _scaling(config, name)
+    rank, scale = _scaling(label, config, name)
     if rank != a[0]:
         raise ValueError(f"{label}: {module!r} has rank {a[0]}, its {CONFIG} says {rank}: of different adapters?")
     return leaf, _Pair(names["A"], names["B"], asked if asked in fits else fits[0], scale)
 
 
-def _scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and scale of a module: alpha / rank, or alpha / √rank."""
+def _scaling(label: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Rank and scale of a module: alpha / rank, or alpha / √rank. Raises: ValueError for a rank that is not above 0."""
     rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
+    if not rank > 0:
+        raise ValueError(f"{label}: {module!r} has rank {rank} in its {CONFIG}, must be above 0: save it again")
     alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 

@@ -19,6 +19,8 @@ from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
 from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 
+RESERVED = "base", "union"  # what options of an output's files may name, beside experts
+
 
 def read_inputs(
     base: Path, experts: Mapping[str, Path], problems: list[str], told: list[str]
@@ -134,12 +136,22 @@ def open_input(label: str, path: Path) -> Folder:
     return stacked(label, layers, [part.absent for part in parts])
 
 
+def key_of(name: str) -> str:
+    """The name of an expert beside base and the union of tokenizers: its label, where it is named like one of these."""
+    return f"expert {name!r}" if name in RESERVED else name
+
+
+def inputs_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Path]:
+    """Base and experts by name (`key_of`)."""
+    return {"base": base, **{key_of(name): path for name, path in experts.items()}}
+
+
 def roots_of(opened: Mapping[str, Folder], given: Mapping[str, Path]) -> dict[str, Path]:
     """The folders of models by name, those of the parts of stacks too."""
     roots = {}
     for name, path in given.items():
         for part in parts_of(Path(path)):
-            roots[part.path.name] = local_folder(name, part.path)
+            roots[key_of(part.path.name)] = local_folder(name, part.path)
     return roots | {name: folder.root for name, folder in opened.items()}
 
 

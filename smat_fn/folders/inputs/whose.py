@@ -10,7 +10,7 @@ from torch import Tensor
 from .beside import Files, beside, chosen_template, differences
 from .heads import head_files, head_notes
 from .hub import local_folder
-from .opening import roots_of
+from .opening import RESERVED, key_of, roots_of
 from .reading import Folder, load_config
 from .tokens import Aligned, Tokens, aligned
 from .vocabulary import tokenizer_notes
@@ -21,7 +21,7 @@ Align: TypeAlias = Callable[[Folder, dict[str, Folder]], tuple[Folder, dict[str,
 class Whose(NamedTuple):
     """Options of `merge_folders` for files beside the weights, and the token rows that follow from them."""
 
-    inputs: Mapping[str, Path]  # "base" and the experts
+    inputs: Mapping[str, Path]  # "base" and the experts, by `key_of`
     config_from: str | None
     tokenizer_from: str | None
     chat_template: str | None
@@ -38,13 +38,14 @@ class Whose(NamedTuple):
             return None
 
         def align(start: Folder, found: dict[str, Folder]) -> tuple[Folder, dict[str, Folder]]:
-            whose = source
-            if whose not in ("base", "union", *found):
-                known = roots_of({"base": start, **found}, self.inputs).get(whose)
+            whose, named = source, {key_of(name): folder for name, folder in found.items()}
+            if whose not in (*RESERVED, *named):
+                known = roots_of({"base": start, **named}, self.inputs).get(whose)
                 whose = str(known or local_folder("tokenizer_from", Path(whose)))
             mean = self.token_rows == "mean"
-            self.rows.append(aligned(start, found, whose, based=based, mean=mean, tokens=self.tokens, pad=self.pad))
-            return self.rows[0].base, self.rows[0].experts
+            rows = aligned(start, named, whose, based=based, mean=mean, tokens=self.tokens, pad=self.pad)
+            self.rows.append(rows)
+            return rows.base, dict(zip(found, rows.experts.values(), strict=True))
 
         return align
 
@@ -59,8 +60,9 @@ class Whose(NamedTuple):
         partial: bool,
     ) -> Files:
         """The files beside the weights; appends to ``problems`` and ``notes``."""
-        roots = roots_of({"base": start, **found}, self.inputs)
-        others = {f"expert {name!r}": root for name, root in roots.items() if root != start.root}
+        roots = roots_of({"base": start, **{key_of(name): folder for name, folder in found.items()}}, self.inputs)
+        labels = {key_of(name): f"expert {name!r}" for name in RESERVED}
+        others = {labels.get(name, f"expert {name!r}"): root for name, root in roots.items() if root != start.root}
         if not self.rows:
             notes += tokenizer_notes(start.root, others)
         if not partial:
@@ -77,7 +79,7 @@ class Whose(NamedTuple):
             config = roots.get(given) or local_folder("config_from", Path(given))
             if load_config(config) is None and self.config_from is not None:
                 problems.append(f"config_from is {given!r}: {config} has no config.json")
-            return head_files(self.heads, roots) | beside(
+            return head_files(self.heads, {name: roots[key_of(name)] for name in self.heads}) | beside(
                 start.root,
                 config,
                 self.rows[0].tokenizer if self.rows else start.root,

@@ -66,6 +66,12 @@ def fit_problems(base: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, 
             for path in layers
             if path in leaves and leaves[path].shape != base[path].shape
         ][:3]
+        inside = {path: found[2] for path in leaves if path not in base and (found := _LAYER.fullmatch(path))}
+        problems += [
+            f"expert {name!r} has leaf {path!r}, which base lacks: models must have as many layers and MLPs of one kind"
+            for path, part in inside.items()
+            if part.startswith("mlp.")
+        ][:3]
     return problems
 
 

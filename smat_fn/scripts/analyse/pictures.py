@@ -79,14 +79,14 @@ def rows_of(
     """
     from ...analyses.interference import as_rows
     from ...analyses.interference import interference as compute
-    from ...folders.inputs.opening import open_inputs
+    from ...folders.inputs.opening import inputs_of, open_inputs
     from ...folders.inputs.whose import Whose
     from ..merge.inputs import by_name
 
     known, problems = by_name(base, experts, None)
     errors.raise_problems(problems)
     named = {name: path for name, path, _ in known}
-    whose = Whose({"base": base, **named}, None, tokenizer_from, None, "base", [], {}, {}, 1)
+    whose = Whose(inputs_of(base, named), None, tokenizer_from, None, "base", [], {}, {}, 1)
     apart: dict[str, dict[str, Any]] | None = {} if heads == "keep" else None
     start, found = open_inputs(base, named, vocabulary, problems, align=whose.align(based=True), heads=apart)
     errors.raise_problems(problems)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from ... import __version__, checkpoint, errors, random
 from ... import merge as mergers
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
@@ -85,6 +87,8 @@ def by_module(
             merged[module] = mergers.combine(own, weights=shares, rank=rank, key=random.fold_in(key, module), **how)
         except ValueError as error:
             raise ValueError(f"{module!r}: {error}") from error
+        except torch.linalg.LinAlgError as error:  # of finite factors
+            raise ValueError(f"{module!r}: the change exceeds the range of float32: give smaller weights") from error
     return merged
 
 

@@ -91,11 +91,12 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
     lines += _hashes(manifest)
     lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
+    known = model_ids([base]) if base else None
     metadata = {
-        "base_model": base,
+        "base_model": known and known[0],
         "library_name": "peft",
         "tags": ["merge", "smat_fn", "lora", manifest["method"]],
-        "base_model_relation": "adapter" if base else None,
+        "base_model_relation": "adapter" if known else None,
     }
     return _with_metadata("\n".join(lines), metadata)
 

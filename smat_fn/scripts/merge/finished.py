@@ -36,6 +36,12 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
+    """The order of experts that ``folder`` was made of, if it is another one: SLERP takes γ of the second."""
+    made = list(checkpoint.load_manifest(folder).get("experts", {}))
+    return [f"it was made of experts in the order {', '.join(made)}"] if made != list(experts) else []
+
+
 def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 

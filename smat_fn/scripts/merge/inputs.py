@@ -19,6 +19,7 @@ from ...folders.inputs.stacks import folders_of, parts_of
 from ...folders.inputs.statistics import stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
+from .recipe_write import folder_name
 
 
 class Inputs(NamedTuple):
@@ -143,7 +144,7 @@ def by_name(
     found, problems = list[tuple[str, Path, dict[str, Any]]](), list[str]()
     for given, path in experts.items() if isinstance(experts, Mapping) else map(named, experts):
         manifest = manifest_of(path)
-        name = given or manifest.get("task", path.name)
+        name = given or manifest.get("task", folder_name(path))
         if any(name == other for other, *_ in found):
             problems.append(f"{path}: there is another expert named {name!r}: give each once, or name it: NAME={path}")
         if fingerprint is not None and manifest.get("base_fingerprint", fingerprint) != fingerprint:

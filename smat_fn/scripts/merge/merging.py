@@ -22,7 +22,7 @@ from ...suites import SUITES, Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, total, with_buffers
-from .finished import differences, is_merged, sources_text, verify
+from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
@@ -240,7 +240,9 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
         if "snapshots" in wanted["asked"]:
             compared.pop("experts", None)  # those of the snapshot that was chosen
         known = complete and is_merged(folder)  # less where the inputs have problems
-        others = (differences(folder, compared) or verify(folder)[1]) if known else []
+        others = list[str]()
+        if known:
+            others = differences(folder, compared) or other_order(folder, wanted["experts"]) or verify(folder)[1]
         if known and not others:
             params, manifest = checkpoint.load_leaves(folder)
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]

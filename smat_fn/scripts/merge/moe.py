@@ -20,10 +20,10 @@ from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import CARD, card
-from .finished import differences, hashes, other_files, sources_text, verify
+from .finished import differences, hashes, other_files, other_order, sources_text, verify
 from .inputs import facts_of, manifest_of
-from .recipe import DTYPES, Fields, folders_beside
-from .recipe_write import placed_by_name
+from .recipe import DTYPES, Fields, folders_beside, placed
+from .recipe_write import folder_name, placed_by_name
 from .settings import Moe
 from .streaming import bytes_of
 
@@ -138,9 +138,9 @@ def make(args: Moe) -> Iterator[str]:
     asked, places = load(args.file), folders_beside(args.file.parent)
     seed = asked.seed or 0 if args.seed is None else args.seed
     paths = {
-        name: _placed(own.source, places.get(f"expert {name!r}", {})) for name, own in _named(asked.experts).items()
+        name: placed(own.source, places.get(f"expert {name!r}", ())) for name, own in _named(asked.experts).items()
     }
-    base = _placed(asked.base, places.get("base", {}))
+    base = placed(asked.base, places.get("base", ()))
     base = local_folder("base", base)
     models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
     facts = {
@@ -190,15 +190,11 @@ def make(args: Moe) -> Iterator[str]:
 
 def _named(experts: Sequence[Expert]) -> dict[str, Expert]:
     """Experts by the name of their folder; of equal ones with their place."""
-    names = [Path(own.source).name for own in experts]
+    names = [folder_name(Path(own.source)) for own in experts]
     own_names = [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
     if len(set(own_names)) < len(names):  # folders a, b/a and a-0
         own_names = [f"{name}-{i}" for i, name in enumerate(own_names)]
     return dict(zip(own_names, experts, strict=True))
-
-
-def _placed(given: str, places: Mapping[str, Path]) -> Path:
-    return next(iter(places.values()), Path(given))
 
 
 def _inputs(models: Models) -> dict[str, list[Path]]:
@@ -215,6 +211,8 @@ def _others(out: Path, facts: Mapping[str, Any], models: Models, workers: int) -
     read = hashes([], inputs, digests([file for own in inputs.values() for file in own], workers))["inputs"]
     if read != made:
         return ["it was made of other inputs"]
+    if found := other_order(out, facts["experts"]):
+        return found
     files = beside(models, out_dtypes(facts["out_dtype"]))
     return other_files(out, files) or verify(out, workers=workers)[1]
 

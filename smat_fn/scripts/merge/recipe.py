@@ -3,6 +3,7 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
+import os
 from collections import abc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -14,6 +15,7 @@ import yaml
 from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
+from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import parts_of, stack_of
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
@@ -233,15 +235,15 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     if isinstance(found.get("coef"), dict) and hasattr(merger, "coef"):
         options = {"coef": None} | options  # that of every leaf is there
     places = folders_beside(file.parent)
-    base = _placed(found["base"], places.get("base", {}))
-    experts = {name: _placed(path, places.get(f"expert {name!r}", {})) for name, path in found["experts"].items()}
+    base = placed(found["base"], places.get("base", ()))
+    experts = {name: placed(path, places.get(f"expert {name!r}", ())) for name, path in found["experts"].items()}
     missing = [place for place in (base, *experts.values()) if _gone(place)]
     if missing:
         lost = ", ".join(dict.fromkeys(map(str, missing)))
         raise ValueError(f"{file} names {lost}, no folder here or where it was: write where it is, or call from there")
     rest = {name: found[name] for name in OWN[3:] if name in found}
     for name in places.keys() & {"config_from", "tokenizer_from"}:
-        rest[name] = str(next(iter(places[name].values())))
+        rest[name] = str(places[name][0])
     return Recipe(merger(**options), base, experts, found.get("coef"), rest)
 
 
@@ -285,19 +287,33 @@ def _entry_fits(value: Any, kind: Any) -> bool:
     return all(isinstance(g, str) and _fits(v, float) for g, v in value.items()) if by_glob else _fits(value, kind)
 
 
-def _placed(given: str, places: Mapping[str, Path]) -> Path:
-    """The path of an input; a stack has the paths of its parts."""
+def placed(given: str, places: Sequence[Path]) -> Path:
+    """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
     if parts := parts_of(Path(given)):
-        return stack_of([part._replace(path=places.get(part.path.name, part.path)) for part in parts])
-    return next(iter(places.values()), Path(given))
+        return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
+    near = (folder for place in places for folder in (place, place.parent))  # modules lie in folders of their own
+    return next((folder for folder in near if _is_named(folder, given)), Path(given))
 
 
-def folders_beside(folder: Path) -> dict[str, dict[str, Path]]:
-    """Where the inputs of a merge in this folder lie, by label and folder name."""
+def _is_named(place: Path, given: str) -> bool:
+    """Whether a folder is that of a name in a recipe, and not of another one that was written there since."""
+    own = Path(given).parts
+    if place.parts[max(0, len(place.parts) - len(own)) :] == own:
+        return True
+    repository, _, revision = given.partition("@")
+    cached = place.parent.parent  # models--OWNER--NAME/snapshots/COMMIT
+    if repository_of(Path(given)) is None or cached.name != f"models--{repository.replace('/', '--')}":
+        return False
+    ref = cached / "refs" / revision
+    return place.name.startswith(ref.read_text().strip() if revision and ref.is_file() else revision)
+
+
+def folders_beside(folder: Path) -> dict[str, list[Path]]:
+    """Where the inputs of a merge in this folder lie, by label."""
     from .finished import sources
 
     found = {
-        label: [place for file in files.values() if (place := Path(file).parent).is_dir()]
+        label: [place for file in files.values() if (place := Path(os.path.abspath(Path(file).parent))).is_dir()]
         for label, files in sources(folder).items()
     }
-    return {label: {place.name: place for place in places} for label, places in found.items() if places}
+    return {label: list(dict.fromkeys(places)) for label, places in found.items() if places}

@@ -11,9 +11,10 @@ from ... import errors
 from ...config import MergerConfig
 from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import local_folder
-from ...folders.inputs.opening import open_input
+from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp
+from .recipe_write import folder_name
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves
 
@@ -88,8 +89,8 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
         notes += (f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models",)
     options = {"semantics": "mergekit", "out_dtype": found.get("out_dtype") or found.get("dtype") or "same"}
-    models = {model.ref: name for name, model in zip(names, slices[0].experts, strict=True)} if whole else {}
-    models |= {} if whole else {model.ref: name_of(model.ref) for part in slices for model in part.experts}
+    models = {model.ref: key_of(name) for name, model in zip(names, slices[0].experts, strict=True)} if whole else {}
+    models |= {} if whole else {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
 
@@ -371,4 +372,4 @@ def _path(ref: str) -> Path:
 
 def name_of(ref: str) -> str:
     """The expert's name: that of its folder, or of its adapter's folder."""
-    return _path(ref).name
+    return folder_name(_path(ref))

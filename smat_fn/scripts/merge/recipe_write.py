@@ -1,5 +1,6 @@
 """The file of a merge, which `recipe.load` reads again."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,20 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def placed_by_name(path: Path) -> str:
-    """An input without its place on this machine: a hub name, or the name of its folder, of each part of a stack."""
+def placed_by_name(path: Path, depth: int = 1) -> str:
+    """An input without its place on this machine: a hub name, or the name of its folder, of each part of a stack.
+
+    Args: depth: names of folders above it, and its own, that are given; of different parts of one name as many as tell
+        them from each other.
+    """
     if parts := parts_of(path):
-        return str(stack_of([part._replace(path=Path(placed_by_name(part.path))) for part in parts]))
-    return str(path) if repository_of(path) else path.name
+        given = {part.path for part in parts}
+        while len({placed_by_name(own, depth) for own in given}) < len({os.path.abspath(own) for own in given}):
+            depth += 1
+        return str(stack_of([part._replace(path=Path(placed_by_name(part.path, depth))) for part in parts]))
+    return str(path) if repository_of(path) else "/".join(Path(os.path.abspath(path)).parts[-depth:])
+
+
+def folder_name(path: Path) -> str:
+    """The name of a folder, that of the working directory too."""
+    return path.name if path.name not in ("", "..") else path.resolve().name

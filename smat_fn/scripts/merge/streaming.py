@@ -36,7 +36,7 @@ from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from .. import outcome
 from .card import CARD, card, rounding
-from .finished import differences, hashes, is_merged, other_files, seconds_to_hash, sources_text, verify
+from .finished import differences, hashes, is_merged, other_files, other_order, seconds_to_hash, sources_text, verify
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .recipe_write import OWN, placed_by_name, written
 
@@ -254,6 +254,8 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
     made_of = manifest.get("inputs", {})
     if others := [label for label in [*read, *(made_of.keys() - read)] if made_of.get(label) != read.get(label)]:
         return [f"it was made of another {label}" for label in others]
+    if others := other_order(folder, order.experts):
+        return others
     return other_files(folder, job.beside) or verify(folder, workers=workers)[1]
 
 

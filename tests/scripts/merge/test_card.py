@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from smat_fn.scripts.merge.card import card, model_ids
+from smat_fn.scripts.merge.card import adapter_card, card, model_ids
 
 NAMES = (
     "gpt2", "owner/name", "a-b_c.d", "my base", "two/slashes/here", "-start", "end-", "a--b", "a..b", "repo.git",
@@ -30,6 +30,15 @@ def test_names_are_those_that_the_hubs_client_takes():
     assert {name: model_ids([name]) == [name] for name in NAMES} == {name: takes(name) for name in NAMES}
     assert any(map(takes, NAMES))
     assert not all(map(takes, NAMES))
+
+
+@pytest.mark.parametrize("name", ["owner/base", "my base (v2)", None])
+def test_metadata_of_an_adapter_name_its_base_if_the_hub_can_have_it(name):
+    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A"], "weights": {}, "versions": {}, "base_model": name}
+    found = ModelCard(adapter_card(adapter), ignore_metadata_errors=False).data.to_dict()
+    known = name if name == "owner/base" else None
+    assert (found.get("base_model"), found.get("base_model_relation")) == (known, known and "adapter")
+    assert name is None or f"Base: `{name}`" in adapter_card(adapter)
 
 
 @pytest.mark.parametrize("names", [["owner/base", "my base", "owner/expert"], ["my base"]])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.folders.mixtures import merge_mixture, open_models
@@ -211,6 +211,8 @@ def change(folder, **fields):
 def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
     make_moe.write_models(tmp_path)
     (tmp_path / "wide").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
     make_moe.write_models(tmp_path / "wide", attention_bias=True)
     refused = {
         "experts_per_token is 4: must be from 1 to the number of experts, 3": {"experts_per_token": 4},
@@ -218,12 +220,24 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
             "base_model": str(tmp_path / "wide/BASE")
         },
         "missing is not a folder": {"base_model": str(tmp_path / "missing")},
+        "adapter is an adapter: make it a whole model first": {"base_model": str(tmp_path / "adapter")},
     }
     for text, more in refused.items():
         with pytest.raises(ValueError, match=re.escape(text)):
             made(make_moe.file_of("random", tmp_path, **more), tmp_path / "out")
     with pytest.raises(ValueError, match="which is, holds or lies in"):
         made(make_moe.file_of("random", tmp_path), tmp_path / "A/out")
+    deep, biased = weights(tmp_path / "B"), weights(tmp_path / "C")
+    deep |= {path.replace("layers.1", "layers.2"): leaf.clone() for path, leaf in deep.items() if "layers.1" in path}
+    biased["model.layers.1.mlp.up_proj.bias"] = torch.ones(12)
+    for name, leaves in {"deep": deep, "biased": biased}.items():
+        save_file(leaves, shutil.copytree(tmp_path / "B", tmp_path / name) / "model.safetensors")
+    file = make_moe.file_of("random", tmp_path)
+    file["experts"] += [{"source_model": str(tmp_path / name)} for name in ("deep", "biased")]
+    with pytest.raises(
+        ValueError, match=r"'deep' has leaf 'model.layers.2.mlp.* 'biased' has leaf 'model.layers.1.mlp"
+    ):
+        made(file, tmp_path / "out")
     change(tmp_path / "B", hidden_act="gelu")
     with pytest.raises(ValueError, match="expert 'B' has another activation"):
         made(make_moe.file_of("random", tmp_path), tmp_path / "out")
@@ -256,6 +270,15 @@ def test_a_rerun_sees_another_tokenizer_and_a_scale_that_is_no_number(models, tm
     file["experts"][0]["residual_scale"] = float("nan")
     with pytest.raises(ValueError, match="residual_scale is nan: must be a number"):
         made(file, tmp_path / "new")
+
+
+def test_a_head_that_base_stores_is_not_tied_by_its_configuration(models, tmp_path):
+    base = shutil.copytree(models / "BASE", tmp_path / "base")
+    change(base, tie_word_embeddings=True)
+    file = make_moe.file_of("random", models) | {"base_model": str(base)}
+    assert any("the output has tie_word_embeddings false" in line for line in made(file, tmp_path / "out"))
+    assert torch.equal(weights(tmp_path / "out")["lm_head.weight"], weights(base)["lm_head.weight"])
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_every_expert_has_a_name_of_its_own(models, tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
+from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
-from smat_fn.scripts.merge import commands, settings
+from smat_fn.scripts.merge import commands, settings, streaming
 from smat_fn.scripts.merge.recipe import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -366,6 +368,39 @@ def test_folders_may_have_an_equals_sign_in_their_names(models, tmp_path, monkey
     one, two = ((tmp_path / place / "ta/model.safetensors").read_bytes() for place in ("one", "two"))
     assert one == two
     assert list(checkpoint.load_manifest(tmp_path / "two/ta")["experts"]) == ["lr=A", "lr=B"]
+
+
+def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, monkeypatch):
+    for source, name in {"A": "one/ck", "B": "two/ck", "C": "other"}.items():
+        shutil.copytree(models / source, tmp_path / name)
+    base = models / "BASE"
+    stack = Path(f"{tmp_path / 'one/ck'}[0:2]+{tmp_path / 'two/ck'}[2:4]")
+    monkeypatch.chdir(tmp_path / "one/ck")
+
+    def written(experts, place, base=base):
+        (_,) = streaming.stream_run([TaskArithmetic(coef=1.0)], streaming.order(base, experts, out=place, seed=0))
+        return place / "ta" / RECIPE
+
+    def repeated(file, place):
+        commands.from_recipe(settings.FromRecipe(file, place))
+        return (place / "ta/model.safetensors").read_bytes()
+
+    stacked = written({"s": stack}, tmp_path / "stack")
+    assert repeated(stacked, tmp_path / "again") == stacked.with_name("model.safetensors").read_bytes()
+    for name in "pipe", "tuned":
+        for part in "unet", "vae":
+            (tmp_path / name / part).mkdir(parents=True)
+            save_file({"w": torch.randn(4)}, tmp_path / name / part / "diffusion_pytorch_model.safetensors")
+        (tmp_path / name / "model_index.json").write_text("{}")
+    piped = written({"t": tmp_path / "tuned"}, tmp_path / "parts", tmp_path / "pipe")
+    commands.from_recipe(settings.FromRecipe(piped, tmp_path / "parts-again"))
+    assert sorted(file.name for file in (tmp_path / "parts-again/ta").glob("*/")) == ["unet", "vae"]
+    edited = written([Path()], tmp_path / "here")  # the working directory has its name
+    assert yaml.safe_load(edited.read_text())["experts"] == {"ck": "ck"}
+    assert repeated(edited, tmp_path / "same") == edited.with_name("model.safetensors").read_bytes()
+    edited.write_text(edited.read_text().replace("ck: ck", f"ck: {tmp_path / 'other'}"))
+    wanted = written({"ck": tmp_path / "other"}, tmp_path / "wanted").with_name("model.safetensors").read_bytes()
+    assert repeated(edited, tmp_path / "edited") == wanted
 
 
 def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):

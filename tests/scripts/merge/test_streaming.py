@@ -237,6 +237,10 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
         (lambda f, base, expert: {"out_dtype": "float16"}, "its out_dtype is same, this merge's would be float16"),
         (lambda f, base, expert: {"shard_size": 10**5}, "its shard_size is 5000000000, this merge's would be 100000"),
         (lambda f, base, expert: {"experts": [expert]}, "it was made of another expert 'negative'"),
+        (
+            lambda f, base, expert: {"experts": [*{*expert.parent.iterdir()} - {base, expert}, expert]},
+            "it was made of experts in the order mirror, negative",
+        ),
         (lambda f, base, expert: (base / "config.json").write_text('{"a": 1}'), "its config.json is not base's"),
         (lambda f, base, expert: (base / "vocab.txt").write_text("a"), "its vocab.txt is not base's"),
         (lambda f, base, expert: flip(f / "model.safetensors"), "model.safetensors has changed: SHA-256"),
