@@ -18,7 +18,7 @@ from .card import CARD, card
 from .inputs import Inputs, find_inputs, load_inputs
 from .merging import common_suite, sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus
-from .statistics import batches_of, digest, length
+from .statistics import batches_of, digest, length, without_padding
 
 
 def adapt(asked: AdaMerging) -> Iterator[str]:
@@ -50,7 +50,8 @@ def regress(asked: RegMeanPlus) -> Iterator[str]:
     key = random.fold_in(random.key(asked.seed), "statistics")
     batches = {task: batches_of(suite, task, asked.split, asked.rows, random.fold_in(key, task)) for task in tasks}
     losses = {task: suite.loss_fn(task) for task in tasks}
-    params = reg_mean_plus(losses, inputs.base, inputs.experts, batches, scale=asked.scale)
+    rows = {task: without_padding(suite, task, own) for task, own in batches.items()}
+    params = reg_mean_plus(losses, inputs.base, inputs.experts, rows, scale=asked.scale)
     settings = {"scale": asked.scale, "rows": asked.rows, "split": asked.split}
     yield from _write(asked, folder, params, settings, inputs, suite, batches, {})
 
