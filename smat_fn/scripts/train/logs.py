@@ -52,7 +52,8 @@ class Log:
         self._run_id, self._peak, self._totals = (known[name] for name in ("run_id", "peak_memory_bytes", "totals"))
         self._losses: list[tuple[int, Tensor]] = []  # since the last line
         self._amount: int | Tensor = 0
-        self._due: Callable[..., None] | None = None  # reads the line before
+        self._due: Callable[..., None] | None = None  # reads the line before, of step
+        self._due_at = -1
         self._newest: tuple[int, Any] = (self.start - 1, math.nan)  # step and loss
         self._last: dict[str, Any] | None = None
         self.largest_norm = 0.0  # of the gradients in lines so far
@@ -91,7 +92,7 @@ class Log:
         self._amount, self._losses = 0, []
         self._read()
         self._write()
-        self._due = line
+        self._due, self._due_at = line, step
         if step + 1 == self.total:
             self._read()
 
@@ -131,7 +132,13 @@ class Log:
         self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
 
     def note(self, step: int, **facts: float) -> None:
-        """A separate line after a step, with occasional measurements; their time does not count as training."""
+        """A separate line after a step, with occasional measurements; their time does not count as training.
+
+        A line of an earlier step comes first: wandb drops those of steps before its last one.
+        """
+        if self._due is not None and self._due_at < step:
+            self._read()
+            self._write()
         row = {"step": step, "loss": float(self._newest[1]), **facts}
         self._file.write(json.dumps(row) + "\n")
         for tracker in self._trackers:

@@ -37,7 +37,8 @@ def open_tracker(name: str, *, out: Path, run: str, run_id: str, start: int, con
     """
     module = importlib.import_module(PACKAGES[name])
     if name == "tensorboard":
-        writer = module.SummaryWriter(str(out / "tensorboard" / run), purge_step=start or None)
+        # from step 0 as well: the folder may hold the run that this one replaces
+        writer = module.SummaryWriter(str(out / "tensorboard" / run), purge_step=start)
 
         def log(numbers: Mapping[str, float], step: int) -> None:
             for title, value in numbers.items():
