@@ -82,7 +82,11 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
     for name, values in (("methods", options.methods), ("seeds", options.seeds)):
         problems += [] if values else [f"no {name}: name at least one"]
         problems += [] if len(set(values)) == len(values) else [f"{name} are {values}: name each once"]
-    flags = shlex.split(options.flags)
+    try:
+        flags = shlex.split(options.flags)
+    except ValueError as error:
+        flags = []
+        problems.append(f"--flags={options.flags!r} cannot be split into words ({error}): close every quotation mark")
     own = {"--seed", "--out", "--resume", "--overwrite"}
     problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
     errors.raise_problems(problems)
@@ -112,10 +116,11 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
         _check_code([_run(options, job) for job in wanted])
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job))]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
-    failed = []
+    failed, ended = list[Job](), 0
     with _leaving_on_sigterm():
-        launched = chain.from_iterable(map(launch, _waves(options.flags, waiting)))
-        for number, (job, status) in enumerate(launched, 1):
+        launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
+        for job, status in launched:
+            ended += 1
             if status == 0:
                 mark = {"command": job.command, "experts": sorted(_experts(_run(options, job)))}
                 checkpoint.write_text(_mark(job), json.dumps(mark) + "\n")
@@ -123,10 +128,11 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
                 failed.append(job)
             outcome.add("runs", {"run": job.name, "status": status, "log": job.log})
             how = "done" if status == 0 else f"failed with status {status}"
-            report(f"[{number}/{len(waiting)}] {job.name}: {how}")
+            report(f"[{ended}/{len(waiting)}] {job.name}: {how}")
     if failed:
+        rest = f"; {left} wait for their sigma, which is measured on these" if (left := len(waiting) - ended) else ""
         raise ValueError(
-            f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep"
+            f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep{rest}"
         )
 
 
