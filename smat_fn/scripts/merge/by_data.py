@@ -15,7 +15,7 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch
 from .. import outcome
 from .card import CARD, card
-from .inputs import Inputs, find_inputs, load_inputs
+from .inputs import Inputs, all_inputs, load_inputs
 from .merging import common_suite, sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus
 from .statistics import batches_of, digest, length, without_padding
@@ -61,7 +61,7 @@ def _begin(asked: OfRun, merger: str, least: Mapping[str, int]) -> tuple[Inputs,
     problems = [f"{name} is {n}, must be at least 1" for name, n in least.items() if n < 1]
     problems += problems_of(checkpoint.refuse_existing, folder, overwrite=asked.overwrite)
     errors.raise_problems(problems)
-    inputs = load_inputs(*find_inputs(asked.run))
+    inputs = load_inputs(*all_inputs(asked.run))
     suite = common_suite(inputs, asked.suite_options)
     at = next(iter(suite.base.values())).device
     here = {name: {path: leaf.to(at) for path, leaf in own.items()} for name, own in inputs.experts.items()}

@@ -13,7 +13,7 @@ from ... import checkpoint, errors, lora, random
 from ...checkpoint import STATISTICS
 from ...data.batching import split_rows
 from ...merge.parts.inputs import Leaves
-from ...merge.statistics import diagonal_fisher, drawn_labels, input_grams, untold_padding
+from ...merge.statistics import diagonal_fisher, drawn_labels, gram_layers, input_grams, untold_padding
 from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
@@ -47,6 +47,8 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
     suite = common_suite(inputs, asked.suite_options)
     if asked.labels == "model" and not isinstance(suite, EncoderSuite):
         raise ValueError(f"--labels model requires a classifier, suite {suite.name!r} has none: pass --labels data")
+    if "gram" in asked.kinds:
+        gram_layers(suite.loss_fn(next(iter(inputs.experts))), inputs.base)
     places_of = dict(zip(inputs.experts, (named(path)[1] for path in experts), strict=True))
     for task, params in inputs.experts.items():
         yield from write_statistics(suite, places_of[task], task, params, asked)

@@ -79,7 +79,7 @@ def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     assert 1 / 1.5 < origin["update"] / noise_level.update_rms(params, suite.base) < 1.5
 
 
-def test_a_resumed_run_keeps_its_sigma(runs, train, tmp_path):
+def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
     stop = Stop()
 
     def ends(line):
@@ -92,6 +92,9 @@ def test_a_resumed_run_keeps_its_sigma(runs, train, tmp_path):
     train(tmp_path / "smat", method=SMAT, tasks=("rot90",), resume=True)
     assert manifest(tmp_path / "smat/rot90")["fingerprint"] == manifest(tmp_path / "whole/rot90")["fingerprint"]
     assert manifest(tmp_path / "smat/rot90")["sigma_from"] == manifest(tmp_path / "whole/rot90")["sigma_from"]
+    more = RunOptions(tmp_path / "smat", ("mirror",), 21, resume=True)  # experts of one run have one sigma
+    kept = manifest(tmp_path / "smat/rot90")["hyperparameters"]["sigma"]
+    assert noise_level.settled(suite, SMAT, SIX, more)[0] == replace(SMAT, sigma=kept)
 
 
 @pytest.mark.parametrize(
