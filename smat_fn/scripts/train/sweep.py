@@ -169,6 +169,7 @@ def _leaving_on_sigterm() -> Iterator[None]:
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
     from ... import checkpoint
+    from . import snapshots
 
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
@@ -177,7 +178,8 @@ def progress(out: Path) -> list[Progress]:
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
         run = str(folder.parent.relative_to(out))
-        found.append(Progress(run, folder.name, folder in experts, last.get("step"), last.get("loss")))
+        done = folder in experts and snapshots.finished(folder.parent, folder.name)
+        found.append(Progress(run, folder.name, done, last.get("step"), last.get("loss")))
     if not found:
         raise ValueError(f"{out} holds no run of train.py: give its --out folder, or a parent folder")
     return found
@@ -269,6 +271,14 @@ def _check_code(runs: Sequence[Path]) -> None:
 
 
 def _launcher(options: Sweep) -> Launcher:
+    given = " ".join(f"{name} {value}" for name, value in options.cluster_options.items())
+    if options.launcher == "local" and given:
+        raise ValueError(f"--cluster-options {given} would change nothing: pass --launcher submitit too")
+    if options.launcher == "submitit" and (options.devices or options.processes != 1):
+        raise ValueError(
+            "--devices and --processes are those of --launcher local: leave them out, and give each job of the cluster "
+            "its GPUs by --cluster-options"
+        )
     if options.launcher == "local":
         return launching.local(processes=options.processes, devices=options.devices)
     parameters: dict[str, Any] = dict(options.cluster_options)

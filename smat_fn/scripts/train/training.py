@@ -166,8 +166,8 @@ def _hold(run: RunOptions, held: ExitStack) -> None:
     """Lock the tasks of a run, where the disk has locks. Raises: ValueError where another process trains one."""
     for task in run.tasks:
         file = run.out / f".{task}.lock"
-        taken = f"{task} is trained in {run.out} by another process (it holds {file}): wait for it, or end it"
-        with suppress(NotImplementedError):  # a cluster's disk may have none
+        taken = f"{task} is trained in {run.out} by another process: wait for it, or delete {file} if there is none"
+        with suppress(OSError):  # a cluster's disk may have no locks
             held.enter_context(locked(file, taken))
 
 

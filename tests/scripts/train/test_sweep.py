@@ -222,6 +222,8 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "step 7, loss 0.250" in printed
     assert "1/2" in printed
+    snapshots.replace_expert(run, "rot90")  # by a run with --overwrite
+    assert [row.done for row in sweep.progress(tmp_path)] == [False, False]
     with pytest.raises(ValueError, match="holds no run"):
         sweep.progress(tmp_path / "smat-seed0" / "base" / "none")
 
@@ -232,6 +234,13 @@ def test_bad_input_is_listed():
     assert "ft, smat" in str(error.value)
     with pytest.raises(ValueError, match=r"--flags=.--label 'a. cannot be split into words \(No closing"):
         sweep.jobs(Sweep(Path("x"), flags="--label 'a"), script=["train.py"])
+    lone = Sweep(Path("x"), cluster_options={"timeout_min": 5})
+    for options, told in (
+        (lone, "--cluster-options timeout_min 5 would change nothing: pass --launcher submitit"),
+        (replace(lone, launcher="submitit", devices=("0",)), "--devices and --processes are those of --launcher local"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            sweep.sweep(options, script=["train.py"])
     with pytest.raises(ValueError, match="processes is 0"):
         launching.local(processes=0)
     with pytest.raises(ValueError, match="name each once"):
