@@ -4,6 +4,7 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,9 +61,14 @@ class Log:
 
     def __enter__(self) -> "Log":
         keep_lines(self.path, before=self.start)
-        self._file = open(self.path, "a", buffering=1)
         facts = {"out": self.path.parent, "run": self.run, "run_id": self._run_id, "start": self.start}
-        self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self.config) for n in self.trackers]
+        self._trackers: list[Tracker] = []
+        with ExitStack() as begun:  # those before one that cannot begin are closed
+            for name in self.trackers:
+                self._trackers.append(open_tracker(name, **facts, config=self.config))
+                begun.callback(self._trackers[-1].close)
+            begun.pop_all()
+        self._file = open(self.path, "a", buffering=1)
         self._bar = progress.bar(self.total, desc=f"train {self.task}", leave=False, initial=self.start)
         self.watch = Stopwatch(self.device, self._totals)
         self._seconds = self.watch.seconds()

@@ -109,6 +109,21 @@ def test_trackers_get_measurements_after_the_lines_of_earlier_steps(installed, t
     assert ["dev_score" in line for line in lines] == [True, False, True, False, True, False]
 
 
+def test_a_tracker_that_cannot_begin_is_an_error_with_a_way_out(installed, tmp_path, monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    names = ("tensorboard", "wandb")
+    log = Log(tmp_path / "log.jsonl", task="t", total=1, device=CPU, rates=lambda step: {}, trackers=names)
+    with (
+        pytest.raises(ValueError, match=r"^--log wandb: wandb cannot begin a run \(api_key not conf.*: log in, or"),
+        log,
+    ):
+        pass
+    assert [writer.closed for writer in installed["torch.utils.tensorboard"]] == [1]
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
 def test_a_tracker_that_is_not_installed_is_named_before_any_work(name, train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, trackers.PACKAGES[name], None)
