@@ -125,7 +125,7 @@ def _differs(manifests: Mapping[str, Any], fingerprint: str, steps: Mapping[str,
 def _estimated(
     suite: Suite, training: Training, run: RunOptions, report: Callable[[str], None], beside: str | None
 ) -> Found:
-    """Sigma extrapolated from two short ft runs at the first learning rate, one half as long as the other.
+    """Sigma extrapolated from two short ft runs at the first learning rate, one about half as long as the other.
 
     The RMS grows as a power of the sum of the learning rates so far, between its root (steps of random directions) and
     itself (steps in one direction).
@@ -147,7 +147,7 @@ def _estimated(
                 f"sigma auto: no parameter moves in {long} steps of ft on {task} at learning rate {whole.lr:g}: "
                 "give another --lr, --precision mixed, or --sigma a number"
             )
-        power = min(1.0, max(0.5, math.log2(full / half)))
+        power = min(1.0, max(0.5, math.log2(full / half) / math.log2(long / (long // 2))))
         rates = schedules(whole)["lr"]
         length = sum(float(rates(step)) for step in range(whole.steps)) / (long * whole.lr)
         squares.append((full * length**power) ** 2)

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     train_run(suite, Finetune(), training, RunOptions(tmp_path / "whole", ("rot90",), 21))
     params = checkpoint.load_leaves(tmp_path / "whole/rot90")[0]
     assert 1 / 1.5 < origin["update"] / noise_level.update_rms(params, suite.base) < 1.5
+
+
+@pytest.mark.parametrize("steps", [7, 230, 400])  # short runs of 7 and 3, 11 and 5, 20 and 10 steps
+def test_a_power_of_the_steps_is_extrapolated_exactly(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed: 1e-3 * steps**0.75)
+    stub = SimpleNamespace(tasks=("a", "b"), epoch_steps=None)
+    training, run = Training(steps=steps, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
+    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
+    assert origin["update"] == pytest.approx(1e-3 * steps**0.75, rel=1e-5)
 
 
 def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
