@@ -106,7 +106,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     Args: options, script: as those of `jobs`; report: is called with each line.
 
     Raises: ValueError as `jobs`; for experts and snapshots of other code, unless they are to be kept; and at the end if
-        a run failed, naming the logs.
+        a run failed, naming the logs, or if runs of one seed were trained on different rows.
     """
     from ... import checkpoint
 
@@ -134,6 +134,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
         raise ValueError(
             f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep{rest}"
         )
+    errors.raise_problems(_other_rows([_run(options, job) for job in wanted]))
 
 
 def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
@@ -268,6 +269,23 @@ def _check_code(runs: Sequence[Path]) -> None:
         way = "give another --out, remove them, or keep them with --other-code"
         problems.append(f"this is {machine.code()}: {way}")
     errors.raise_problems(problems)
+
+
+def _other_rows(runs: Sequence[Path]) -> list[str]:
+    """Errors for runs of one seed whose experts of a task were trained on different rows: the data were edited."""
+    found: dict[tuple[int, str], dict[str, list[str]]] = {}
+    for run in runs:
+        for task, manifest in _experts(run).items():
+            if rows := manifest.get("train_rows"):
+                found.setdefault((manifest.get("seed", 0), task), {}).setdefault(rows.get("hash", ""), []).append(
+                    run.name
+                )
+    return [
+        f"the training rows of {task} changed during the sweep: those of {' are not those of '.join(names)}; remove the "
+        "runs on the old rows, then rerun the sweep"
+        for (_, task), sets in found.items()
+        if len(names := [", ".join(own) for own in sets.values()]) > 1
+    ]
 
 
 def _launcher(options: Sweep) -> Launcher:

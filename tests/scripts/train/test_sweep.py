@@ -139,6 +139,18 @@ def test_experts_and_snapshots_of_other_code_are_told_before_any_run(script, tmp
     assert lines[-1].startswith("2 runs, 2 of them done")
 
 
+def test_data_that_were_edited_during_a_sweep_are_told(tmp_path):
+    found = {"ft-seed1": (1, "old"), "smat-seed1": (1, "new"), "ft-seed2": (2, "new"), "smat-seed2": (2, "new")}
+    options, script = Sweep(tmp_path / "out", seeds=(1, 2)), tmp_path / "train.py"
+    script.write_text("")
+    for name, (seed, rows) in found.items():
+        manifest = {"kind": "expert", "code": machine.code(), "seed": seed, "train_rows": {"hash": rows}}
+        write_text(tmp_path / "out" / name / "rot90/manifest.json", json.dumps(manifest))
+    told = "^the training rows of rot90 changed during the sweep: those of ft-seed1 are not those of smat-seed1; remove"
+    with pytest.raises(ValueError, match=told):
+        sweep.sweep(options, script=[str(script)], report=lambda line: None)
+
+
 def test_one_process_at_a_time_on_each_device(script, tmp_path):
     jobs = [Job(str(i), (sys.executable, str(script), str(i)), tmp_path / f"{i}.log") for i in range(5)]
     ended = dict((job.name, status) for job, status in launching.local(devices=("0", "3"))(jobs))
