@@ -281,8 +281,8 @@ def _other_rows(runs: Sequence[Path]) -> list[str]:
                     run.name
                 )
     return [
-        f"the training rows of {task} changed during the sweep: those of {' are not those of '.join(names)}; remove the "
-        "runs on the old rows, then rerun the sweep"
+        f"the training rows of {task} changed during the sweep: those of {' are not those of '.join(names)}; remove "
+        "the runs on the old rows, then rerun the sweep"
         for (_, task), sets in found.items()
         if len(names := [", ".join(own) for own in sets.values()]) > 1
     ]
