@@ -22,6 +22,7 @@ from .types import Params
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
 BASE = "base"  # the folder of the base beside its experts
 SNAPSHOTS = "snapshots"  # beside them too: NUMBER/TASK, parameters of earlier steps
+REPLACED = ".replaced"  # ends the name of a file that names an expert which --overwrite has yet to replace
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from .. import errors, tree
+from ..grad import ModuleLoss
 from ..types import Batch, LossFn, Params
 from ..where import block_prefix
 from .parts.inputs import Experts, Leaves, check
@@ -21,7 +22,8 @@ def reg_mean_plus(
 ) -> Params:
     """`reg_mean` of block after block l, G_i of the inputs in f_i,l ∘ f_M,l−1 ∘ … ∘ f_M,1: those before are merged.
 
-    Inside a block inputs are those of the expert's own layers. Leaves outside of blocks are averaged, and merged first.
+    Blocks are in the order of the losses' module. Inside a block inputs are those of the expert's own layers. Leaves
+    outside of blocks are averaged, and merged first.
 
     Args:
         loss_fns: of the experts' tasks by the experts' names, `ModuleLoss`.
@@ -41,7 +43,10 @@ def reg_mean_plus(
     """
     start, flat = check(base, experts)
     groups: dict[str, list[str]] = {}
-    for path in start:
+    # weights of a file are in the order of their names, layers.10 before layers.2
+    modules = [loss.module for loss in loss_fns.values() if isinstance(loss, ModuleLoss)]
+    place = {path: i for module in modules[:1] for i, (path, _) in enumerate(module.named_parameters())}
+    for path in sorted(start, key=lambda path: place.get(path, -1)):
         groups.setdefault(block_prefix(path), []).append(path)
     outside = groups.pop("", [])
     problems = scale_problems(scale)

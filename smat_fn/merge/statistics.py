@@ -33,7 +33,7 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
         F by parameter name, float32.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or a value of F is not finite.
 
     Source: Matena and Raffel, "Merging models with Fisher-weighted averaging", 2022, equation (6).
     """
@@ -52,7 +52,9 @@ def diagonal_fisher(loss_fn: LossFn, params: Params, rows: Iterable[Micro]) -> L
             total[path] += (grad.float() * weight).square_()
     if not count:
         raise ValueError("no rows: give at least one")
-    return {path: leaf / count for path, leaf in total.items()}
+    found = {path: leaf / count for path, leaf in total.items()}
+    tree.check_finite(found, "the Fisher matrix")
+    return found
 
 
 def drawn_labels(loss_fn: LossFn, params: Params, batch: Batch, key: Tensor) -> Batch:
@@ -90,11 +92,34 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
         G (inputs, inputs) by the name of the layer's weight, float32; layers that see no input are left out.
 
     Raises:
-        ValueError: the loss is not one of a module, none of its layers has a weight in ``params``, or there are no
-            batches.
+        ValueError: the loss is not one of a module, none of its layers has a weight in ``params``, there are no
+            batches, a batch has `untold_padding`, or a value of G is not finite.
 
     Source: Jin et al., "Dataless knowledge fusion by merging weights of language models", 2023, section 3.
     """
+    wanted = gram_layers(loss_fn, params, only=only)
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    batch: Any = None
+    with _seen(wanted) as seen, torch.no_grad():
+        for batch in batches:
+            if reason := untold_padding(loss_fn, batch):
+                raise ValueError(f"{reason}: give batches of one row, as the split of its suite makes them")
+            seen.clear()
+            loss_fn(params, batch)
+            for path, inputs in seen:
+                rows = _rows(inputs, batch).float()
+                sums[path] = rows.mT @ rows + sums.get(path, 0)
+                counts[path] = counts.get(path, 0) + len(rows)
+    if batch is None:
+        raise ValueError("no batches: give at least one")
+    found = {path: sums[path] / max(counts[path], 1) for path in wanted if path in sums}
+    tree.check_finite(found, "the Gram matrices")
+    return found
+
+
+def gram_layers(loss_fn: LossFn, params: Params, *, only: Sequence[str] = ()) -> dict[str, nn.Linear]:
+    """The layers that `input_grams` is of, by the names of their weights. Raises: ValueError as it does, for none."""
     if not isinstance(loss_fn, ModuleLoss):
         raise ValueError("Gram matrices need the layers of a module: give a smat_fn.grad.ModuleLoss")
     layers = {
@@ -108,20 +133,22 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
             f"no torch.nn.Linear of {type(loss_fn.module).__name__} has its weight among the {len(params)} parameters, "
             "so that there is no Gram matrix and RegMean would be the mean: take another merger"
         )
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    batch: Any = None
-    with _seen(wanted) as seen, torch.no_grad():
-        for batch in batches:
-            seen.clear()
-            loss_fn(params, batch)
-            for path, inputs in seen:
-                rows = _rows(inputs, batch).float()
-                sums[path] = rows.mT @ rows + sums.get(path, 0)
-                counts[path] = counts.get(path, 0) + len(rows)
-    if batch is None:
-        raise ValueError("no batches: give at least one")
-    return {path: sums[path] / max(counts[path], 1) for path in wanted if path in sums}
+    return wanted
+
+
+def untold_padding(loss_fn: LossFn, batch: Batch) -> str:
+    """Why the inputs of layers may hold padding that no attention mask of the batch marks; "" where they do not.
+
+    Texts of several lengths are filled up inside the loss; an encoder-decoder's mask is that of its sources.
+    """
+    if hasattr(batch, "owners") and len(batch.labels) > 1:
+        return f"the {len(batch.labels)} texts of a batch are filled up to one length inside the loss"
+    config = getattr(loss_fn.module, "config", None) if isinstance(loss_fn, ModuleLoss) else None
+    if getattr(config, "is_encoder_decoder", False) and isinstance(batch, Mapping):
+        mask, labels = batch.get("attention_mask"), batch.get("labels")
+        if (mask is not None and not mask.all()) or (labels is not None and (labels < 0).any()):
+            return "the sources and the targets of a batch of an encoder-decoder are filled up to two lengths"
+    return ""
 
 
 @contextmanager
@@ -143,6 +170,8 @@ def _seen(layers: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]
 def _rows(inputs: Tensor, batch: Batch) -> Tensor:
     """The inputs as rows, without those of padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and inputs.ndim == 3 and inputs.shape[:2] == mask.shape:
-        return inputs[mask.to(inputs.device, torch.bool)]
-    return inputs.reshape(-1, inputs.shape[-1])
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    # OPT's MLP gets the tokens of all rows one after another
+    if isinstance(mask, Tensor) and (inputs.shape[:-1] == mask.shape or inputs.shape[:-1] == (mask.numel(),)):
+        return rows[mask.to(rows.device, torch.bool).flatten()]
+    return rows

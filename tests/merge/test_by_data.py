@@ -150,6 +150,11 @@ def test_every_block_sees_what_the_merged_ones_before_it_give():
     assert list(found) == list(base)
     for path, leaf in expected.items():
         torch.testing.assert_close(found[path], leaf, rtol=1e-4, atol=1e-5)
+    # trees of a file, whose names are in another order than the module's
+    backwards = {n: {p: tree[p] for p in reversed(tree)} for n, tree in trees.items()}
+    own = {n: backwards[n] for n in "ab"}
+    again = reg_mean_plus(dict.fromkeys("ab", loss), backwards["base"], own, batches, scale=0.7)
+    assert all(torch.equal(again[path], leaf) for path, leaf in found.items())
     plain = [reg_mean(base, experts, {n: {"layers.1.0.weight": torch.eye(4)} for n in "ab"})["layers.1.0.weight"]]
     assert not torch.allclose(found["layers.1.0.weight"], plain[0])
 

@@ -1,5 +1,7 @@
 """Mergers by statistics against their definitions, and the statistics against closed forms."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -186,6 +188,29 @@ def test_grams_leave_padding_out(layered):
     found = input_grams(loss, params, [{"x": x, "attention_mask": mask}])["first.weight"]
     kept = x[mask.bool()]
     torch.testing.assert_close(found, kept.T @ kept / 3)
+    joined = ModuleLoss(loss.module, lambda m, batch: (m(batch["x"].reshape(-1, 3)).sum(), None))  # as OPT's MLP
+    assert torch.equal(input_grams(joined, params, [{"x": x, "attention_mask": mask}])["first.weight"], found)
+
+
+def test_padding_that_no_mask_tells_is_an_error(layered):
+    module, loss, params = layered
+    module.config = SimpleNamespace(is_encoder_decoder=True)
+    mask, labels = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([[3, 1], [1, -100]])
+    for change in ({"labels": labels.abs()}, {"attention_mask": mask.clamp(min=1)}):
+        batch = {"x": normal(2, 3, 3), "attention_mask": mask, "labels": labels, **change}
+        with pytest.raises(ValueError, match=r"encoder-decoder are filled up to two lengths: give batches of one row"):
+            input_grams(loss, params, [batch])
+        for row, _ in split_rows(batch, 2)[:1]:  # it has none
+            assert torch.equal(input_grams(loss, params, [row])["first.weight"], row["x"][0].T @ row["x"][0] / 3)
+
+
+def test_values_that_are_not_finite_are_no_statistics(layered):
+    _, loss, params = layered
+    large = torch.tensor([[1e20, 1.0, 1.0]])
+    with pytest.raises(ValueError, match=r"leaf 'first.weight' of the Gram matrices holds 1 values that are"):
+        input_grams(loss, params, [large])
+    with pytest.raises(ValueError, match=r"leaf 'w' of the Fisher matrix holds 2 values that are"):
+        diagonal_fisher(logistic, {"w": torch.zeros(2, 3)}, [Micro((large, torch.tensor([0])), 1)])
 
 
 def test_statistics_want_rows_and_a_module(layered):

@@ -13,8 +13,10 @@ from smat_fn.config import PRESETS
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
+from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
+from smat_fn.scripts.merge.statistics import without_padding
 from smat_fn.suites import heads, load_suite, short_text, task_names
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
@@ -245,6 +247,25 @@ def test_micro_batches_weigh_as_much_as_they_have_texts(suite):
         torch.testing.assert_close(mean, loss_fn(suite.base, batch)[0])
     dev = suite.dev_batches("topic")
     assert sum(own.weight for own in dev) == SIZES["dev"]
+
+
+@pytest.mark.parametrize("layers", [2, None])
+def test_gram_matrices_count_no_token_that_fills_a_text_up(layers, load, monkeypatch):
+    monkeypatch.setattr(packing, "ROOM", 16)
+    own = load(train_layers=layers)
+    batch, loss = own.batch("topic", random.key(0), 1), own.loss_fn("topic")
+    with pytest.raises(ValueError, match=r"the \d+ texts of a batch are filled up to one length inside the loss: give"):
+        input_grams(loss, own.base, [batch])
+    found = input_grams(loss, own.base, without_padding(own, "topic", [batch]))
+    seen = []
+    path = next(path for path in found if path.endswith("query.weight"))
+    layer = loss.module.get_submodule(path.removesuffix(".weight"))
+    with layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])):
+        for text, _ in own.split(batch, len(batch.labels)):
+            loss(own.base, text)
+    tokens = torch.cat(seen)
+    assert len(tokens) == len(batch.tokens)
+    torch.testing.assert_close(found[path], tokens.T @ tokens / len(tokens))
 
 
 def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_head_rows_alone(load, suite):

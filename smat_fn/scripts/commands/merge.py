@@ -215,11 +215,11 @@ def main(args: Merge) -> None:
     import torch
 
     from smat_fn.folders.several import of_all_tasks
-    from smat_fn.scripts.merge.inputs import find_inputs, manifests_of, trained_by, weight_of, weighted
+    from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.machine.threads)
     base, experts = (
-        find_inputs(args.inputs.run) if args.inputs.run else (args.inputs.base or Path(), list(args.inputs.experts))
+        all_inputs(args.inputs.run) if args.inputs.run else (args.inputs.base or Path(), list(args.inputs.experts))
     )
     pairs = [weight_of(expert) for expert in experts]
     experts, weights = [path for path, _ in pairs], [weight for _, weight in pairs]

@@ -15,10 +15,10 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch
 from .. import outcome
 from .card import CARD, card
-from .inputs import Inputs, find_inputs, load_inputs
+from .inputs import Inputs, all_inputs, load_inputs
 from .merging import common_suite, sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus
-from .statistics import batches_of, digest, length
+from .statistics import batches_of, digest, length, without_padding
 
 
 def adapt(asked: AdaMerging) -> Iterator[str]:
@@ -50,7 +50,8 @@ def regress(asked: RegMeanPlus) -> Iterator[str]:
     key = random.fold_in(random.key(asked.seed), "statistics")
     batches = {task: batches_of(suite, task, asked.split, asked.rows, random.fold_in(key, task)) for task in tasks}
     losses = {task: suite.loss_fn(task) for task in tasks}
-    params = reg_mean_plus(losses, inputs.base, inputs.experts, batches, scale=asked.scale)
+    rows = {task: without_padding(suite, task, own) for task, own in batches.items()}
+    params = reg_mean_plus(losses, inputs.base, inputs.experts, rows, scale=asked.scale)
     settings = {"scale": asked.scale, "rows": asked.rows, "split": asked.split}
     yield from _write(asked, folder, params, settings, inputs, suite, batches, {})
 
@@ -60,7 +61,7 @@ def _begin(asked: OfRun, merger: str, least: Mapping[str, int]) -> tuple[Inputs,
     problems = [f"{name} is {n}, must be at least 1" for name, n in least.items() if n < 1]
     problems += problems_of(checkpoint.refuse_existing, folder, overwrite=asked.overwrite)
     errors.raise_problems(problems)
-    inputs = load_inputs(*find_inputs(asked.run))
+    inputs = load_inputs(*all_inputs(asked.run))
     suite = common_suite(inputs, asked.suite_options)
     at = next(iter(suite.base.values())).device
     here = {name: {path: leaf.to(at) for path, leaf in own.items()} for name, own in inputs.experts.items()}

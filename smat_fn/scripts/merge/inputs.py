@@ -53,6 +53,26 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     return top / checkpoint.BASE, experts
 
 
+def all_inputs(run: Path) -> tuple[Path, list[Path]]:
+    """`find_inputs` of a run to merge. Raises: ValueError as it does, and for tasks whose training has not ended."""
+    base, experts = find_inputs(run)
+    out, ended = base.parent, {expert.name for expert in experts}
+    logs = {log.name.removesuffix(".log.jsonl"): log for log in sorted(out.glob("*.log.jsonl"))}
+    begun = {task: log for task, log in logs.items() if task not in ended}
+    old = [mark.name[1:].removesuffix(checkpoint.REPLACED) for mark in sorted(out.glob(f".*{checkpoint.REPLACED}"))]
+    problems = (
+        [f"{run} has experts of {', '.join(old)} that an interrupted --overwrite has yet to replace"] if old else []
+    )
+    problems += [f"{run} has a log but no expert of {', '.join(begun)}"] if begun else []
+    if problems:
+        problems.append("end the training by train.py ... --resume")
+    if begun and not old:
+        files = ", ".join(map(str, begun.values()))
+        problems[-1] += f", or move {files} away to merge {', '.join(sorted(ended))} alone"
+    errors.raise_problems(problems)
+    return base, experts
+
+
 def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:
     """The name of the preset in the manifests of experts, "digits" where none has one.
 

@@ -43,8 +43,11 @@ def find_snapshots(run: Path, experts: Sequence[Path]) -> dict[int, list[Path]]:
                 problems.append(str(error))
                 continue
             own, place = manifests[path.name], manifest.get("snapshot", {})
-            if (place.get("index"), place.get("of")) != (index, count) or any(
-                manifest.get(name) != own.get(name) for name in SAME
+            rows = [(facts.get("train_rows") or {}).get("hash") for facts in (manifest, own)]
+            if (
+                (place.get("index"), place.get("of")) != (index, count)
+                or any(manifest.get(name) != own.get(name) for name in SAME)
+                or rows[0] != rows[1]
             ):
                 problems.append(f"{path} is from another training run than {run / path.name}: train both again")
     errors.raise_problems(problems)

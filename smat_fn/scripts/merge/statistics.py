@@ -13,7 +13,7 @@ from ... import checkpoint, errors, lora, random
 from ...checkpoint import STATISTICS
 from ...data.batching import split_rows
 from ...merge.parts.inputs import Leaves
-from ...merge.statistics import diagonal_fisher, drawn_labels, input_grams
+from ...merge.statistics import diagonal_fisher, drawn_labels, gram_layers, input_grams, untold_padding
 from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
@@ -47,6 +47,8 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
     suite = common_suite(inputs, asked.suite_options)
     if asked.labels == "model" and not isinstance(suite, EncoderSuite):
         raise ValueError(f"--labels model requires a classifier, suite {suite.name!r} has none: pass --labels data")
+    if "gram" in asked.kinds:
+        gram_layers(suite.loss_fn(next(iter(inputs.experts))), inputs.base)
     places_of = dict(zip(inputs.experts, (named(path)[1] for path in experts), strict=True))
     for task, params in inputs.experts.items():
         yield from write_statistics(suite, places_of[task], task, params, asked)
@@ -91,7 +93,7 @@ def write_statistics(
                 continue
             raise ValueError(f"{file} is from other rows, weights or settings: remove it, or pass --overwrite")
         if kind == "gram":
-            found = input_grams(loss_fn, here, batches)
+            found = input_grams(loss_fn, here, without_padding(suite, task, batches))
         else:
             found = diagonal_fisher(loss_fn, here, _rows(suite, task, here, batches, drawn, key))
         file = checkpoint.save_statistics(folder, kind, found, own)
@@ -130,6 +132,16 @@ def _train_batches(suite: Suite, task: str, key: Tensor) -> Iterator[Batch]:
             seen |= own
         yield suite.batch(task, key, step)
         step += 1
+
+
+def without_padding(suite: Suite, task: str, batches: Sequence[Batch]) -> list[Batch]:
+    """Batches for `input_grams`: those with padding that it could not tell from tokens as batches of one row."""
+    loss_fn, split = suite.loss_fn(task), suite.split or split_rows
+    return [
+        part
+        for batch in batches
+        for part in ([row for row, _ in split(batch, length(batch))] if untold_padding(loss_fn, batch) else [batch])
+    ]
 
 
 def length(batch: Batch) -> int:

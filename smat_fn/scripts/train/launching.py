@@ -63,17 +63,30 @@ def submitit_jobs(folder: Path, *, cluster: str | None = None, **parameters: Any
 
     Args: folder: for its files; cluster: None finds Slurm, "debug" runs in this process; parameters: of
         ``AutoExecutor.update_parameters`` (timeout_min, gpus_per_node, slurm_partition...), over `SLURM_DEFAULTS`.
-    Raises: ValueError where the package is missing.
+    Raises: ValueError where the package is missing, for parameters that it does not know, and for a job that the
+        cluster does not accept.
     """
     try:
         import submitit
     except ImportError as error:
         raise ValueError("jobs of a cluster need the package submitit: pip install submitit, or run locally") from error
     executor = submitit.AutoExecutor(folder, cluster=cluster)
-    executor.update_parameters(**{**SLURM_DEFAULTS, **parameters})
+    try:
+        executor.update_parameters(**{**SLURM_DEFAULTS, **parameters})
+    except (NameError, AssertionError, TypeError) as error:
+        given = " ".join(f"{name} {value}" for name, value in parameters.items())
+        raise ValueError(f"--cluster-options {given}: submitit does not take them ({error})") from error
 
     def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, int]]:
-        sent = {executor.submit(_run, job): job for job in jobs}
+        sent = {}
+        for job in jobs:
+            try:
+                sent[executor.submit(_run, job)] = job
+            except submitit.core.utils.FailedSubmissionError as error:
+                begun = "".join(f", {known.name} is job {own.job_id}" for own, known in sent.items())
+                raise ValueError(
+                    f"the cluster does not accept the job {job.name}{begun}: check --cluster-options ({error})"
+                ) from error
         for done in submitit.helpers.as_completed(list(sent)):
             # a job that the cluster ended has no result, whatever its command would have returned
             yield sent[done], done.result() if done.exception() is None else 1

@@ -4,6 +4,7 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,16 +53,22 @@ class Log:
         self._run_id, self._peak, self._totals = (known[name] for name in ("run_id", "peak_memory_bytes", "totals"))
         self._losses: list[tuple[int, Tensor]] = []  # since the last line
         self._amount: int | Tensor = 0
-        self._due: Callable[..., None] | None = None  # reads the line before
+        self._due: Callable[..., None] | None = None  # reads the line before, of step
+        self._due_at = -1
         self._newest: tuple[int, Any] = (self.start - 1, math.nan)  # step and loss
         self._last: dict[str, Any] | None = None
         self.largest_norm = 0.0  # of the gradients in lines so far
 
     def __enter__(self) -> "Log":
         keep_lines(self.path, before=self.start)
-        self._file = open(self.path, "a", buffering=1)
         facts = {"out": self.path.parent, "run": self.run, "run_id": self._run_id, "start": self.start}
-        self._trackers: list[Tracker] = [open_tracker(n, **facts, config=self.config) for n in self.trackers]
+        self._trackers: list[Tracker] = []
+        with ExitStack() as begun:  # those before one that cannot begin are closed
+            for name in self.trackers:
+                self._trackers.append(open_tracker(name, **facts, config=self.config))
+                begun.callback(self._trackers[-1].close)
+            begun.pop_all()
+        self._file = open(self.path, "a", buffering=1)
         self._bar = progress.bar(self.total, desc=f"train {self.task}", leave=False, initial=self.start)
         self.watch = Stopwatch(self.device, self._totals)
         self._seconds = self.watch.seconds()
@@ -91,7 +98,7 @@ class Log:
         self._amount, self._losses = 0, []
         self._read()
         self._write()
-        self._due = line
+        self._due, self._due_at = line, step
         if step + 1 == self.total:
             self._read()
 
@@ -131,7 +138,13 @@ class Log:
         self._bar.set_postfix_str(f"loss {loss:.3f}, grad {norm:.2f}, {kind}", refresh=False)
 
     def note(self, step: int, **facts: float) -> None:
-        """A separate line after a step, with occasional measurements; their time does not count as training."""
+        """A separate line after a step, with occasional measurements; their time does not count as training.
+
+        A line of an earlier step comes first: wandb drops those of steps before its last one.
+        """
+        if self._due is not None and self._due_at < step:
+            self._read()
+            self._write()
         row = {"step": step, "loss": float(self._newest[1]), **facts}
         self._file.write(json.dumps(row) + "\n")
         for tracker in self._trackers:

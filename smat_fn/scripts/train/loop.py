@@ -319,7 +319,7 @@ def _interrupted(
     text = f"stopped by signal {number} after {state.step} steps of {task}"
     if saver is not None and log is not None:
         _save(saver, state, log, curve)
-        text += f"; {saver.where()}: continue with --resume"
+        text += f"; {saver.where() or 'nothing could be saved'}: continue with --resume"
     # torchrun ends the others when one is gone: nobody leaves before the first process has written
     return Interrupted(number, world.agree(text))
 

@@ -1,7 +1,7 @@
 """``--sigma auto``: sigma of SMAT, estimated from the size of updates."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def settled(
     if world.leads:
         base = checkpoint.fingerprint(suite.base)
         beside = None
-        if (found := _resumed(run, base)) is None:
+        if (found := _resumed(run, base, suite.tasks)) is None:
             found, beside = _measured(suite, training, run, base)
         found = found or _estimated(suite, training, run, report, beside)
     sigma, origin = world.agree(found)
@@ -63,13 +63,14 @@ def settled(
     return replace(method, sigma=sigma), origin
 
 
-def _resumed(run: RunOptions, base: str) -> Found | None:
-    """Sigma of the experts or training checkpoints that this run resumes."""
+def _resumed(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
+    """Sigma of the experts or training checkpoints that this run resumes, those of other tasks last."""
     if not run.resume:
         return None
-    for task in run.tasks:
+    for task in dict.fromkeys((*run.tasks, *tasks)):
         folder, last = run.out / task, snapshots.read(snapshots.path_of(run.out, task))
-        facts = checkpoint.load_manifest(folder) if folder.exists() else {} if last is None else last.settings
+        ended = snapshots.finished(run.out, task)
+        facts = checkpoint.load_manifest(folder) if ended else {} if last is None else last.settings
         if facts.get("sigma_from") and facts.get("base_fingerprint") == base:
             return facts["hyperparameters"]["sigma"], facts["sigma_from"]
     return None
@@ -124,7 +125,7 @@ def _differs(manifests: Mapping[str, Any], fingerprint: str, steps: Mapping[str,
 def _estimated(
     suite: Suite, training: Training, run: RunOptions, report: Callable[[str], None], beside: str | None
 ) -> Found:
-    """Sigma extrapolated from two short ft runs at the first learning rate, one half as long as the other.
+    """Sigma extrapolated from two short ft runs at the first learning rate, one about half as long as the other.
 
     The RMS grows as a power of the sum of the learning rates so far, between its root (steps of random directions) and
     itself (steps in one direction).
@@ -146,7 +147,7 @@ def _estimated(
                 f"sigma auto: no parameter moves in {long} steps of ft on {task} at learning rate {whole.lr:g}: "
                 "give another --lr, --precision mixed, or --sigma a number"
             )
-        power = min(1.0, max(0.5, math.log2(full / half)))
+        power = min(1.0, max(0.5, math.log2(full / half) / math.log2(long / (long // 2))))
         rates = schedules(whole)["lr"]
         length = sum(float(rates(step)) for step in range(whole.steps)) / (long * whole.lr)
         squares.append((full * length**power) ** 2)

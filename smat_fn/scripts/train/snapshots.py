@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ... import errors, machine
+from ... import checkpoint, errors, machine
 from ...parallel import World
 
 
@@ -87,6 +87,29 @@ def on_signals(*, second_ends: bool = True) -> Iterator[Stop]:
 def path_of(out: Path, task: str) -> Path:
     """The file of a task."""
     return out / f"{task}.resume.safetensors"
+
+
+def replace_expert(out: Path, task: str) -> None:
+    """Remember that the expert which is there now is to be replaced, for the run that resumes this one."""
+    if (out / task / checkpoint.MANIFEST).is_file():
+        checkpoint.write_text(_replaced(out, task), checkpoint.load_manifest(out / task).get("fingerprint", ""))
+
+
+def finished(out: Path, task: str) -> bool:
+    """Whether there is an expert, and not one that an interrupted run with --overwrite has yet to replace."""
+    mark = _replaced(out, task)
+    if not (out / task).exists() or not mark.exists():
+        return (out / task).exists()
+    return checkpoint.load_manifest(out / task).get("fingerprint", "") != mark.read_text(encoding="utf-8")
+
+
+def forget_replaced(out: Path, task: str) -> None:
+    """The expert is the new one."""
+    _replaced(out, task).unlink(missing_ok=True)
+
+
+def _replaced(out: Path, task: str) -> Path:
+    return out / f".{task}{checkpoint.REPLACED}"
 
 
 def read(path: Path) -> Snapshot | None:

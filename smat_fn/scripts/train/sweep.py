@@ -82,7 +82,11 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
     for name, values in (("methods", options.methods), ("seeds", options.seeds)):
         problems += [] if values else [f"no {name}: name at least one"]
         problems += [] if len(set(values)) == len(values) else [f"{name} are {values}: name each once"]
-    flags = shlex.split(options.flags)
+    try:
+        flags = shlex.split(options.flags)
+    except ValueError as error:
+        flags = []
+        problems.append(f"--flags={options.flags!r} cannot be split into words ({error}): close every quotation mark")
     own = {"--seed", "--out", "--resume", "--overwrite"}
     problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
     errors.raise_problems(problems)
@@ -102,7 +106,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     Args: options, script: as those of `jobs`; report: is called with each line.
 
     Raises: ValueError as `jobs`; for experts and snapshots of other code, unless they are to be kept; and at the end if
-        a run failed, naming the logs.
+        a run failed, naming the logs, or if runs of one seed were trained on different rows.
     """
     from ... import checkpoint
 
@@ -112,10 +116,11 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
         _check_code([_run(options, job) for job in wanted])
     waiting = [job for job in wanted if not _ended_well(job, _run(options, job))]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
-    failed = []
+    failed, ended = list[Job](), 0
     with _leaving_on_sigterm():
-        launched = chain.from_iterable(map(launch, _waves(options.flags, waiting)))
-        for number, (job, status) in enumerate(launched, 1):
+        launched = chain.from_iterable(launch(wave) for wave in _waves(options.flags, waiting) if not failed)
+        for job, status in launched:
+            ended += 1
             if status == 0:
                 mark = {"command": job.command, "experts": sorted(_experts(_run(options, job)))}
                 checkpoint.write_text(_mark(job), json.dumps(mark) + "\n")
@@ -123,11 +128,13 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
                 failed.append(job)
             outcome.add("runs", {"run": job.name, "status": status, "log": job.log})
             how = "done" if status == 0 else f"failed with status {status}"
-            report(f"[{number}/{len(waiting)}] {job.name}: {how}")
+            report(f"[{ended}/{len(waiting)}] {job.name}: {how}")
     if failed:
+        rest = f"; {left} wait for their sigma, which is measured on these" if (left := len(waiting) - ended) else ""
         raise ValueError(
-            f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep"
+            f"{len(failed)} runs failed: read {', '.join(str(j.log) for j in failed)}, then rerun the sweep{rest}"
         )
+    errors.raise_problems(_other_rows([_run(options, job) for job in wanted]))
 
 
 def _waves(flags: str, waiting: Sequence[Job]) -> list[list[Job]]:
@@ -163,6 +170,7 @@ def _leaving_on_sigterm() -> Iterator[None]:
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
     from ... import checkpoint
+    from . import snapshots
 
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
@@ -171,7 +179,8 @@ def progress(out: Path) -> list[Progress]:
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
         run = str(folder.parent.relative_to(out))
-        found.append(Progress(run, folder.name, folder in experts, last.get("step"), last.get("loss")))
+        done = folder in experts and snapshots.finished(folder.parent, folder.name)
+        found.append(Progress(run, folder.name, done, last.get("step"), last.get("loss")))
     if not found:
         raise ValueError(f"{out} holds no run of train.py: give its --out folder, or a parent folder")
     return found
@@ -262,7 +271,32 @@ def _check_code(runs: Sequence[Path]) -> None:
     errors.raise_problems(problems)
 
 
+def _other_rows(runs: Sequence[Path]) -> list[str]:
+    """Errors for runs of one seed whose experts of a task were trained on different rows: the data were edited."""
+    found: dict[tuple[int, str], dict[str, list[str]]] = {}
+    for run in runs:
+        for task, manifest in _experts(run).items():
+            if rows := manifest.get("train_rows"):
+                found.setdefault((manifest.get("seed", 0), task), {}).setdefault(rows.get("hash", ""), []).append(
+                    run.name
+                )
+    return [
+        f"the training rows of {task} changed during the sweep: those of {' are not those of '.join(names)}; remove "
+        "the runs on the old rows, then rerun the sweep"
+        for (_, task), sets in found.items()
+        if len(names := [", ".join(own) for own in sets.values()]) > 1
+    ]
+
+
 def _launcher(options: Sweep) -> Launcher:
+    given = " ".join(f"{name} {value}" for name, value in options.cluster_options.items())
+    if options.launcher == "local" and given:
+        raise ValueError(f"--cluster-options {given} would change nothing: pass --launcher submitit too")
+    if options.launcher == "submitit" and (options.devices or options.processes != 1):
+        raise ValueError(
+            "--devices and --processes are those of --launcher local: leave them out, and give each job of the cluster "
+            "its GPUs by --cluster-options"
+        )
     if options.launcher == "local":
         return launching.local(processes=options.processes, devices=options.devices)
     parameters: dict[str, Any] = dict(options.cluster_options)

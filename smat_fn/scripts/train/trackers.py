@@ -34,10 +34,12 @@ def open_tracker(name: str, *, out: Path, run: str, run_id: str, start: int, con
 
     Args: out: folder of the experiment; run: name of the run; run_id: the same when a run is resumed; start: first step
         that will be logged, those from there on are replaced; config: what the run is about.
+    Raises: ValueError where the package cannot begin a run.
     """
     module = importlib.import_module(PACKAGES[name])
     if name == "tensorboard":
-        writer = module.SummaryWriter(str(out / "tensorboard" / run), purge_step=start or None)
+        # from step 0 as well: the folder may hold the run that this one replaces
+        writer = module.SummaryWriter(str(out / "tensorboard" / run), purge_step=start)
 
         def log(numbers: Mapping[str, float], step: int) -> None:
             for title, value in numbers.items():
@@ -47,5 +49,9 @@ def open_tracker(name: str, *, out: Path, run: str, run_id: str, start: int, con
     # trackio has the same calls as wandb
     more = {"id": run_id, "dir": str(out)} if name == "wandb" else {}
     unique = run if name == "wandb" else f"{run}-{run_id[:8]}"
-    opened = module.init(project="smat_fn", name=unique, config=dict(config), resume="allow", **more)
+    try:
+        opened = module.init(project="smat_fn", name=unique, config=dict(config), resume="allow", **more)
+    except Exception as error:  # each package has errors of its own
+        way = "log in, or leave the option out and pass --resume"
+        raise ValueError(f"--log {name}: {name} cannot begin a run ({str(error) or repr(error)}): {way}") from error
     return Tracker(lambda numbers, step: opened.log(dict(numbers), step=step), opened.finish)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor
 from ... import checkpoint, errors, lora, machine, optim, random, simulation, tree
 from ...config import MethodConfig, Smat, Training, settings
 from ...errors import problems_of
+from ...folders.writing import locked
 from ...lora import Lora
+from ...merge.statistics import gram_layers
 from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
@@ -129,7 +132,8 @@ def train_run(
 
     Raises:
         ValueError: as `check_run`; for experts of another base in ``run.out``, and for experts of other settings that
-            a resumed run finds there; for a loss or weights that are not finite.
+            a resumed run finds there; for tasks that another process trains there; for a loss or weights that are not
+            finite.
         Interrupted: when ``stop`` asked for it.
     """
     if world.leads:  # the others would meet what it writes
@@ -144,14 +148,27 @@ def train_run(
     _same_everywhere(world, experts)
     for line in never_simulated(method, {expert.task: expert.training.steps or 0 for expert in experts}):
         report(line)
-    if world.leads:
-        if run.resume:
-            _check_resumed(run.out, experts)
-        origin = experts[0].facts["base_fingerprint"]
-        _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
-    for expert in experts:
-        _train_one(suite, method, run, expert, stop=stop, world=world, report=report)
+    with ExitStack() as held:
+        if world.leads:
+            _hold(run, held)
+            if run.resume:
+                _check_resumed(run.out, experts)
+            origin = experts[0].facts["base_fingerprint"]
+            _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
+            for task in run.tasks if run.overwrite else ():
+                snapshots.replace_expert(run.out, task)
+        for expert in experts:
+            _train_one(suite, method, run, expert, stop=stop, world=world, report=report)
     return [run.out / expert.task for expert in experts]
+
+
+def _hold(run: RunOptions, held: ExitStack) -> None:
+    """Lock the tasks of a run, where the disk has locks. Raises: ValueError where another process trains one."""
+    for task in run.tasks:
+        file = run.out / f".{task}.lock"
+        taken = f"{task} is trained in {run.out} by another process: wait for it, or delete {file} if there is none"
+        with suppress(OSError):  # a cluster's disk may have no locks
+            held.enter_context(locked(file, taken))
 
 
 def planned(
@@ -169,6 +186,9 @@ def planned(
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     losses = {task: loss_of(suite, task, training) for task in run.tasks}
     errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
+    if "gram" in run.statistics:
+        found = problems_of(gram_layers, losses[run.tasks[0]], suite.base)
+        errors.raise_problems([f"statistics gram: {text}" for text in found])
     plans = {task: (own, adapters_of(losses[task], training)) for task, own in budgets.items()}
     if (adapters := plans[run.tasks[0]][1]) is not None:
         lora.init(random.key(0), suite.base, adapters)
@@ -219,7 +239,7 @@ def _train_one(
     saver = Saver(snapshots.path_of(run.out, task), expert.facts, every_steps=steps, every_minutes=minutes)
     finished, last = False, None
     if world.leads:  # the others would open what this one removes
-        finished = run.resume and (run.out / task).exists()
+        finished = run.resume and snapshots.finished(run.out, task)
         if finished or not run.resume:
             saver.discard()
         last = snapshots.read(saver.path)
@@ -244,7 +264,9 @@ def _train_one(
         finally:
             saver.wait()  # after an exception too: nothing appears later, in a run that begins anew
         tell = partial(_manifest, suite, method, run, expert, params, log, curve, world, report)
-        save(suite, run.out / task, expert, params, tell, overwrite=run.overwrite, moments=kept.moments)
+        again = run.overwrite or not snapshots.finished(run.out, task)
+        save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
+    snapshots.forget_replaced(run.out, task)
     saver.discard()
 
 
@@ -330,7 +352,8 @@ def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
     for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
-        found = checkpoint.load_manifest(path) if path.exists() else None if last is None else last.settings
+        ended = snapshots.finished(out, task)
+        found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
         if found is None:
             continue
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))

@@ -133,7 +133,11 @@ def test_snapshots_that_are_not_there_or_of_another_run_are_refused(run, runs, t
     manifest = checkpoint.load_manifest(copy / "snapshots" / "2" / "mirror") | {"seed": 5}
     params = checkpoint.load_leaves(copy / "snapshots" / "2" / "mirror")[0]
     checkpoint.save_expert(copy / "snapshots" / "2" / "mirror", params, manifest, overwrite=True)
-    with pytest.raises(ValueError, match=r"1/rot90 is not a checkpoint.*2/mirror is from another training run than"):
+    place = copy / "snapshots" / "1" / "mirror"
+    rows = checkpoint.load_manifest(place) | {"train_rows": {"hash": "of other rows"}}
+    checkpoint.save_expert(place, params, rows, overwrite=True)
+    other = "is from another training run than"
+    with pytest.raises(ValueError, match=rf"1/mirror {other}.*1/rot90 is not a checkpoint.*2/mirror {other}"):
         find_snapshots(copy, find_inputs(copy)[1])
 
 

@@ -111,7 +111,10 @@ def test_every_method_keeps_moments(train, suite, tmp_path, name):
     assert all(leaf.isfinite().all() for leaf in found.values())
 
 
-def test_what_cannot_be_kept_is_refused_before_training(train, tmp_path):
+def test_what_cannot_be_kept_is_refused_before_training(train, suite, tmp_path):
+    plain = suite.replace(loss_fn=lambda task: lambda params, batch: (params["head"].sum(), None))
+    with pytest.raises(ValueError, match=r"^statistics gram: Gram matrices need the layers of a module"):
+        train(tmp_path / "no", suite=plain, statistics=("gram",))
     muon = {"optimizer": "muon", "muon_lr": 1e-2}
     for change, what in (({"lora": Adapters(3, 6.0)}, "adapters"), (muon, "matrices under muon")):
         with pytest.raises(ValueError, match=f"keep_moments: {what} have none"):

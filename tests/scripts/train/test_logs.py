@@ -71,7 +71,7 @@ def test_trackers_get_every_line_and_are_closed(installed, train, tmp_path):
         assert run.options["resume"] == "allow"
     (writer,) = installed["torch.utils.tensorboard"]
     assert writer.rows == [(step, {name: value}) for step, row in want for name, value in row.items()]
-    assert writer.options == {"folder": str(tmp_path / "tensorboard/SMAT-rot90-seed21"), "purge_step": None}
+    assert writer.options == {"folder": str(tmp_path / "tensorboard/SMAT-rot90-seed21"), "purge_step": 0}
     assert writer.closed == 1
 
 
@@ -87,11 +87,41 @@ def test_a_run_that_goes_on_is_the_same_run_to_its_trackers(installed, tmp_path)
             progress = json.loads(json.dumps(log.progress()))
     first, second = installed["wandb"]
     assert first.options["id"] == second.options["id"] == progress["run_id"]
-    assert [w.options["purge_step"] for w in installed["torch.utils.tensorboard"]] == [None, 3]
+    assert [w.options["purge_step"] for w in installed["torch.utils.tensorboard"]] == [0, 3]
     assert progress["totals"]["clean_steps"] == 6
     seconds = [json.loads(line)["seconds"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert seconds == sorted(seconds)
     assert len(seconds) == 6
+
+
+def test_trackers_get_measurements_after_the_lines_of_earlier_steps(installed, tmp_path):
+    path = tmp_path / "log.jsonl"
+    with Log(path, task="t", total=7, every=3, device=CPU, rates=lambda step: {}, trackers=("wandb",)) as log:
+        for step in range(7):
+            log.step(step, Info(torch.tensor(1.0), None, torch.tensor(2.0)), torch.zeros(4, 2))
+            if step in (1, 4, 6):
+                log.note(step, dev_score=50.0)
+        log.finish(seconds=1.0)
+    steps = [1, 2, 4, 5, 6, 6]
+    assert [step for step, _ in installed["wandb"][0].rows] == steps
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == steps
+    assert ["dev_score" in line for line in lines] == [True, False, True, False, True, False]
+
+
+def test_a_tracker_that_cannot_begin_is_an_error_with_a_way_out(installed, tmp_path, monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    names = ("tensorboard", "wandb")
+    log = Log(tmp_path / "log.jsonl", task="t", total=1, device=CPU, rates=lambda step: {}, trackers=names)
+    with (
+        pytest.raises(ValueError, match=r"^--log wandb: wandb cannot begin a run \(api_key not conf.*: log in, or"),
+        log,
+    ):
+        pass
+    assert [writer.closed for writer in installed["torch.utils.tensorboard"]] == [1]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])

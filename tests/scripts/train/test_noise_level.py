@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,7 +80,16 @@ def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
     assert 1 / 1.5 < origin["update"] / noise_level.update_rms(params, suite.base) < 1.5
 
 
-def test_a_resumed_run_keeps_its_sigma(runs, train, tmp_path):
+@pytest.mark.parametrize("steps", [7, 230, 400])  # short runs of 7 and 3, 11 and 5, 20 and 10 steps
+def test_a_power_of_the_steps_is_extrapolated_exactly(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_level, "_moved", lambda suite, task, training, steps, seed: 1e-3 * steps**0.75)
+    stub = SimpleNamespace(tasks=("a", "b"), epoch_steps=None)
+    training, run = Training(steps=steps, lr=1e-3, schedule="constant"), RunOptions(tmp_path, ("a", "b"), 0)
+    _, origin = noise_level._estimated(stub, training, run, lambda line: None, "")
+    assert origin["update"] == pytest.approx(1e-3 * steps**0.75, rel=1e-5)
+
+
+def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
     stop = Stop()
 
     def ends(line):
@@ -92,6 +102,9 @@ def test_a_resumed_run_keeps_its_sigma(runs, train, tmp_path):
     train(tmp_path / "smat", method=SMAT, tasks=("rot90",), resume=True)
     assert manifest(tmp_path / "smat/rot90")["fingerprint"] == manifest(tmp_path / "whole/rot90")["fingerprint"]
     assert manifest(tmp_path / "smat/rot90")["sigma_from"] == manifest(tmp_path / "whole/rot90")["sigma_from"]
+    more = RunOptions(tmp_path / "smat", ("mirror",), 21, resume=True)  # experts of one run have one sigma
+    kept = manifest(tmp_path / "smat/rot90")["hyperparameters"]["sigma"]
+    assert noise_level.settled(suite, SMAT, SIX, more)[0] == replace(SMAT, sigma=kept)
 
 
 @pytest.mark.parametrize(

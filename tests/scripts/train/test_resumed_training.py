@@ -4,6 +4,7 @@ import json
 import os
 import random as python_random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import torch
 
 from smat_fn import checkpoint, machine, optim, testing
 from smat_fn.config import DIGITS, Adapters, Msam, Training
+from smat_fn.folders.writing import locked
 from smat_fn.mat.finetune import State
+from smat_fn.scripts.merge.inputs import all_inputs
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.snapshots import Interrupted, Saver, Stop
@@ -294,6 +297,52 @@ def test_overwrite_forgets_what_was_unfinished(runs, train, tmp_path, monkeypatc
         train(tmp_path, tasks=("rot90",), resume=True, overwrite=True)
     train(tmp_path, tasks=("rot90",), overwrite=True)
     assert weights_of(tmp_path, "rot90") == weights_of(runs["smat"], "rot90")
+
+
+def test_an_interrupted_overwrite_resumes_and_replaces_the_experts_of_before(runs, train, tmp_path, monkeypatch):
+    train(tmp_path, "ft", tasks=("rot90", "mirror"))
+    before, stop = weights_of(tmp_path, "rot90"), Stop()
+    after(monkeypatch, 2, lambda: setattr(stop, "signal", 15))
+    monkeypatch.setattr(snapshots, "save_file", full := Full())
+    with (
+        pytest.warns(match="no space left"),
+        pytest.raises(Interrupted, match=r"rot90; nothing could be saved: continue with"),
+    ):
+        train(tmp_path, tasks=("rot90", "mirror"), overwrite=True, stop=stop)
+    assert (weights_of(tmp_path, "rot90"), full.asked) == (before, 1)
+    with pytest.raises(
+        ValueError, match=r"has experts of mirror, rot90 that an interrupted --overwrite has yet to rep"
+    ):
+        all_inputs(tmp_path)
+    told = []
+    train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
+    assert not any("finished before" in line for line in told)
+    for task in ("rot90", "mirror"):
+        assert weights_of(tmp_path, task) == weights_of(runs["smat"], task)
+    assert all_inputs(tmp_path)[1] == [tmp_path / "mirror", tmp_path / "rot90"]
+    assert not list(tmp_path.glob(".*"))
+    shutil.rmtree(tmp_path / "rot90")
+    with pytest.raises(
+        ValueError, match=r"no expert of rot90; end the .*, or move \S+/rot90.log.jsonl away to merge m"
+    ):
+        all_inputs(tmp_path)
+
+
+class Full:
+    """Writes nothing, as on a full disk."""
+
+    asked = 0
+
+    def __call__(self, *args, **options):
+        self.asked += 1
+        raise OSError("no space left")
+
+
+def test_one_process_at_a_time_trains_a_task_in_a_folder(train, tmp_path):
+    held = "rot90 is trained in .* by another process"
+    with locked(tmp_path / ".rot90.lock", ""), pytest.raises(ValueError, match=held):
+        train(tmp_path, tasks=("rot90",), resume=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_bad_loss_keeps_the_last_good_state_and_says_where(suite, train, tmp_path):

@@ -91,6 +91,14 @@ def test_runs_that_measure_their_sigma_wait_for_those_that_it_is_measured_on(fla
     assert [words[0] for words, _ in calls(script)] == order
 
 
+def test_no_run_takes_another_sigma_because_the_run_that_it_is_measured_on_failed(script, tmp_path):
+    options = Sweep(tmp_path / "out", methods=("smat", "ft"), seeds=(1, 2), flags="--sigma auto")
+    (tmp_path / "fail-ft").touch()
+    with pytest.raises(ValueError, match=r"^2 runs failed: .*; 2 wait for their sigma, which is measured on these$"):
+        sweep.sweep(options, script=[str(script)], report=lambda line: None)
+    assert [words[0] for words, _ in calls(script)] == ["ft", "ft"]
+
+
 @pytest.mark.parametrize("gone", ["out/ft-seed1", "out/ft-seed1/rot90", "out/ft-seed1/rot90/manifest.json"])
 def test_a_run_whose_experts_are_gone_is_not_done(gone, script, tmp_path):
     options, lines = Sweep(tmp_path / "out", seeds=(1,)), []
@@ -129,6 +137,18 @@ def test_experts_and_snapshots_of_other_code_are_told_before_any_run(script, tmp
     assert len(calls(script)) == 2
     sweep.sweep(replace(options, other_code=True), script=[str(script)], report=lines.append)
     assert lines[-1].startswith("2 runs, 2 of them done")
+
+
+def test_data_that_were_edited_during_a_sweep_are_told(tmp_path):
+    found = {"ft-seed1": (1, "old"), "smat-seed1": (1, "new"), "ft-seed2": (2, "new"), "smat-seed2": (2, "new")}
+    options, script = Sweep(tmp_path / "out", seeds=(1, 2)), tmp_path / "train.py"
+    script.write_text("")
+    for name, (seed, rows) in found.items():
+        manifest = {"kind": "expert", "code": machine.code(), "seed": seed, "train_rows": {"hash": rows}}
+        write_text(tmp_path / "out" / name / "rot90/manifest.json", json.dumps(manifest))
+    told = "^the training rows of rot90 changed during the sweep: those of ft-seed1 are not those of smat-seed1; remove"
+    with pytest.raises(ValueError, match=told):
+        sweep.sweep(options, script=[str(script)], report=lambda line: None)
 
 
 def test_one_process_at_a_time_on_each_device(script, tmp_path):
@@ -185,6 +205,23 @@ def test_jobs_of_a_cluster(script, tmp_path):
     assert {job.name: status for job, status in launch(jobs)} == {"one": 0, "two": 3}
 
 
+def test_what_a_cluster_does_not_take_is_told(tmp_path, monkeypatch):
+    submitit = pytest.importorskip("submitit")
+    for name, value in (("timeout_mins", 3), ("slurm_queue", "gpu"), ("timeout_min", "long")):
+        with pytest.raises(
+            ValueError, match=rf"^--cluster-options {name} {value}: submitit does not take them \(.*{name}"
+        ):
+            launching.submitit_jobs(tmp_path, cluster="debug", **{name: value})
+
+    def refuse(*args):
+        raise submitit.core.utils.FailedSubmissionError("sbatch: invalid partition")
+
+    launch = launching.submitit_jobs(tmp_path, cluster="debug")
+    monkeypatch.setattr(submitit.AutoExecutor, "submit", refuse)
+    with pytest.raises(ValueError, match=r"does not accept the job one: check --cluster-options \(sbatch: invalid"):
+        next(launch([Job("one", ("true",), tmp_path / "one.log")]))
+
+
 def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     run = tmp_path / "smat-seed0"
     checkpoint.save_expert(run / "rot90", {"w": torch.zeros(1)}, {"kind": "expert"})
@@ -197,6 +234,8 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "step 7, loss 0.250" in printed
     assert "1/2" in printed
+    snapshots.replace_expert(run, "rot90")  # by a run with --overwrite
+    assert [row.done for row in sweep.progress(tmp_path)] == [False, False]
     with pytest.raises(ValueError, match="holds no run"):
         sweep.progress(tmp_path / "smat-seed0" / "base" / "none")
 
@@ -205,6 +244,15 @@ def test_bad_input_is_listed():
     with pytest.raises(ValueError, match=r"method 'sgd' is unknown.*seeds are \(1, 1\).*flag --out is set") as error:
         sweep.jobs(Sweep(Path("x"), methods=("sgd",), seeds=(1, 1), flags="--out y"), script=["train.py"])
     assert "ft, smat" in str(error.value)
+    with pytest.raises(ValueError, match=r"--flags=.--label 'a. cannot be split into words \(No closing"):
+        sweep.jobs(Sweep(Path("x"), flags="--label 'a"), script=["train.py"])
+    lone = Sweep(Path("x"), cluster_options={"timeout_min": 5})
+    for options, told in (
+        (lone, "--cluster-options timeout_min 5 would change nothing: pass --launcher submitit"),
+        (replace(lone, launcher="submitit", devices=("0",)), "--devices and --processes are those of --launcher local"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            sweep.sweep(options, script=["train.py"])
     with pytest.raises(ValueError, match="processes is 0"):
         launching.local(processes=0)
     with pytest.raises(ValueError, match="name each once"):
