@@ -61,21 +61,7 @@ def merge_adapters(
     broken = [m for m, (a, b, _) in merged.items() if not bool(a.isfinite().all() and b.isfinite().all())]
     if broken:
         raise ValueError(f"the merged factors of {', '.join(broken[:3])} are NaN or infinite: nothing is written")
-    halves = [half for found in held.values() for factors in found.factors.values() for half in factors[:2]]
-    kind = reduce(torch.promote_types, (half.dtype for half in halves))
-    embeddings = {module for found in held.values() for module in found.embeddings}
-    stored = {
-        PREFIX + path: half.to(kind).contiguous().clone()
-        for module, factors in merged.items()
-        for path, half in _named(module, factors, module in embeddings).items()
-    }
-    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
-    if wide:
-        raise ValueError(
-            f"{wide[0]!r} exceeds the range of {kind}, the widest dtype of the adapters: give smaller weights, or save "
-            "an adapter in float32"
-        )
-    stored |= {path: leaf.clone() for found in held.values() for path, leaf in found.under.items()}
+    stored = _stored(merged, held)
     out = checkpoint.follow(out)
     with exclusive(out):
         checkpoint.sweep(out)  # what a killed call has left
@@ -93,6 +79,25 @@ def merge_adapters(
         tuple(module for module in merged if any(module not in found.factors for found in held.values())),
         sum(tensor.nbytes for tensor in stored.values()),
     )
+
+
+def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """The tensors of the merged adapter. Raises: ValueError for values beyond the range of the widest dtype."""
+    halves = [half for found in held.values() for factors in found.factors.values() for half in factors[:2]]
+    kind = reduce(torch.promote_types, (half.dtype for half in halves))
+    embeddings = {module for found in held.values() for module in found.embeddings}
+    stored = {
+        PREFIX + path: half.to(kind).contiguous().clone()
+        for module, factors in merged.items()
+        for path, half in _named(module, factors, module in embeddings).items()
+    }
+    wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
+    if wide:
+        raise ValueError(
+            f"{wide[0]!r} exceeds the range of {kind}, the widest dtype of the adapters: give smaller weights, or save "
+            "an adapter in float32"
+        )
+    return stored | {path: leaf.clone() for found in held.values() for path, leaf in found.under.items()}
 
 
 def _read(

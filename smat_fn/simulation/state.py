@@ -88,7 +88,8 @@ def draw(
     scale = (least + (alpha_max - least) * unit).to(torch.float32)
     if isinstance(drop_prob, Tensor):
         drop_prob = cast(Tensor, _StepFunction.apply(drop_prob))
-    return Draw(key, scale, number(drop_prob), number(sigma), table_on(table, key.device), factors or {})
+    table = table if table.device == key.device else table_on(table, key.device)
+    return Draw(key, scale, number(drop_prob), number(sigma), table, factors or {})
 
 
 def opposite(draw: Draw, sign: Number = -1.0) -> Draw:
