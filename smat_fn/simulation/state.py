@@ -88,7 +88,8 @@ def draw(
     scale = (least + (alpha_max - least) * unit).to(torch.float32)
     if isinstance(drop_prob, Tensor):
         drop_prob = cast(Tensor, _StepFunction.apply(drop_prob))
-    table = table if table.device == key.device else table_on(table, key.device)
+    here = torch.compiler.is_compiling() or table.device == key.device
+    table = table.to(key.device) if here else table_on(table, key.device)
     return Draw(key, scale, number(drop_prob), number(sigma), table, factors or {})
 
 

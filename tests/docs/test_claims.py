@@ -92,6 +92,7 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     gain, own = texts["paired"]["SMAT"], texts["test"]
     number = {3: "three", 4: "four", 5: "five"}[len(texts["seeds"])]
     assert f"SMAT is {gain['mean']:.1f} above FT ({number} of five seeds), mostly by one merger, WUDI" in sentences
+    assert f"SMAT climbing {texts['paired']['SMAT climbing']['mean']:.1f}, and ASAM with two passes" in sentences
     assert gain["interval"][0] > 0
     assert fmean(own["SMAT"]["WUDI"]) - fmean(own["FT"]["WUDI"]) > 8 / 2 * gain["mean"]
     assert readme.paired(own["SMAT"]["All"], own["ASAM"]["All"])["interval"][0] < 0
