@@ -228,12 +228,16 @@ DRAW = "from smat_fn import compiled, random; import torch; print(random.bits(ra
 LOADED = "; import sys; print([name for name in ('numba', 'smat_fn._loops') if sys.modules.get(name)])"
 
 
+@pytest.mark.slow
+def test_loops_are_compiled_anew_where_no_folder_keeps_them():
+    expected = str(random.bits(random.fold_in(random.key(4), 2), 9))
+    got = python(DRAW + LOADED, NUMBA_CACHE_LOCATOR_CLASSES="ZipCacheLocator")
+    assert got == f"{expected}\n['numba', 'smat_fn._loops']"
+
+
 def test_numba_is_loaded_on_first_use(monkeypatch):
     expected = str(random.bits(random.fold_in(random.key(4), 2), 9))
     rooms = "import smat_fn.folders, smat_fn.mat, smat_fn.simulation"
     assert python(f"{rooms}{LOADED}; {DRAW}{LOADED}") == f"[]\n{expected}\n['numba', 'smat_fn._loops']"
-    # no folder for compiled code
-    got = python(DRAW + LOADED, NUMBA_CACHE_LOCATOR_CLASSES="ZipCacheLocator")
-    assert got == f"{expected}\n['numba', 'smat_fn._loops']"
     monkeypatch.setenv("SMAT_FN_NUMBA", "0")
     assert compiled._imported.__wrapped__() is None

@@ -126,7 +126,12 @@ def few_rounds(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("run", smat_fn.mat.__all__)  # Inductor's test takes all runs
+FIRST = "finetune", "smat", "asam"  # the others take seconds more, and Inductor's test takes all runs
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run not in FIRST)) for run in smat_fn.mat.__all__]
+)
 def test_an_update_compiles_as_one_graph(run, few_rounds):
     compiles(run, "eager")
 

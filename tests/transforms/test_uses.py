@@ -231,7 +231,11 @@ def test_the_rows_are_not_trivial():
     assert min(x.abs().max() for x in (HERE.curvature, HERE.rew_curvature, HERE.by_alpha)) > 0.1
 
 
-@pytest.mark.parametrize("use", COMPILED)
+# seconds each; the others are of the same functions
+MORE = "simulate grad", "simulate jvp", "reweight backward", "reweight vmap", "reweight jvp"
+
+
+@pytest.mark.parametrize("use", [pytest.param(use, marks=[pytest.mark.slow] * (use in MORE)) for use in COMPILED])
 def test_compiled_without_graph_breaks(compiler, monkeypatch, use):
     # a tenth of the rounds to trace, which compiled loops do not follow; the next test and Inductor's take all
     monkeypatch.setattr(random, "_ROUNDS", 1)

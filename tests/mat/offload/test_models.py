@@ -10,7 +10,8 @@ from smat_fn.mat import smat
 from smat_fn.testing import assert_trees_close, assert_trees_equal
 from smat_fn.types import Micro
 
-FAMILIES = ["llama", "llama tied", "gpt2", "gpt2 tied", "vit", "clip"]
+UNTIED = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2")]
+FAMILIES = ["llama tied", "gpt2 tied", "vit", "clip", *UNTIED]
 OFFLOADS = [None, "cpu", "recompute", "stream"]
 KEY = random.key(2**40 + 11)
 STRENGTHS = {"alpha_min": 0.2, "drop_prob": 0.4, "sigma": 0.02}
@@ -65,7 +66,7 @@ def assert_same(runs):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("family", ["llama tied", "gpt2 tied", "vit"])
+@pytest.mark.parametrize("family", ["llama tied", pytest.param("gpt2 tied", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
