@@ -104,8 +104,15 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
         folders.assert_same_bits(folders.load(out), expected)
 
 
-@pytest.mark.parametrize("grid", [None, 2**-6], ids=["distinct", "equal magnitudes"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "grid"),
+    [
+        pytest.param("float32", 2**-6, id="float32-equal magnitudes"),
+        pytest.param("bfloat16", None, id="bfloat16-distinct"),
+        pytest.param("float32", None, id="float32-distinct", marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2**-6, id="bfloat16-equal magnitudes", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", MORE)
 def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(arithmetic, "BLOCK", 32)  # inner products of several blocks

@@ -54,7 +54,7 @@ def test_the_opposite_of_a_draw_against_the_literal_equations(case, dtype, drop_
 
 
 @pytest.mark.parametrize("start", [3, 8, 4089, 2**32 + 2**31, 2**35 + 5, 2**35 + 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES[:-1], pytest.param(DTYPES[-1], marks=pytest.mark.slow)], ids=str)
 def test_starts(case, dtype, start):
     c = case(by_size(7, 64, 4097, 4104), dtype, start=start)
     by_kernels = c.kernels()

@@ -41,7 +41,7 @@ def test_opcheck(case, dtype, noise):
         assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("noise", ["uniform", "gaussian"])
+@pytest.mark.parametrize("noise", ["uniform", pytest.param("gaussian", marks=pytest.mark.slow)])
 def test_derivatives_by_finite_differences(case, noise):
     c = case({"a": (2, 2), "b": (5,), "c": ()}, torch.float64, noise=noise, sigma=0.1)
     streams, scale, cutoff, sigma, quantiles = c.numbers

@@ -40,7 +40,7 @@ def finished(kernels, device):
 
 @WAYS
 @DONATE
-@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6], ids=str)
+@pytest.mark.parametrize("max_norm", [None, 0.5, pytest.param(1e6, marks=pytest.mark.slow)], ids=str)
 @SIMULATED
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.bfloat16, torch.float32)], ids=str

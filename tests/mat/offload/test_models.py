@@ -39,7 +39,7 @@ def reference(literal):
     return run
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointed"])
 @each_mode
 @pytest.mark.parametrize("family", FAMILIES)
 def test_naive_training_bit_for_bit(case, reference, checkpoint, family, offload, checkpointing):
