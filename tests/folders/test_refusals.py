@@ -193,6 +193,22 @@ def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
     assert notes == ("skip '*matrx*' matches no parameter",)
 
 
+def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_path):
+    def matrix(seed):
+        return {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))}
+
+    near = {"w": matrix(0)["w"] + 0.9 * matrix(2)["w"]}
+    given = {"base": matrix(0), "far": matrix(1), "near": near}
+    paths = {name: folders.save(tmp_path / name, tree) for name, tree in given.items()}
+    assert plan(TA, paths["base"], paths, tmp_path / "out").notes == (
+        "the weights of expert 'far' have little in common with base's (cosine 0.02 in the median of a sample): "
+        "was it trained from another base?",
+        "expert 'base' is base itself: its task vector is 0",
+    )
+    small = [folders.save(tmp_path / str(seed), {"w": matrix(seed)["w"][:9, :9].clone()}) for seed in range(2)]
+    assert plan(TA, small[0], {"x": small[1]}, tmp_path / "out").notes == ()
+
+
 def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders, tmp_path):
     base, _ = family(count=2)
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
