@@ -130,6 +130,11 @@ def test_heads_that_only_some_have_are_explained(folders, tmp_path):
         f"expert 'tied' has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
         "untie the expert's head (tie_word_embeddings false, saved again)"
     )
+    scored = folders.save(tmp_path / "scored", tied | {"score.weight": torch.ones(1, 5, dtype=torch.bfloat16)})
+    for base, expert in ((paths["own"], scored), (scored, paths["own"])):
+        with pytest.raises(ValueError, match=r"leaf 'score\.weight'") as caught:
+            plan(TA, base, {"x": expert}, tmp_path / "out")
+        assert "tied" not in str(caught.value), "a score in place of a head"
 
 
 def tokenizer(vocabulary, added=()):
