@@ -96,6 +96,14 @@ def test_other_formats(file, words, inputs, tmp_path):
     assert problem.startswith((f"expert 'x': {tmp_path}/other {words}", f"expert 'x': {tmp_path}/other/{words}"))
 
 
+def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "adapter_config.json").write_text("{}")
+    (tmp_path / "ours" / "lora.safetensors").touch()
+    told = "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
+    assert refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"}) == [f"expert 'x': {tmp_path}/ours {told}"]
+
+
 def test_quantised_weights(family, folders, inputs, tmp_path):
     base, _ = family()
     for name, extra in {"named": {"q.qweight": torch.zeros(2, dtype=torch.int32)}, "configured": {}}.items():

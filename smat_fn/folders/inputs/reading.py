@@ -317,6 +317,8 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds models of several tasks: write one of them by merge.py export FOLDER --base BASE --task TASK"
     if "adapter_model.safetensors" in names:
         return "holds an adapter, not a whole model: only experts can be adapters"
+    if "adapter_config.json" in names:
+        return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
     if only not in ("*", WEIGHTS) and only.endswith(".safetensors"):
         return f"is a file: put it, or a link to it, as {WEIGHTS} into a folder of its own and give that folder"
     if only != "*":
