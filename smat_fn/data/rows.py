@@ -315,6 +315,8 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
             f"{name_rows(bad)}: not as many values as the {len(head)} columns of the first line {head} (quote texts "
             "that hold a comma)"
         )
+    if len(head) == 1 and (other := next((mark for mark in ";\t|" if mark in head[0]), None)):
+        problems.append(f"the first line {head[0]!r} has {other!r} and no comma: separate columns by commas")
     complain(file, problems or ([] if cells else ["there are no rows"]))
     return [dict(zip(head, row, strict=True)) for row in cells]
 

@@ -16,6 +16,7 @@ from ..merge.parts.inputs import coef_problems, short
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .inputs.beside import Files
+from .inputs.kinship import strangers
 from .inputs.opening import inputs_of, open_inputs
 from .inputs.reading import Folder, seen
 from .inputs.stacks import folders_of
@@ -122,6 +123,10 @@ def prepare(
             found = with_statistics(kind, start, experts, found, problems)
     errors.raise_problems(problems)
     assert start is not None
+    notes += strangers(start, found)
+    if config.based:
+        own_base = [name for name, path in experts.items() if os.path.realpath(path) == os.path.realpath(base)]
+        notes += [f"expert {name!r} is base itself: its task vector is 0" for name in own_base]
     coefs = {} if rules is None else coefs_of(floating, rules)
     masks = key if config.random else None
     each = max(1, chunk // workers)

@@ -250,6 +250,11 @@ def kept_if_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(
+                f"the disk of {folder.parent} takes no file that is so large ({error.strerror}): give a smaller "
+                "shard_size"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(

@@ -1,5 +1,6 @@
 """Shared command line of the scripts: options from a dataclass, one-line errors. Does not import torch."""
 
+import os
 import re
 import sys
 import textwrap
@@ -56,6 +57,19 @@ def _registry(instances: Sequence[Any] = (), first: First = MappingProxyType({})
             str_from_instance=lambda value: [nothing] if value is None else spec.str_from_instance(value),
         )
 
+    @registry.primitive_rule
+    def path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        """A path with the home folder for ``~``: shells leave it in ``--out=~/x``, and a folder ``~`` would be made."""
+        if info.type is not Path:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH",
+            instance_from_str=lambda words: _at_home(words[0]),
+            is_instance=lambda value: isinstance(value, Path),
+            str_from_instance=lambda value: [str(value)],
+        )
+
     @registry.struct_rule
     def filled(info: StructTypeInfo) -> StructConstructorSpec | None:
         """Dataclasses with the defaults of their instance, and with help texts in one line.
@@ -77,6 +91,11 @@ def _registry(instances: Sequence[Any] = (), first: First = MappingProxyType({})
         return replace(found, fields=tuple(map(_ungrouped, fields)) if first else fields)
 
     return registry
+
+
+def _at_home(word: str) -> Path:
+    """A path from the command line; ``~name`` stays where there is no such user."""
+    return Path(os.path.expanduser(word))
 
 
 def _readable(option: StructFieldSpec) -> StructFieldSpec:
@@ -168,10 +187,14 @@ def suite_options(options: type, words: Sequence[str]) -> str:
 
 
 def spoken(text: str) -> str:
-    """Rewrite a library error for the command line: options as --suite-options NAME VALUE."""
+    """Rewrite a library error for the command line: options as --heads keep or --suite-options NAME VALUE."""
     text = text.replace(" (overwrite=True)", "")
     text = text.replace("or None to train everything", "or leave it out to train everything")
     text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
+    text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
+    text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
+    text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
+    text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
     return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
 
 

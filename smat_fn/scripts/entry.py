@@ -5,7 +5,9 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from ..progress import starting
 from . import outcome
@@ -63,6 +65,9 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.excepthook = partial(_interrupted, script, sys.excepthook)  # still ends by the signal, as shells expect
+        raise
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
         sys.exit(1)
@@ -92,6 +97,16 @@ def _start(name: str, script: str, launch: Sequence[str]) -> None:
             f"{script}: the package {error.name} is missing: pip install 'smat_fn[{extra}]', or in a clone "
             f"pip install -e '.[{extra}]'"
         )
+
+
+def _interrupted(
+    script: str, other: Callable[..., object], kind: type[BaseException], error: BaseException, trace: Any
+) -> None:
+    """``sys.excepthook`` with a line in place of the traceback of Ctrl-C; ``other`` is the hook of before."""
+    if not issubclass(kind, KeyboardInterrupt):
+        other(kind, error, trace)
+    elif sys.stderr is not None:
+        print(f"{script}: interrupted; rerun the command, it resumes from what is kept", file=sys.stderr)
 
 
 def _leave() -> None:

@@ -238,10 +238,12 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
     assert all(line.startswith("  ") for line in code.split("\n")[1:])
 
     def full(*args):
-        raise OSError(28, "No space left on device")
+        raise OSError(*reasons.pop())
 
+    reasons = [(28, "No space left on device"), (27, "File too large")]
     with monkeypatch.context() as patch:
         patch.setattr(stream, "write_chunk", full)
+        assert call(*words)[1].endswith("takes no file that is so large (File too large): give a smaller --shard-size")
         told = call(*words)[1]
     assert told.startswith(f"merge.py: the disk of {tmp_path} is full: finished files stay in .ta.merging;")
     assert not (tmp_path / "ta").exists()

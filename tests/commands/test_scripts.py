@@ -201,10 +201,22 @@ def test_merge_refuses_what_cannot_be_merged_in_one_line(refused, trained, tmp_p
     out, base = ("--out", tmp_path / "out"), trained[0] / "base"
     either = "merge.py: give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
     for words in (
-        (), ("--base", base), ("--experts", trained[0] / "rot90"), ("--run", trained[0], "--base", base),
+        (), ("--base", base), ("--run", trained[0], "--base", base),
         ("--run", trained[0], "--experts", trained[0] / "rot90"),
     ):  # fmt: skip
         assert refused("merge.py", "wa", *out, *words) == either
+    alone = "--experts", trained[0] / "rot90"
+    way = "; wa takes configuration and tokenizer from --base: give any of the experts"
+    assert refused("merge.py", "wa", *out, *alone) == either + way
+    missing = "; the base, which the experts were trained from, is missing"
+    assert refused("merge.py", "ta", *out, *alone) == either + missing
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    text = refused("merge.py", "ta", *out, *alone, "ours=" + str(adapter) + "@0.5")
+    assert text.endswith("trained from, is by their files owner/base")
+    (adapter / "adapter_config.json").unlink()
+    adapter.rmdir()
     text = refused("merge.py", "ties", *out, "--base", base, "--experts", tmp_path / "a", tmp_path / "b", "--keep", "2")
     for part in ("ties needs a coefficient", "keep is 2.0", f"{tmp_path / 'a'} is no", f"{tmp_path / 'b'} is no"):
         assert part in text

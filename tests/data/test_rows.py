@@ -227,7 +227,7 @@ def test_files_that_are_not_there(tmp_path):
         ("a.csv", 'prompt,answer\na,"b', r"a.csv is not CSV \(unexpected end of data\)"),
         ("a.csv", "prompt,prompt\na,b", "column 'prompt' is there twice"),
         ("a.csv", "prompt,answer\na,b\nc\nd,e,f", r"rows 1 and 2: not as many values as the 2 columns"),
-        ("a.csv", "prompt;answer\na;b", r"are missing, there are \['prompt;answer'\]"),
+        ("a.csv", "prompt;answer\na;b", r"'prompt;answer' has ';' and no comma: separate columns by"),
         ("a.json", '[{}, 3, "x"]', "rows 1 and 2: no JSON object"),
         (
             "a.jsonl",

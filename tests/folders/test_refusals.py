@@ -85,6 +85,7 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("pytorch_model.bin", "pytorch_model.bin holds pickled weights that cannot be read safely"),
         ("model.pt", "holds pickled weights (model.pt), which can run code"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
+        ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: copy or link them as model.safetensors"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
     ],
 )
@@ -93,6 +94,14 @@ def test_other_formats(file, words, inputs, tmp_path):
     (tmp_path / "other" / file).write_bytes(b"")
     (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "other"})
     assert problem.startswith((f"expert 'x': {tmp_path}/other {words}", f"expert 'x': {tmp_path}/other/{words}"))
+
+
+def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "adapter_config.json").write_text("{}")
+    (tmp_path / "ours" / "lora.safetensors").touch()
+    told = "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
+    assert refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"}) == [f"expert 'x': {tmp_path}/ours {told}"]
 
 
 def test_quantised_weights(family, folders, inputs, tmp_path):
@@ -191,6 +200,22 @@ def test_globs_that_skip_nothing_are_told(family, folders, tmp_path):
     config = TsvMerge(coef=1.0, skip=("*matri*", "*matrx*"))
     notes = plan(config, *folders.save_family(tmp_path, *family(count=2)), tmp_path / "out").notes
     assert notes == ("skip '*matrx*' matches no parameter",)
+
+
+def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_path):
+    def matrix(seed):
+        return {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))}
+
+    near = {"w": matrix(0)["w"] + 0.9 * matrix(2)["w"]}
+    given = {"base": matrix(0), "far": matrix(1), "near": near}
+    paths = {name: folders.save(tmp_path / name, tree) for name, tree in given.items()}
+    assert plan(TA, paths["base"], paths, tmp_path / "out").notes == (
+        "the weights of expert 'far' have little in common with base's (cosine 0.02 in the median of a sample): "
+        "was it trained from another base?",
+        "expert 'base' is base itself: its task vector is 0",
+    )
+    small = [folders.save(tmp_path / str(seed), {"w": matrix(seed)["w"][:9, :9].clone()}) for seed in range(2)]
+    assert plan(TA, small[0], {"x": small[1]}, tmp_path / "out").notes == ()
 
 
 def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders, tmp_path):

@@ -130,6 +130,11 @@ def test_heads_that_only_some_have_are_explained(folders, tmp_path):
         f"expert 'tied' has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
         "untie the expert's head (tie_word_embeddings false, saved again)"
     )
+    scored = folders.save(tmp_path / "scored", tied | {"score.weight": torch.ones(1, 5, dtype=torch.bfloat16)})
+    for base, expert in ((paths["own"], scored), (scored, paths["own"])):
+        with pytest.raises(ValueError, match=r"leaf 'score\.weight'") as caught:
+            plan(TA, base, {"x": expert}, tmp_path / "out")
+        assert "tied" not in str(caught.value), "a score in place of a head"
 
 
 def tokenizer(vocabulary, added=()):
@@ -188,6 +193,7 @@ def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
         ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
         ("model.ckpt", "is pickled weights (model.ckpt), which can run code when read: save the model again"),
         ("model.safetensors", "is a file: give the folder of a checkpoint"),
+        ("sdxl.safetensors", "is a file: put it, or a link to it, as model.safetensors into a folder of its own"),
     ],
 )
 def test_a_file_in_place_of_a_folder(file, words, folders, tmp_path):

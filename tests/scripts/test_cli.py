@@ -1,6 +1,7 @@
 """Errors of scripts in words of the command line."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,16 @@ class Own:
     method: Smat | Ties
     threads: int = 1
     """Threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """Options."""
+
+    out: Path
+    """A folder."""
+    more: tuple[Path, ...] = ()
+    """Folders."""
 
 
 def helped(capsys, words, shown):
@@ -53,6 +64,20 @@ def test_options_are_said_as_the_command_line_has_them():
     nothing = mask_problems(lambda path, leaf: False, {"w": torch.zeros(2)}, 0.5)[0]
     assert spoken(nothing).endswith(". Pass --drop-prob 0 to switch Mask off")
     assert spoken("choose another folder or pass --overwrite (overwrite=True)").endswith("pass --overwrite")
+    assert spoken("if they are heads, give heads keep, which") == "if they are heads, pass --heads keep, which"
+    rows = "choose vocabulary pad-with-base (base's rows there), or merge by token (tokenizer_from)"
+    by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
+    assert spoken(rows) == by_token
+    assert spoken("say whose the output has, by config_from").endswith("by --config-from")
+    assert spoken("max_length is 128, the model has 64").startswith("--suite-options max_length is 128")
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--out=~/x y", "--more", "~/a@0.5", "NAME=b", "~nobody-of-this-name/c", "./~/d"]
+    found = cli.parse(Paths, description=None, args=words, prog="own")
+    assert found.out == Path("/home/me/x y")
+    assert [*map(str, found.more)] == ["/home/me/a@0.5", "NAME=b", "~nobody-of-this-name/c", "~/d"]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,21 @@ HELPED = [
 ]
 
 
+def test_an_interrupt_is_a_line_without_a_traceback_and_still_ends_by_the_signal(monkeypatch, capsys):
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    before = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: before.append(error))
+    monkeypatch.setattr(entry, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        entry.merge()
+    sys.excepthook(KeyboardInterrupt, caught.value, caught.tb)
+    assert capsys.readouterr().err == "smat-merge: interrupted; rerun the command, it resumes from what is kept\n"
+    sys.excepthook(OSError, other := OSError(), None)
+    assert before == [(OSError, other, None)]
+
+
 @pytest.mark.parametrize("words", [["--help"], ["ties", "--help-all"]], ids=["at the end", "within"])
 def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     reader, writer = os.pipe()

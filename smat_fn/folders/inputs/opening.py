@@ -12,6 +12,7 @@ from .adapters import is_adapter, open_adapter
 from .beside import differences
 from .heads import apart, ways_out
 from .hub import header_problems, local_folder
+from .kinship import strangers
 from .naming import Naming, namings
 from .reading import Folder, open_folder
 from .spare import with_bases
@@ -37,7 +38,7 @@ def read_inputs(
     if wrong:
         problems += wrong
         return None, {}
-    told += [*tokenizer_notes(start.root, roots), *notes]
+    told += [*tokenizer_notes(start.root, roots), *notes, *strangers(start, found)]
     told += [folder.note for folder in (start, *found.values()) if folder.note]
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model
     return _values(start, modules), {name: _values(folder, modules) for name, folder in found.items()}

@@ -317,8 +317,16 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds models of several tasks: write one of them by merge.py export FOLDER --base BASE --task TASK"
     if "adapter_model.safetensors" in names:
         return "holds an adapter, not a whole model: only experts can be adapters"
+    if "adapter_config.json" in names:
+        return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
+    if only not in ("*", WEIGHTS) and only.endswith(".safetensors"):
+        return f"is a file: put it, or a link to it, as {WEIGHTS} into a folder of its own and give that folder"
     if only != "*":
         return "is a file: give the folder of a checkpoint"
+    if found := [name for name in names if name.endswith(".safetensors")]:
+        alone = f"weights under the name {found[0]}: copy or link them as {WEIGHTS} into a folder of their own"
+        several = f"{len(found)} files of weights ({found[0]} the first) and no {INDEX}: download that too"
+        return f"holds {alone if len(found) == 1 else several}"
     return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
 
 

@@ -211,7 +211,10 @@ def main(args: Merge) -> None:
         preset_of(args.choice.preset)
     given = args.inputs.base is not None, bool(args.inputs.experts)
     if any(given) if args.inputs.run else not all(given):
-        raise ValueError("give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER...")
+        raise ValueError(
+            "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
+            + (_base_of(args) if given == (False, True) and not args.inputs.run else "")
+        )
     import torch
 
     from smat_fn.folders.several import of_all_tasks
@@ -258,6 +261,18 @@ def main(args: Merge) -> None:
         picture(plot, rows, [args.output.out / config.name for config in searched])
         print(f"plot: {plot}")
         outcome.add("written", plot)
+
+
+def _base_of(args: Merge) -> str:
+    """A way out for a command line without --base: the base that experts name, or any expert."""
+    from smat_fn.merge.registry import BASELESS
+    from smat_fn.scripts.merge.inputs import origins
+
+    if args.merger.name in BASELESS:
+        return f"; {args.merger.name} takes configuration and tokenizer from --base: give any of the experts"
+    names = origins(args.inputs.experts)
+    named = f"by their files {' or '.join(names)}" if names else "missing"
+    return f"; the base, which the experts were trained from, is {named}"
 
 
 def _check_grid(choice: Choices, configs: Sequence[MergerConfig]) -> None:

@@ -154,7 +154,8 @@ def _suites(
         if (other := rows_of.setdefault(line, folder)) != folder:
             problems.append(
                 f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
-                "evaluate one of them, or train one with another --label"
+                "evaluate each alone, with its own --out"
+                + ("" if manifest["kind"] == "merged" else ", or train one with another --label")
             )
         # third-party experts name no suite, nor does a model merged from them
         found = manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})

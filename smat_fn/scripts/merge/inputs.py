@@ -1,7 +1,9 @@
 """A base and its experts, read from folders and checked against each other."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,17 @@ def named(expert: Path) -> tuple[str | None, Path]:
     if not rest or not name or "/" in name or expert.exists():
         return None, expert
     return name, Path(rest).expanduser()
+
+
+def origins(experts: Sequence[Path]) -> list[str]:
+    """The bases that experts name: adapters and, by some versions of transformers, models too."""
+    fields = {"adapter_config.json": "base_model_name_or_path", "config.json": "_name_or_path"}
+    found: dict[str, None] = {}
+    for given, _ in map(weight_of, experts):
+        for file, field in fields.items():
+            with suppress(OSError, ValueError, AttributeError):
+                found[json.loads((named(given)[1] / file).read_text(encoding="utf-8")).get(field)] = None
+    return [str(name) for name in found if name]
 
 
 def weighted(

@@ -93,7 +93,8 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
     with pytest.raises(ValueError, match="foreign was made from another base than suite 'digits' gives") as error:
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
     assert "bare names no suite to be scored on: pass --preset lm" in str(error.value)
-    assert f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21" in str(error.value)
+    twins = f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21"
+    assert f"{twins}: evaluate each alone, with its own --out, or train one" in str(error.value)
 
 
 def copied(folder, place, **facts):

@@ -1,0 +1,41 @@
+"""Experts that were trained from another model than base: a sample of their weights is compared with base's."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from .reading import Folder
+
+MATRICES, COORDINATES = 32, 4096  # that are read of each model, and of each matrix
+LARGE = 1 << 16  # weights of a matrix that is compared: in small ones chance is too large
+ALIKE = 0.5  # fine-tuned matrices have cosines near 1 with those of base, unrelated ones near 0
+
+
+def strangers(base: Folder, experts: Mapping[str, Folder]) -> Iterator[str]:
+    """A note on every expert whose matrices have a median cosine below `ALIKE` with those of base.
+
+    Args:
+        base: the model that experts are compared with.
+        experts: models with the leaves of base, by name.
+    """
+    large = [path for path, leaf in base.leaves.items() if leaf.is_floating_point() and _is_large(leaf)]
+    paths = [path for path in large[:: -(-len(large) // MATRICES) or 1] if path not in base.absent]
+    for name, expert in experts.items():
+        found = [_cosine(base, expert, path) for path in paths if path not in expert.absent]
+        if found and (middle := sorted(found)[len(found) // 2]) < ALIKE:
+            yield (
+                f"the weights of expert {name!r} have little in common with base's (cosine {middle:.2f} in the median "
+                "of a sample): was it trained from another base?"
+            )
+
+
+def _is_large(leaf: torch.Tensor) -> bool:
+    return leaf.ndim > 1 and leaf.numel() >= LARGE
+
+
+def _cosine(base: Folder, expert: Folder, path: str) -> float:
+    """The cosine of the coordinates in the middle of a leaf; 1 where one of the two is 0 there."""
+    start = (base.leaves[path].numel() - COORDINATES) // 2
+    a, b = (folder.read(path, start, start + COORDINATES).double() for folder in (base, expert))
+    norms = float(a.norm() * b.norm())
+    return float(a @ b) / norms if norms else 1.0
