@@ -90,6 +90,10 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         "cut on the right: EOS 0.0%",
     ):  # fmt: skip
         assert part in told
+    # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
+    own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
+    assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
+    assert "method mergopt: b 0.0005, k_max 2\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
