@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, merge, tree
-from ..types import Params, Where
+from ..simulation.noise import quantiles
+from ..types import Noise, Params, Where
 
 KINDS = ("embeddings", "attention", "mlp", "norms", "biases", "head", "other")
 ALL = "all"
@@ -78,19 +79,24 @@ def diagnose(
     return [group(kind, leaves) for kind, leaves in _by_kind(start, kinds).items()]
 
 
-def unmoved(leaves: Mapping[str, Tensor], sigma: float) -> int:
-    """Coordinates that uniform noise of RMS sigma leaves as they are: half an ulp is more than its largest value."""
+def unmoved(leaves: Mapping[str, Tensor], sigma: float, noise: Noise = "uniform") -> int:
+    """Coordinates that noise of RMS sigma leaves as they are: half the way to the nearest number is more than its peak.
+
+    The number below a power of two is half as far as the one above.
+    """
+    peak = sigma * (math.sqrt(3) if noise == "uniform" else float(quantiles(noise)[-1]))
     count = 0
     for leaf in leaves.values():
-        half_ulp = torch.finfo(leaf.dtype).eps * 2.0 ** (leaf.float().frexp().exponent - 2)
-        count += int(((math.sqrt(3) * sigma < half_ulp) & (leaf != 0)).sum())
+        mantissa, exponent = leaf.float().frexp()
+        half_gap = torch.finfo(leaf.dtype).eps * 2.0 ** (exponent - 2 - (mantissa.abs() == 0.5).int())
+        count += int(((peak < half_gap) & (leaf != 0)).sum())
     return count
 
 
-def unmoved_shares(base: Params, kinds: Mapping[str, str], sigma: float) -> dict[str, float]:
+def unmoved_shares(base: Params, kinds: Mapping[str, str], sigma: float, noise: Noise = "uniform") -> dict[str, float]:
     """`unmoved` as a share of the coordinates of each kind of leaf, and of all."""
     by_kind = _by_kind(_floating(base, kinds), kinds)
-    return {kind: unmoved(leaves, sigma) / _size(leaves) for kind, leaves in by_kind.items()}
+    return {kind: unmoved(leaves, sigma, noise) / _size(leaves) for kind, leaves in by_kind.items()}
 
 
 def suggested_sigma(whole: Group) -> float | None:

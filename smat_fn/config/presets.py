@@ -192,20 +192,21 @@ MINILM = Preset(
 
 
 def _own(like: Preset, *, lr: float, note: str, training: Mapping[str, Any], epochs: int, **options: Any) -> Preset:
-    """A preset for your own model and data: usual settings, and a sigma set for the model (``--sigma auto``).
+    """A preset for your own model and data: usual settings, sigma set for the model (``--sigma auto``), k_max by tasks.
 
     Args: like: the experiment whose suite, mergers and hyperparameters of other methods it has; options: of the suite.
     """
     kept = {name: value for name, value in like.options.items() if name not in ("model", "data", "train_layers")}
-    smat = like.methods["smat"]
+    smat, mergopt = like.methods["smat"], like.methods["mergopt"]
     assert isinstance(smat, Smat)
+    assert isinstance(mergopt, Mergopt)
     return replace(
         like,
         seed=0,
         training=replace(like.training, lr=lr, steps=None, epochs={}, **training),
         lr={config.name: lr for config in METHODS},
         lr_grid=(lr,),
-        methods={**like.methods, "smat": replace(smat, sigma="auto")},
+        methods={**like.methods, "smat": replace(smat, sigma="auto"), "mergopt": replace(mergopt, k_max=None)},
         options={**kept, **options},
         epochs=epochs,
         note=f"{note}, not tuned on this model",

@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+from .. import tree
 from ..grad import value_and_grad
 from ..simulation import Draw
 from ..simulation.relative import simulate_by_leaf, update_rms
@@ -46,6 +47,8 @@ class _ByLeaf(SimulatedGradient):
 
     def __init__(self, loss_fn: LossFn, base: Params, where: Where | None, engine: Engine) -> None:
         self._at, self._base, self._where = value_and_grad(loss_fn, engine=engine), base, where
+        self._check_base = tree.unchanged(base)
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
+        self._check_base()
         return accumulate(self._at, simulate_by_leaf(params, self._base, drawn, where=self._where), batch)

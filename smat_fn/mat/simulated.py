@@ -44,9 +44,11 @@ def either_gradient(
 
     One program for both kinds of step: one pass, and alpha m included where the step is simulated.
     """
-    gradient = value_and_grad(loss_fn, engine=engine)
+    gradient, check_base = value_and_grad(loss_fn, engine=engine), tree.unchanged(base)
 
     def at(params: Params, batch: Batch, drawn: Draw, simulated: Tensor) -> Result:
+        check_base()
+
         def either(merged: Tensor, own: Tensor) -> Tensor:
             return torch.where(simulated.to(own.device), merged, own)
 

@@ -152,7 +152,8 @@ def build(
         sigma_of: the units of sigma: "weights"; "update", the RMS of ``theta - theta_0`` over all coordinates so far;
             "leaf", that of each leaf. What N - 1 experts of unrelated updates add to one in a merge by task arithmetic
             has the RMS ``gamma sqrt(N - 1)`` of their updates: sigma is then gamma sqrt(N - 1). Costs a read of
-            theta and theta_0 in simulated steps; a leaf without an update gets no noise.
+            theta and theta_0 in simulated steps; a leaf without an update gets no noise. With climb "both" the update
+            is ``theta + e - theta_0``.
         climb: None; "clean": the gradient of clean steps is that at theta + e; "both": that of simulated steps too.
         rho: radius of the climb, >= 0.
         lam: lambda in [0, 1], may be a 0-d tensor; replaces the schedule.

@@ -12,7 +12,7 @@ def momentum_of(opt_state: Any, params: Params) -> Params:
     r"""The running mean of gradients in an optimizer's state, as a tree like params; no copy.
 
     A state's field ``mu`` (Adam's first moments) or ``momentum`` (Muon, SGD with momentum) holds it by the paths of
-    params; a state inside it, in a field ``rest`` or ``optimizer``, holds that of the other leaves.
+    params; a state inside it, in a field ``chosen``, ``rest`` or ``optimizer``, holds that of the other leaves.
 
     Args:
         opt_state: of `smat_fn.optim`, or any NamedTuple with these fields.

@@ -65,7 +65,7 @@ class Clip8Options(SuiteOptions):
     tasks: tuple[str, ...] | None = None
     """Tasks (default: those of the folder, for a dataset on the hub the paper's eight)."""
     templates: Any = None
-    """Prompts with {} for the class: one prompt, or a JSON file of {task: prompts} (default: the paper's)."""
+    """Prompts with {} for the class: one prompt, or a JSON file of {task: prompts} (default: CLIP's own)."""
     batch_size: int = 128
     """Images in a batch."""
     dtype: str = "float32"

@@ -57,13 +57,22 @@ def test_every_leaf_needs_a_kind():
             diagnose(BASE, {"a": BASE, "b": BASE}, KINDS, coef=coef)
 
 
-def test_noise_below_half_an_ulp_moves_nothing():
-    # bf16 numbers in [1, 2) are 2^-7 apart: noise up to sqrt(3) * 2e-3 = 0.00346 is less than half of it, 0.00391
+@pytest.mark.parametrize(("noise", "peak"), [("uniform", 1.7320), ("gaussian", 4.325), ("laplace", 7.843)])
+def test_noise_below_half_the_way_to_the_nearest_number_moves_nothing(noise, peak):
+    # bf16 numbers in [1, 2) are 2^-7 apart, those below 1 half as far
+    values = torch.tensor([1.0, -1.0, 1.5, 0.99, 0.0, 2.0, 0.5, 3.0], dtype=torch.bfloat16)
+    for sigma in (3e-4, 6e-4, 1e-3, 2e-3, 2.3e-3):
+        reach = [(values.float() + sign * peak * sigma).bfloat16() for sign in (-1, 1)]
+        still = ((reach[0] == values) & (reach[1] == values) & (values != 0)).sum()
+        assert unmoved({"gain": values, "w": torch.tensor([1.0, 100.0])}, sigma, noise) == still
+    assert unmoved({"gain": values}, 2e-3) == 3  # 1.5, 2 and 3
+
+
+def test_shares_of_weights_that_noise_does_not_move():
     leaves = {"gain": torch.tensor([1.0, 1.5, 0.99, 0.0, 2.0], dtype=torch.bfloat16), "w": torch.tensor([1.0, 100.0])}
-    assert unmoved(leaves, 2e-3) == 3
-    assert unmoved(leaves, 2.3e-3) == 1
     kinds = {"gain": "norms", "w": "mlp"}
-    assert unmoved_shares(leaves, kinds, 2e-3) == {"norms": 3 / 5, "mlp": 0.0, "all": 3 / 7}
+    assert unmoved_shares(leaves, kinds, 2e-3) == {"norms": 2 / 5, "mlp": 0.0, "all": 2 / 7}
+    assert unmoved_shares(leaves, kinds, 2e-3, "laplace") == {"norms": 0.0, "mlp": 0.0, "all": 0.0}
 
 
 def test_the_kinds_of_a_vision_transformer():

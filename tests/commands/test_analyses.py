@@ -13,6 +13,7 @@ import pytest
 
 from smat_fn import analyses, checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
+from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.merge import merging
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs
 from smat_fn.scripts.train.options import RunOptions
@@ -186,6 +187,27 @@ def test_diagnose_in_a_process_of_its_own_says_what_the_run_had_and_suggests(run
     norms = [float(tree.global_norm(delta)) ** 2 for delta in deltas]
     assert whole["delta"] == pytest.approx((sum(norms) / 3 / whole["size"]) ** 0.5, rel=1e-5)
     assert whole["size"] == sum(leaf.numel() for leaf in suite.base.values())
+
+
+def test_diagnose_reads_sigma_in_the_units_noise_and_dtype_of_the_run(runs, tmp_path):
+    for name in ("base", *TASKS):
+        shutil.copytree(runs[1] / name, tmp_path / name)
+
+    def found(precision=None, **method):
+        for task in TASKS:
+            manifest = checkpoint.load_manifest(runs[1] / task)
+            manifest["hyperparameters"] |= method
+            manifest["training"] |= {"precision": precision}
+            checkpoint.write_text(tmp_path / task / checkpoint.MANIFEST, json.dumps(manifest))
+        result = weights.diagnose(weights.Diagnose(run=tmp_path))
+        return result["settings"], result["rows"][-1]["unmoved"]
+
+    settings, share = found(sigma=1e-5)
+    assert (settings["sigma"], settings["sigma_origin"], share) == (1e-5, "the run's", 0.0)
+    share = found("mixed", sigma=1e-5)[1]  # simulated states are rounded to bfloat16
+    assert 0 < found("mixed", sigma=1e-5, noise="laplace")[1] < share
+    settings, _ = found(sigma=0.5, sigma_of="update")  # times the RMS of the update
+    assert (settings["sigma"], settings["sigma_origin"]) == (settings["suggested_sigma"], "suggested")
 
 
 def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):

@@ -77,18 +77,23 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tm
 
 def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
-    assert exits("train.py", "smat", *words, "--out", tmp_path / "out", "--rows", "9", "--dry-run") is None
+    more = ("--out", tmp_path / "out", "--rows", "9", "--sigma", "0.001", "--dry-run")
+    assert exits("train.py", "smat", *words, *more) is None
     told = capsys.readouterr().out
     for part in (
         f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
-        "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.002, period 4, noise uniform",
+        "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.001, period 4, noise uniform",
         "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, accumulate 1, run seed 0",
         "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
-        # the gains of the three norms are 1, where a bfloat16 ulp is 2**-7
+        # the gains of the three norms are 1, below which bfloat16 numbers are 2**-8 apart
         "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
         "cut on the right: EOS 0.0%",
     ):  # fmt: skip
         assert part in told
+    # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
+    own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
+    assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
+    assert "method mergopt: b 0.0005, k_max 2\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

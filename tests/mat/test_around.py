@@ -10,7 +10,8 @@ from smat_fn import draw, lora, optim, random, value_and_grad
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import finetune, l2sp, orthoreg, smat
 from smat_fn.mat.simulated import SimulatedWeights
-from smat_fn.types import Optimizer
+from smat_fn.mat.step import as_tensors
+from smat_fn.types import Method, Optimizer
 
 from .test_conformance import METHODS, assert_bits, bowl, method, parameters, randn, run
 
@@ -112,6 +113,11 @@ def test_a_write_to_weights_that_hold_a_simulated_state_is_no_silent_loss(switch
     assert_bits(copies(module), base)
 
 
+def counted(method):
+    """The method with states whose steps are tensors."""
+    return Method(lambda params: as_tensors(method.init(params)), method.update)
+
+
 BASES = {
     "smat": lambda loss, base: smat.build(loss, optim.adam(1e-2), base, period=2),
     **{
@@ -119,6 +125,13 @@ BASES = {
         for offload in ("recompute", "cpu", "stream")
     },
     "mixed": lambda loss, base: smat.build(loss, optim.adam(1e-2), base, lam=0.5),
+    **{
+        f"sigma of the {of}": lambda loss, base, of=of: smat.build(
+            loss, optim.adam(1e-2), base, period=1, sigma=0.5, sigma_of=of
+        )
+        for of in ("update", "leaf")
+    },
+    "steps as tensors": lambda loss, base: counted(smat.build(loss, optim.adam(1e-2), base, period=2)),
     "l2sp": lambda loss, base: l2sp.build(loss, optim.adam(1e-2), base),
     "orthoreg": lambda loss, base: orthoreg.build(loss, optim.adam(1e-2), base),
 }

@@ -51,6 +51,7 @@ def test_a_preset_has_an_entry_for_every_method_and_merger(preset):
     assert open_ == {
         *(("smat", name) for name in ("alpha_max", "sigma_of", "climb", "rho", "lam", "alpha_depth", "antithetic")),
         *searched,
+        *({("mergopt", "k_max")} if preset.epochs else ()),  # of your own data: the number of its tasks
     }
 
 

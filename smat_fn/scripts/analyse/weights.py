@@ -151,9 +151,14 @@ class Diagnose(Shared):
 def diagnose(options: Diagnose) -> "Result":
     """`analyses.diagnose` of a run; a row per kind of leaf, with sigma beside the sizes.
 
+    A run's sigma in other units than those of the weights is left out. Weights of adapters have no share that noise
+    leaves as they are: their noise is not rounded into them.
+
     Raises: ValueError as `load_runs` and `analyses.diagnose` do; for a sigma that is negative or not finite.
     """
-    from ... import analyses
+    import torch
+
+    from ... import analyses, tree
     from .runs import facts, load_runs, result_of
 
     coef, sigma = options.coef, options.sigma
@@ -163,10 +168,17 @@ def diagnose(options: Diagnose) -> "Result":
     module = run.suite.loss_fn(run.tasks[0]).module  # type: ignore[attr-defined]
     kinds = analyses.groups(module, run.suite.where)
     found = analyses.diagnose(run.inputs.base, run.inputs.experts, kinds, coef=coef)
-    suggested, own = analyses.suggested_sigma(found[-1]), facts(run).get("hyperparameters", {}).get("sigma")
+    method, training = (facts(run).get(name) or {} for name in ("hyperparameters", "training"))
+    adapters = training.get("lora") or {}
+    in_weights = method.get("sigma_of", "weights") == "weights" and adapters.get("simulate") != "factors"
+    suggested, own = analyses.suggested_sigma(found[-1]), method.get("sigma") if in_weights else None
     origin = "given" if sigma is not None else "the run's" if own else "suggested" if suggested else None
     used = sigma if sigma is not None else own or suggested
-    shares = analyses.unmoved_shares(run.inputs.base, kinds, used) if used else {}
+    weights = run.inputs.base
+    if training.get("precision") == "mixed":
+        weights = tree.cast(weights, torch.bfloat16)  # the dtype of simulated states
+    noise = method.get("noise", "uniform")
+    shares = analyses.unmoved_shares(weights, kinds, used, noise) if used and not adapters else {}
     rows = [
         {
             **row._asdict(),

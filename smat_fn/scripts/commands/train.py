@@ -29,6 +29,7 @@ from smat_fn.config import (
     PRESETS,
     Adapters,
     Dev,
+    Mergopt,
     MethodConfig,
     Smat,
     Training,
@@ -126,6 +127,8 @@ def train(args: Train, world: "parallel.World") -> None:
     method = resolve(args.method, preset.methods)
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known = task_names(preset.suite, **options)
+    if isinstance(method, Mergopt) and method.k_max is None:
+        method = replace(method, k_max=len(known))
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},

@@ -9,7 +9,7 @@ import torch
 
 from smat_fn.checkpoint import load_manifest
 from smat_fn.config import DIGITS, Adapters, Dev, Finetune, Smat, Training
-from smat_fn.scripts.train.describe import headline
+from smat_fn.scripts.train.describe import coarse_line, headline
 from smat_fn.scripts.train.noise_level import update_rms
 from smat_fn.scripts.train.options import RunOptions, check_run
 from smat_fn.scripts.train.training import never_simulated, sigma_line, still_line
@@ -38,6 +38,19 @@ def test_sigma_stands_beside_the_update_and_far_from_it_warns():
     assert sigma_line(smat, TRAINING, BASE, BASE) == ""
     factors = Training(steps=8, lr=1e-3, lora=Adapters(2, 4.0, simulate="factors"))
     assert sigma_line(smat, factors, moved(1e-3), BASE) == sigma_line(Finetune(), TRAINING, moved(1e-3), BASE) == ""
+
+
+def test_weights_too_coarse_for_the_noise_are_counted_in_the_dtype_and_noise_of_the_run():
+    base = {"gain": torch.tensor([1.0, 1.5, 3.0]), "n": torch.tensor([0.1])}
+    coarse = {path: leaf.bfloat16() for path, leaf in base.items()}
+    smat, mixed = Smat(sigma=2e-3, noise="uniform"), replace(TRAINING, precision="mixed")
+    line = "Perturb cannot move 2 of 4 parameters: their dtype is too coarse there"  # 1 moves towards 0
+    assert coarse_line(coarse, smat, TRAINING) == coarse_line(base, smat, mixed) == line
+    assert coarse_line(base, smat, TRAINING) == ""
+    assert coarse_line(coarse, replace(smat, noise="laplace"), TRAINING) == ""
+    assert coarse_line(coarse, replace(smat, sigma_of="leaf"), TRAINING) == ""
+    assert coarse_line(coarse, smat, replace(TRAINING, lora=Adapters(2, 4.0))) == ""
+    assert coarse_line(coarse, Smat(sigma="auto"), TRAINING) == coarse_line(coarse, Finetune(), TRAINING) == ""
 
 
 def test_an_expert_that_equals_the_base_says_why():
