@@ -22,7 +22,7 @@ from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
-from ..merge.inputs import manifest_of, named
+from ..merge.inputs import manifest_of, named, unreplaced
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -148,7 +148,7 @@ def _suites(
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = _stale(manifests)
+    problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], _model(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
@@ -194,21 +194,36 @@ def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Resul
 
 
 def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
-    """Errors for models merged from other weights than the expert of the same label, seed and task given here."""
+    """Errors for models merged from other weights than the expert of the same label, seed and task given here.
+
+    Without the expert, than the first merged model: a --overwrite of some mergers that was interrupted.
+    """
     trained = {
         (manifest["label"], manifest["seed"], manifest["task"]): (folder, manifest.get("fingerprint"))
         for folder, manifest in manifests.items()
         if manifest["kind"] == "expert"
     }
+    first: dict[tuple[str, int, str], tuple[Path, str]] = {}
     problems = []
     for folder, manifest in manifests.items():
         experts = manifest["experts"] if manifest["kind"] == "merged" else {}
         for task, merged in experts.items():
-            expert, found = trained.get((manifest["label"], manifest["seed"], task), (None, None))
-            if expert is not None and None not in (merged, found) and merged not in (found, *_snapshots(expert)):
+            line = manifest["label"], manifest["seed"], task
+            expert, found = trained.get(line, (None, None))
+            if merged is None:
+                continue
+            if expert is not None:
+                wrong = found is not None and merged not in (found, *_snapshots(expert))
+                other = f"{expert} holds now"
+            elif "snapshot" in manifest:  # each merger chose its own
+                continue
+            else:
+                before, found = first.setdefault(line, (folder, merged))
+                wrong, other = merged != found, f"{before}"
+            if wrong:
                 problems.append(
-                    f"{folder} was merged from other weights of {task!r} than {expert} holds now: merge again "
-                    "(--overwrite), or evaluate them apart"
+                    f"{folder} was merged from other weights of {task!r} than {other}: merge again (--overwrite), or "
+                    "evaluate them apart"
                 )
                 break
     return problems

@@ -10,6 +10,7 @@ from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
@@ -125,6 +126,17 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
         stale = f"{merged['ft'] / 'ta'} was merged from other weights of 'mirror' than {anew} holds now"
         with pytest.raises(ValueError, match=stale):
             evaluate([*others, anew, merged["ft"] / "ta"])
+        # without its experts either: a --overwrite that was interrupted between two mergers
+        new = copied(merged["smat"] / "wa", tmp_path / "wa", label="FT")
+        old = merged["ft"] / "ta"
+        with pytest.raises(ValueError, match=f"{new} was merged from other weights of 'mirror' than {old}: merge"):
+            evaluate([old, new])
+        mark = runs["ft"] / f".mirror{checkpoint.REPLACED}"
+        mark.touch()
+        for call in (evaluate, lambda folders: load_runs([runs["ft"]])):
+            with pytest.raises(ValueError, match=f"to replace: end the training by .*, or delete {mark} to keep"):
+                call([runs["ft"] / "mirror"])
+        mark.unlink()
     # its own snapshots are no other weights
     copied(runs["ft"] / "mirror", tmp_path / "snapshots" / "1" / "mirror", kind="snapshot")
     assert len(evaluate([*others, anew, merged["ft"] / "ta"])) == 4 + 4
