@@ -341,8 +341,7 @@ def write_report(
         "split": table.split,
         "means": {
             method: {
-                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": list(cell.scores)}
-                for column, cell in line.items()
+                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": cell.by_seed} for column, cell in line.items()
             }
             for method, line in table.cells.items()
         },

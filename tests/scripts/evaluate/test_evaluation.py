@@ -207,7 +207,7 @@ def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_p
     assert summary["learning_rates"] == {"FT": 5e-4, "SMAT": 5e-4}
     assert summary["split"] == "test"
     ta = [row.score for row in rows if (row.method, row.model) == ("SMAT", "ta")]
-    assert summary["means"]["SMAT"]["TA"] == {"mean": sum(ta) / 4, "sd": None, "by_seed": [sum(ta) / 4]}
+    assert summary["means"]["SMAT"]["TA"] == {"mean": sum(ta) / 4, "sd": None, "by_seed": {"21": sum(ta) / 4}}
     assert summary["coefs"] == dict.fromkeys(
         [*(f"FT {name} seed 21" for name in ("ta", "ties", "dare", "della")), "SMAT ta seed 21"], 0.3
     )
