@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +17,8 @@ from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
-from ...folders.inputs.opening import local_folder, read_inputs
-from ...folders.inputs.reading import open_folder
+from ...folders.inputs.opening import local_folder, place_of, read_inputs
+from ...folders.inputs.reading import Folder, open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
@@ -281,11 +282,13 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
     problems, told = list[str](), list[str]()
-    _, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
     errors.raise_problems(problems)
+    assert start is not None, "its absence is a problem"
+    leaves = found[task] if found[task].keys() == suite.base.keys() else _of_suite(folder, found[task], start, suite)
     rounded = {
         str(suite.base[path].dtype).removeprefix("torch.")
-        for path, leaf in found[task].items()
+        for path, leaf in leaves.items()
         if leaf.is_floating_point() and path in suite.base
         if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
     }
@@ -294,8 +297,39 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
         report(f"note: {line}")
     return {
         path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf
-        for path, leaf in found[task].items()
+        for path, leaf in leaves.items()
     }
+
+
+def _of_suite(folder: Path, expert: dict[str, Tensor], base: dict[str, Tensor], suite: Suite) -> dict[str, Tensor]:
+    """The leaves that a suite takes of a whole model: its vision tower, its top layers, an encoder without a pooler.
+
+    Raises: ValueError where they are not in one place of the model, or the expert differs from base outside of them.
+    """
+    root = local_folder("base", Path(suite.recipe["model"]))
+    whole, own, part = (
+        Folder(label, leaves, {}, {}, root, {path: partial(_flat_part, leaf) for path, leaf in leaves.items()})
+        for label, leaves in (("base", base), (str(folder), expert), (f"suite {suite.name!r}", dict(suite.base)))
+    )
+    view, prefix, naming = place_of(whole, part)
+    own = own if naming is None else naming.seen(own)
+    names = {f"{prefix}{path}": path for path in suite.base}
+    if unlike := [path for path in view.leaves if path not in names and not _alike(view.leaf(path), own.leaf(path))]:
+        raise ValueError(
+            f"{folder} differs from its base in {unlike[0]!r}{f' and {len(unlike) - 1} more' if unlike[1:] else ''}, "
+            f"which suite {suite.name!r} takes from base: its score would be that of another model; leave out options "
+            "that freeze layers, or give an expert that changed only what the suite trains"
+        )
+    return {path: own.leaf(name) for name, path in names.items()}
+
+
+def _flat_part(leaf: Tensor, start: int, stop: int) -> Tensor:
+    return leaf.reshape(-1)[start:stop]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, or one is the other rounded."""
+    return one.equal(other.to(one.dtype)) or other.equal(one.to(other.dtype))
 
 
 def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,8 +3,11 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
@@ -154,6 +157,20 @@ def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suit
     checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
     with pytest.raises(ValueError, match="float64"):
         evaluate([tmp_path / "wide"])
+
+
+def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
+    base = {"vision_model.w": torch.zeros(2, 3), "text_model.w": torch.ones(4)}
+    experts = {"tower": {"vision_model.w": torch.ones(2, 3)}, "whole": {name: leaf + 1 for name, leaf in base.items()}}
+    for name, leaves in {"base": {}, **experts}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({**base, **leaves}, tmp_path / name / "model.safetensors")
+    suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]})
+    found = evaluation._of_other_tools(tmp_path / "tower", "a", suite, print)
+    assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
+    with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
+        evaluation._of_other_tools(tmp_path / "whole", "a", suite, print)
 
 
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
