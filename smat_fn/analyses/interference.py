@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..where import block_of
+from ..where import block_prefix
 
 Updates: TypeAlias = tuple[str, Sequence[Tensor]]  # a leaf's path; the update of every expert, float32 (n,) each
 OUTSIDE = "outside"  # of blocks
@@ -17,7 +17,7 @@ OUTSIDE = "outside"  # of blocks
 class Layer(NamedTuple):
     """The updates of a block."""
 
-    layer: str  # its number; OUTSIDE; "all"
+    layer: str  # its number, or its name ("encoder.block.3") where a model has several stacks; OUTSIDE; "all"
     size: int  # coordinates of one model
     rms: tuple[float, ...]  # of the update of every expert
     cosine: float | None  # mean over pairs of experts; None where fewer than two moved
@@ -29,7 +29,8 @@ class Layer(NamedTuple):
 def interference(updates: Iterable[Updates]) -> list[Layer]:
     """Sizes, cosines and agreement of signs of task vectors: a `Layer` for each block, and last of all leaves.
 
-    Blocks come by number, after the leaves outside of them. Sums are float64, so leaves may come in pieces.
+    Blocks come by stack (encoder, decoder) and number, after the leaves outside of them. Sums are
+    float64, so leaves may come in chunks.
 
     Args:
         updates: pairs of a leaf's path and Δ_i of every expert i, in one order, float tensors of equal size.
@@ -40,9 +41,9 @@ def interference(updates: Iterable[Updates]) -> list[Layer]:
     Raises:
         ValueError: pairs differ in the number of experts, or an update is not finite.
     """
-    sums: dict[int | None, _Sums] = {}
+    sums: dict[str, _Sums] = {}
     for path, parts in updates:
-        block = block_of(path)
+        block = block_prefix(path)
         if (own := sums.get(block)) is None:
             own = sums[block] = _Sums(len(parts))
         if len(parts) != len(own.grams):
@@ -54,8 +55,11 @@ def interference(updates: Iterable[Updates]) -> list[Layer]:
             )
     if not sums:
         return []
-    names = sorted(sums, key=lambda block: -1 if block is None else block)
-    found = [sums[name].layer(OUTSIDE if name is None else str(name)) for name in names]
+    stacks, numbers = ({block: block.rpartition(".")[end] for block in sums if block} for end in (0, 2))
+    order = list(dict.fromkeys(stacks.values()))
+    names = {block: number if len(order) == 1 else block for block, number in numbers.items()}
+    found = [sums[""].layer(OUTSIDE)] if "" in sums else []
+    found += [sums[b].layer(names[b]) for b in sorted(names, key=lambda b: (order.index(stacks[b]), int(numbers[b])))]
     whole = _Sums(len(found[0].rms))
     for part in sums.values():
         whole.merge(part)

@@ -1,6 +1,6 @@
 """Figures of the analyses, from their results alone, and results as files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,13 @@ def _by_block(sizes: Any, angles: Any, signs: Any, rows: Sequence[Row]) -> None:
         if row["layer"] != "all":
             runs.setdefault((row["method"], row.get("seed")), []).append(row)
     palette = colours(method for method, _ in runs)
-    labelled = set[str]()
+    labelled, names = set[str](), _blocks(own["layer"] for run in runs.values() for own in run)
     for index, ((method, _), own) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": palette[method], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
         style |= {"markeredgecolor": "black", "markeredgewidth": 0.5}
         style |= {"label": "" if method in labelled else legible(method)}
         labelled.add(method)
-        places = [-1 if row["layer"] == OUTSIDE else int(row["layer"]) for row in own]
+        places = [names[row["layer"]] for row in own]
         sizes.plot(places, [mean_rms(row) or np.nan for row in own], **style)
         for axes, field in ((angles, "cosine"), (signs, "agreement")):
             axes.plot(places, [np.nan if row[field] is None else row[field] for row in own], **style)
@@ -165,14 +165,24 @@ def _by_block(sizes: Any, angles: Any, signs: Any, rows: Sequence[Row]) -> None:
     sizes.set_ylabel("update, root mean square")
     angles.set_ylabel("cosine of two experts: mean, range")
     signs.set_ylabel("agreement of signs (1: all agree)")
-    numbers = sorted({-1 if row["layer"] == OUTSIDE else int(row["layer"]) for own in runs.values() for row in own})
-    shown = numbers[:: -(-len(numbers) // 8)]
+    shown = sorted(names, key=names.__getitem__)[:: -(-len(names) // 8)]
+    turned = {"rotation": 45, "ha": "right"} if any("." in name for name in names) else {}
     for axes in (sizes, angles, signs):
-        axes.set_xticks(shown, ["rest" if place < 0 else str(place) for place in shown])
+        ticks = ["rest" if name == OUTSIDE else name for name in shown]
+        axes.set_xticks([names[name] for name in shown], ticks, **turned)
         axes.set_xlabel("block")
         tidy(axes, "y")
     if len(labelled) > 1:
         sizes.legend(frameon=False)
+
+
+def _blocks(layers: Iterable[str]) -> dict[str, int]:
+    """The place of every block on the axis: its number, or of several stacks its place among all."""
+    every = dict.fromkeys(layers)
+    found = [layer for layer in every if layer != OUTSIDE]
+    numbered = all(layer.isdecimal() for layer in found)
+    places = {layer: int(layer) if numbered else place for place, layer in enumerate(found)}
+    return {OUTSIDE: -1, **places} if OUTSIDE in every else places
 
 
 def merge_picture(rows: Sequence[Row], curves: Mapping[str, Mapping[float, float]]) -> bytes:

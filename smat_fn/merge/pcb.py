@@ -17,6 +17,7 @@ from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 from .parts.vectors import apply_vector
 
 _BINS = 1 << 16
+_EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
 Scan: TypeAlias = Callable[[], Iterator[Tensor]]  # (experts, n), the same ones at each call
 
 
@@ -139,8 +140,10 @@ def _flipped(keys: Tensor, bits: int) -> Tensor:
 
 def _balance(deltas: Tensor, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """β of every expert (experts, n), of task vectors in float64."""
-    inside = _share(deltas.abs().clamp(bounds.low, bounds.high), bounds.low, bounds.high)
-    return ((len(deltas) * inside.square_()).exp_() * (deltas * add(deltas)).tanh_()).to(dtype)
+    inside = _share(deltas.abs().clamp(bounds.low, bounds.high), bounds.low, bounds.high).square_()
+    if len(deltas) > _EXPERTS:  # β exp(-N): a factor of all β is not in s
+        inside -= 1
+    return ((len(deltas) * inside).exp_() * (deltas * add(deltas)).tanh_()).to(dtype)
 
 
 def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:

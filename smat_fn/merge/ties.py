@@ -110,6 +110,11 @@ def _cuts(base: Leaves, experts: Mapping[str, Leaves], keep: float, scope: Scope
         groups = [[path] for path in leaves] if scope == "tensor" else [list(leaves)]
         for group in filter(None, groups):
             magnitudes = _magnitudes({path: leaves[path] for path in group}, expert, dtypes)
+            if scope == "tensor" and magnitudes.isnan().any():  # the exact count has no last coordinate then
+                raise ValueError(
+                    f"leaf {group[0]!r} of expert {name!r} minus base's is NaN in places, which have no order: find "
+                    "them by smat_fn.tree.check_finite, in base too"
+                )
             count = int(magnitudes.numel() * number(densities, name, group[0], keep))
             cut = (_exact if scope == "tensor" else _threshold)(magnitudes, count)
             for path in group:

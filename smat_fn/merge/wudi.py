@@ -72,7 +72,13 @@ def _solved(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
     if not ridge:
         return torch.linalg.pinv(matrix, hermitian=True) @ right
     matrix.diagonal().add_(ridge)
-    return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed:
+        raise torch.linalg.LinAlgError(
+            f"If they are, ridge {ridge:g} is below the rounding of its system: pass a larger one, or 0 for the "
+            "pseudo-inverse"
+        )
+    return torch.cholesky_solve(right, factor)
 
 
 @dataclass(frozen=True)

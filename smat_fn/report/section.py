@@ -36,8 +36,8 @@ class Section(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """The title as a file's name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        """The title as a file's name, "section" where it has no Latin letter and no digit."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-") or "section"
 
 
 def markdown(section: Section) -> str:

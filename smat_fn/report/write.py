@@ -71,7 +71,10 @@ def scores(found: Found) -> Section:
 
 
 def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Path:
-    """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one."""
+    """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one.
+
+    Tables and figures of a report that was there before are removed if this one has none of their names.
+    """
     from ..checkpoint import write_bytes, write_text
 
     folder, sections = Path(out), _told_apart(sections)
@@ -82,14 +85,26 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
             png = section.png.read_bytes() if isinstance(section.png, Path) else section.png
             images[f"{section.slug}.png"] = png
     html_page = page(title, text, images)
-    for section in sections:
-        if section.table is not None:
-            write_text(folder / f"{section.slug}.csv", section.table.csv)
+    tables = {f"{section.slug}.csv": section.table.csv for section in sections if section.table is not None}
+    outdated = _written(folder) - tables.keys() - images.keys()
+    for name, table in tables.items():
+        write_text(folder / name, table)
     for name, png in images.items():
         write_bytes(folder / name, png)
     write_text(folder / "report.md", f"# {title}\n\n{text}")
     write_text(folder / "report.html", html_page)
+    for name in outdated:
+        (folder / name).unlink(missing_ok=True)
     return folder / "report.html"
+
+
+def _written(folder: Path) -> set[str]:
+    """Names that tables and figures of the report in a folder may have, by its headings."""
+    if not ((folder / "report.html").is_file() and (folder / "report.md").is_file()):
+        return set()
+    lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
+    slugs = [Section(line.removeprefix("## ")).slug for line in lines if line.startswith("## ")]
+    return {f"{slug}.{kind}" for slug in slugs for kind in ("csv", "png")}
 
 
 def _told_apart(sections: Iterable[Section]) -> list[Section]:

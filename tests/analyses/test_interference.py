@@ -34,6 +34,14 @@ def test_two_experts_in_closed_form():
     assert whole.agreement == (3 + 1 + 1) / (3 + 1 + 5)
 
 
+def test_blocks_of_one_number_in_an_encoder_and_a_decoder_are_apart():
+    paths = "shared.w", "decoder.block.0.w", "encoder.block.10.w", "encoder.block.2.w", "encoder.block.0.w"
+    found = interference((path, [torch.ones(size), torch.ones(size)]) for size, path in enumerate(paths, 1))
+    blocks = ["decoder.block.0", "encoder.block.0", "encoder.block.2", "encoder.block.10"]
+    assert [layer.layer for layer in found] == ["outside", *blocks, "all"]
+    assert [layer.size for layer in found] == [1, 2, 5, 4, 3, 15]
+
+
 def test_random_signs_agree_as_those_of_coins():
     """Of three independent signs the sum is 3 in size with probability 1/4, else 1: 1/2 of the three on average."""
     count = 60_000
@@ -94,5 +102,7 @@ def test_table_and_figures_hold_every_block(monkeypatch):
     assert merge_picture(rows, {"ta": {0.1: 50.0, 0.2: 60.0}, "ties": {0.1: 40.0}}).startswith(b"\x89PNG")
     *_, scores = drawn[1].axes
     assert [line.get_xydata().tolist() for line in scores.get_lines()[:2]] == [[[0.1, 50], [0.2, 60]], [[0.2, 60]]]
-    merge_picture(rows, {})
+    stacks = interference((f"{name}.0.w", [torch.ones(2)] * 2) for name in ("encoder", "decoder"))
+    merge_picture(as_rows(stacks, ["a", "b"], method="T5"), {})
     assert len(drawn[2].axes) == 3
+    assert [label.get_text() for label in drawn[2].axes[0].get_xticklabels()] == ["encoder.0", "decoder.0"]

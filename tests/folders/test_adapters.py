@@ -455,6 +455,25 @@ def test_an_adapter_is_written_into_none_of_its_inputs(base, folders, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_square_weights_of_conv1d_beside_linear_layers_are_told_by_the_model(folders, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"vocab_size": 12, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 4, "bos_token_id": 0}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0, tie_word_embeddings=False))
+    base.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["attn.c_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(base, settings)
+    model.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["fan_in_fan_out"] is False  # of lm_head
+    merge_folders(TA, tmp_path / "base", {"x": tmp_path / "adapter"}, tmp_path / "out")
+    ours, expected = folders.load(tmp_path / "out"), model.merge_and_unload().state_dict()
+    for path in ("transformer.h.0.attn.c_proj.weight", "lm_head.weight"):
+        torch.testing.assert_close(ours[path], expected[path], rtol=0, atol=1e-6)
+    (tmp_path / "base/config.json").unlink()
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_proj\.weight' is square, .* with peft, and give the"):
+        merge_folders(TA, tmp_path / "base", {"x": tmp_path / "adapter"}, tmp_path / "no")
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_extraction_at_full_rank_gives_the_expert_back_through_peft(family, llama, tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -122,6 +122,14 @@ def test_ties_tensor_scope_keeps_the_exact_count_by_position():
     assert merge.ties_density(zero(leaves), [leaves], keep=0.4, scope="tensor") == {"0": 0.4}
 
 
+def test_ties_tensor_scope_names_the_leaf_with_nan():
+    bad = torch.tensor([1.0, float("nan"), 2.0])
+    with pytest.raises(ValueError, match="leaf 'w' of expert 'b' minus base's is NaN in places"):
+        merge.ties(
+            {"w": torch.zeros(3)}, {"a": {"w": torch.ones(3)}, "b": {"w": bad}}, coef=1.0, keep=0.5, scope="tensor"
+        )
+
+
 def test_ties_scopes_differ_over_leaves():
     leaves = {"small": torch.tensor([1.0, 2.0]), "large": torch.tensor([3.0, 4.0])}
     whole = merge.ties(zero(leaves), [leaves], coef=1.0, keep=0.25)

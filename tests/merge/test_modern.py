@@ -345,6 +345,12 @@ def test_a_matrix_that_is_not_finite_is_named(merger):
         merger({path: torch.zeros(2, 2) for path in bad}, [bad], coef=1.0)
 
 
+def test_a_ridge_of_wudi_that_is_lost_in_rounding_is_named_with_the_way_out():
+    line = torch.arange(1.0, 5) * torch.arange(1.0, 7)[:, None]  # of rank 1
+    with raises("ridge 1e-300 is below the rounding of its system: pass a larger one, or 0 for the pseudo-inverse"):
+        of(merge.wudi, line, 2 * line, ridge=1e-300)
+
+
 def test_tsv_of_all_singular_values():
     one, two = matrices(2, (6, 9))
     parts = zip(*map(svd, (one.numpy(), two.numpy())), strict=True)

@@ -1,12 +1,15 @@
 """PCB-Merging against its definition on one flat vector, order statistics against a sort."""
 
 import math
+import sys
 
 import pytest
 import torch
 
 from smat_fn import merge
 from smat_fn.merge.pcb import ordered
+
+pcb = sys.modules["smat_fn.merge.pcb"]  # the function has the module's name
 
 
 def some(count=3, seed=0, dtype=torch.float32):
@@ -53,6 +56,18 @@ def test_pcb_is_its_definition_on_the_whole_vector(ratio, clip):
     torch.testing.assert_close(merged["a"], base["a"] + 1.2 * vector["a"])
     kept = torch.cat([leaf.reshape(-1) for leaf in vector.values()]) != 0
     assert kept.double().mean() >= min(ratio, 0.9) - 0.01
+
+
+def test_exponents_of_many_experts_do_not_overflow(monkeypatch):
+    deltas = torch.ones(89, 3, dtype=torch.float64) * torch.arange(1, 4)
+    bounds = pcb.Bounds(*(torch.full((89, 1), bound, dtype=torch.float64) for bound in (1.0, 3.0, 0.0, 0.0)))
+    beta = pcb._balance(deltas, bounds, torch.float32)
+    assert (beta[0, 2].item(), beta.isfinite().all()) == (1, True)
+    base, experts = some()
+    vector = merge.pcb_vector(base, experts, ratio=0.3)
+    monkeypatch.setattr(pcb, "_EXPERTS", 2)
+    for path, leaf in merge.pcb_vector(base, experts, ratio=0.3).items():
+        torch.testing.assert_close(leaf, vector[path])
 
 
 def test_blocks_of_leaves_change_nothing(monkeypatch):

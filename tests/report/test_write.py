@@ -97,6 +97,10 @@ def test_sections_of_one_title_have_files_of_their_own(tmp_path):
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("##")] == ["## Same", "## same! 2", "## Same 2 2"]
     assert (tmp_path / "same-2.png").read_bytes() == PNG + b"2"
+    assert Section("\u56fe").slug == "section"
+    (tmp_path / "own.csv").touch()
+    write_report(tmp_path, "T", [Section("Same", "one", Table(["a"], [[1]]))])
+    assert {path.name for path in tmp_path.iterdir()} == {"own.csv", "report.html", "report.md", "same.csv"}
 
 
 @pytest.mark.usefixtures("_undrawn")

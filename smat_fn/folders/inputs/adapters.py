@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors, tree
 from ...merge.around.factors import Factors
+from .naming import namings
 from .reading import Folder, Pickled, Read, Store, config_of, foreign, reader_of
 from .vocabulary import HEAD, by_token
 
@@ -126,9 +128,10 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
     ]
     if any(_no_numbers(config)) or any(_no_patterns(config)):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
+    transposed = _layout(label, halves, shapes, config, base)
     for (module, embedding), names in halves.items():
         try:
-            leaf, pair = _pair(label, module, embedding, names, shapes, config, base)
+            leaf, pair = _pair(label, module, embedding, names, shapes, config, base, transposed)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -306,6 +309,7 @@ def _pair(
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
     base: Folder,
+    transposed: Callable[[str], bool],
 ) -> tuple[str, _Pair]:
     leaf = _leaf(f"{module}.weight", base) or _leaf(f"{module}.in_proj_weight", base)
     if len(names) < 2:
@@ -323,12 +327,63 @@ def _pair(
             f"{label}: B A of {module!r} has shape {(b[0], a[1])}, leaf {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
-    asked = bool(config.get("fan_in_fan_out")) or embedding
     name = module.removeprefix(PREFIX)
     rank, scale = _scaling(label, config, name)
     if rank != a[0]:
         raise ValueError(f"{label}: {module!r} has rank {a[0]}, its {CONFIG} says {rank}: of different adapters?")
-    return leaf, _Pair(names["A"], names["B"], asked if asked in fits else fits[0], scale)
+    swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
+    return leaf, _Pair(names["A"], names["B"], swapped, scale)
+
+
+def _layout(
+    label: str,
+    halves: Mapping[tuple[str, bool], Mapping[str, str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    base: Folder,
+) -> Callable[[str], bool]:
+    """Whether the square weight of a linear layer is stored (in, out), as a Conv1D's, whose shape does not show it.
+
+    peft's one ``fan_in_fan_out`` is that of the last layer, so where a model has both kinds it is not believed.
+    """
+    found = {bool(config.get("fan_in_fan_out"))}
+    for (module, embedding), names in halves.items():
+        if embedding or len(names) < 2 or (leaf := _leaf(f"{module}.weight", base)) is None:
+            continue
+        shape, out_in = tuple(base.leaves[leaf].shape), (*shapes[names["B"]][:1], *shapes[names["A"]][1:])
+        if shape != shape[::-1] and shape in (out_in, out_in[::-1]):
+            found.add(shape != out_in)
+    for path, weight in base.leaves.items():
+        bias = base.leaves.get(f"{path.removesuffix('weight')}bias") if weight.ndim == 2 else None
+        if bias is not None and weight.shape[0] != weight.shape[1]:
+            found |= {place == 1 for place in (0, 1) if bias.shape == weight.shape[place : place + 1]}
+    if len(found) == 1:
+        return lambda leaf: True in found
+    known = cache(lambda: _stored_transposed(base))
+
+    def transposed(leaf: str) -> bool:
+        if (names := known()) is None:
+            raise ValueError(
+                f"{label}: the adapted {leaf!r} is square, so that its shape does not show whether it is stored as a "
+                f"Conv1D's, base has layers of both kinds, and fan_in_fan_out of {CONFIG} is that of one: merge it "
+                "into its base with peft, and give the result"
+            )
+        return leaf in names
+
+    return transposed
+
+
+def _stored_transposed(base: Folder) -> frozenset[str] | None:
+    """The weights of base that belong to a Conv1D; None for a model that transformers does not know."""
+    try:
+        naming = next(namings(base), None)
+    except ImportError:
+        return None
+    if naming is None:
+        return None
+    modules = dict(naming.model.named_modules())
+    owners = {name: modules.get(path.rpartition(".")[0]) for name, path in naming.names.items()}
+    return frozenset(name for name, owner in owners.items() if type(owner).__name__ == "Conv1D")
 
 
 def _scaling(label: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from ...evaluate import Scorer
 from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
-from ..merge.inputs import Inputs, find_inputs, load_inputs, mask_key, trained_by
+from ..merge.inputs import Inputs, find_inputs, load_inputs, mask_key, trained_by, unreplaced
 from ..merge.merging import common_suite
 
 
@@ -170,7 +170,9 @@ def _searched(run: Run, config: PaperMerger, *, seed: int, memory: int | None) -
 
 
 def _load(path: Path, suites: dict[str, Suite], options: Mapping[str, Any]) -> Run:
-    inputs = load_inputs(*find_inputs(path))
+    base, folders = find_inputs(path)
+    errors.raise_problems(unreplaced(folders))
+    inputs = load_inputs(base, folders)
     lines = {(m["label"], m["method"], m["seed"]) for m in inputs.manifests.values()}
     if len(lines) > 1:
         raise ValueError(f"{path} holds experts of {sorted(map(str, lines))}: give a run of one method and seed")

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,13 @@ from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
-from ...folders.inputs.opening import local_folder, read_inputs
-from ...folders.inputs.reading import open_folder
+from ...folders.inputs.opening import local_folder, place_of, read_inputs
+from ...folders.inputs.reading import Folder, open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
-from ..merge.inputs import manifest_of, named
+from ..merge.inputs import manifest_of, named, unreplaced
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -148,7 +149,7 @@ def _suites(
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
-    problems = _stale(manifests)
+    problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
     for folder, manifest in manifests.items():
         line = manifest["label"], _model(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
@@ -195,21 +196,36 @@ def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Resul
 
 
 def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
-    """Errors for models merged from other weights than the expert of the same label, seed and task given here."""
+    """Errors for models merged from other weights than the expert of the same label, seed and task given here.
+
+    Without the expert, than the first merged model: a --overwrite of some mergers that was interrupted.
+    """
     trained = {
         (manifest["label"], manifest["seed"], manifest["task"]): (folder, manifest.get("fingerprint"))
         for folder, manifest in manifests.items()
         if manifest["kind"] == "expert"
     }
+    first: dict[tuple[str, int, str], tuple[Path, str]] = {}
     problems = []
     for folder, manifest in manifests.items():
         experts = manifest["experts"] if manifest["kind"] == "merged" else {}
         for task, merged in experts.items():
-            expert, found = trained.get((manifest["label"], manifest["seed"], task), (None, None))
-            if expert is not None and None not in (merged, found) and merged not in (found, *_snapshots(expert)):
+            line = manifest["label"], manifest["seed"], task
+            expert, found = trained.get(line, (None, None))
+            if merged is None:
+                continue
+            if expert is not None:
+                wrong = found is not None and merged not in (found, *_snapshots(expert))
+                other = f"{expert} holds now"
+            elif "snapshot" in manifest:  # each merger chose its own
+                continue
+            else:
+                before, found = first.setdefault(line, (folder, merged))
+                wrong, other = merged != found, f"{before}"
+            if wrong:
                 problems.append(
-                    f"{folder} was merged from other weights of {task!r} than {expert} holds now: merge again "
-                    "(--overwrite), or evaluate them apart"
+                    f"{folder} was merged from other weights of {task!r} than {other}: merge again (--overwrite), or "
+                    "evaluate them apart"
                 )
                 break
     return problems
@@ -267,11 +283,13 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
     problems, told = list[str](), list[str]()
-    _, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
     errors.raise_problems(problems)
+    assert start is not None, "its absence is a problem"
+    leaves = found[task] if found[task].keys() == suite.base.keys() else _of_suite(folder, found[task], start, suite)
     rounded = {
         str(suite.base[path].dtype).removeprefix("torch.")
-        for path, leaf in found[task].items()
+        for path, leaf in leaves.items()
         if leaf.is_floating_point() and path in suite.base
         if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
     }
@@ -280,8 +298,39 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
         report(f"note: {line}")
     return {
         path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf
-        for path, leaf in found[task].items()
+        for path, leaf in leaves.items()
     }
+
+
+def _of_suite(folder: Path, expert: dict[str, Tensor], base: dict[str, Tensor], suite: Suite) -> dict[str, Tensor]:
+    """The leaves that a suite takes of a whole model: its vision tower, its top layers, an encoder without a pooler.
+
+    Raises: ValueError where they are not in one place of the model, or the expert differs from base outside of them.
+    """
+    root = local_folder("base", Path(suite.recipe["model"]))
+    whole, own, part = (
+        Folder(label, leaves, {}, {}, root, {path: partial(_flat_part, leaf) for path, leaf in leaves.items()})
+        for label, leaves in (("base", base), (str(folder), expert), (f"suite {suite.name!r}", dict(suite.base)))
+    )
+    view, prefix, naming = place_of(whole, part)
+    own = own if naming is None else naming.seen(own)
+    names = {f"{prefix}{path}": path for path in suite.base}
+    if unlike := [path for path in view.leaves if path not in names and not _alike(view.leaf(path), own.leaf(path))]:
+        raise ValueError(
+            f"{folder} differs from its base in {unlike[0]!r}{f' and {len(unlike) - 1} more' if unlike[1:] else ''}, "
+            f"which suite {suite.name!r} takes from base: its score would be that of another model; leave out options "
+            "that freeze layers, or give an expert that changed only what the suite trains"
+        )
+    return {path: own.leaf(name) for name, path in names.items()}
+
+
+def _flat_part(leaf: Tensor, start: int, stop: int) -> Tensor:
+    return leaf.reshape(-1)[start:stop]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, or one is the other rounded."""
+    return one.equal(other.to(one.dtype)) or other.equal(one.to(other.dtype))
 
 
 def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -327,8 +376,7 @@ def write_report(
         "split": table.split,
         "means": {
             method: {
-                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": list(cell.scores)}
-                for column, cell in line.items()
+                column: {"mean": cell.mean, "sd": cell.sd, "by_seed": cell.by_seed} for column, cell in line.items()
             }
             for method, line in table.cells.items()
         },

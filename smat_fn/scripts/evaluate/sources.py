@@ -14,7 +14,8 @@ from ...report import Section, Table, with_muon
 
 RESULTS = "results.jsonl"
 OUTCOME = "outcome.json"  # of a trial of a study
-FACTS = ("command", "commit", "hardware", "versions", "dev", "lr", "chosen")
+BY_LABEL = ("dev", "lr", "chosen")  # of a study: the tuning of each method
+FACTS = ("command", "commit", "hardware", "versions", *BY_LABEL)
 
 
 Weights = tuple[str, str, int]  # label, model, seed
@@ -151,12 +152,14 @@ def _runs(file: Path) -> list[Run]:
 
 
 def _add(facts: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Keep each fact once, several different texts joined."""
+    """Keep each fact once, several different texts joined; of each label, the tuning of the first study that has it."""
     for name in FACTS:
         if name not in more:
             continue
         old, new = facts.get(name), more[name]
         if isinstance(old, str) and isinstance(new, str):
             facts[name] = old if new in old.split("; ") else f"{old}; {new}"
+        elif name in BY_LABEL:
+            facts[name] = {**new, **(old or {})}
         else:
             facts.setdefault(name, new)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ...merge import RANDOM
+from .recipe_write import folder_name
 
 CARD = "README.md"
 _ID = re.compile(r"(\b[\w\-.]+\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
@@ -52,7 +53,7 @@ def card(manifest: Mapping[str, Any]) -> str:
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     for name, print_ in manifest["experts"].items():
         score = f" {manifest['dev'][name]:.2f}" if name in manifest["dev"] else ""
-        lines.append(f"| {name} |{score} | {'' if print_ is None else f'`{print_}`'} |")
+        lines.append(f"| {_cell(name)} |{score} | {'' if print_ is None else f'`{print_}`'} |")
     lines += ["", f"Base `{manifest['base_fingerprint']}`, merged weights `{manifest['fingerprint']}`."]
     lines += _hashes(manifest)
     lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
@@ -88,7 +89,7 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
         "| adapter | weight |",
         "|---|---:|",
     ]
-    lines += [f"| {name} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
+    lines += [f"| {_cell(name)} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
     lines += _hashes(manifest)
     lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
     known = model_ids([base]) if base else None
@@ -107,8 +108,8 @@ def _hashes(manifest: Mapping[str, Any]) -> list[str]:
         return []
     lines = ["", "`python merge.py verify FOLDER` hashes the files below again and reports changes."]
     for title, hashes in {"written": files, **{f"read of {n}": own for n, own in manifest["inputs"].items()}}.items():
-        lines += ["", f"| {title} | SHA-256 |", "|---|---|"]
-        lines += [f"| {file} | `{print_}` |" for file, print_ in hashes.items()]
+        lines += ["", f"| {_cell(title)} | SHA-256 |", "|---|---|"]
+        lines += [f"| {_cell(file)} | `{print_}` |" for file, print_ in hashes.items()]
     return lines
 
 
@@ -123,7 +124,7 @@ def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
         found = ModelCard.load(model / CARD)
     except Exception:  # no card, or metadata that are not YAML: huggingface_hub raises errors of several kinds
         task = manifest.get("task")
-        title = f"# {manifest.get('label', model.name)}{'' if task is None else f' expert of {task}'}\n"
+        title = f"# {manifest.get('label', folder_name(model))}{'' if task is None else f' expert of {task}'}\n"
         found = ModelCard(_with_metadata(title, {"tags": ["smat_fn"]}))
     if "smat_fn" in found.data.get("tags", ()):
         found.data["base_model"] = model_ids(manifest["base_model"])
@@ -155,6 +156,11 @@ def _with_metadata(text: str, metadata: Mapping[str, Any]) -> str:
     present = {name: value for name, value in metadata.items() if value is not None}
     found = yaml.safe_dump(present, sort_keys=False, allow_unicode=True)
     return f"---\n{found}---\n\n{text}"
+
+
+def _cell(name: str) -> str:
+    """A name in a table, of which a bar would begin the next cell."""
+    return name.replace("|", "\\|")
 
 
 def _library(manifest: Mapping[str, Any]) -> str:

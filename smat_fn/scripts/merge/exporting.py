@@ -16,6 +16,7 @@ from ...folders.several import export_task, is_several, open_several
 from .card import CARD, exported_card
 from .finished import hashes, sources_text
 from .inputs import manifest_of, model_names
+from .recipe_write import folder_name
 from .streaming import leaves_of
 
 
@@ -51,7 +52,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
             **{name: value for name, value in manifest.items() if name not in left_out},
             **({} if task is None else {"task": task}),
             "kind": "exported",
-            "source": model.name,
+            "source": folder_name(model),
             "source_fingerprint": manifest.get("fingerprint"),
             "base_model": model_names(base) + manifest.get("base_model", [])[1:],
             "rounding_ratio": report.rounding,
@@ -67,7 +68,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
     if several:
         return export_task(model, base, task, out, describe=describe, **options)
     options["partial"] = True
-    return merge_folders(WeightAverage(), base, {model.name: model}, out, describe=describe, **options)
+    return merge_folders(WeightAverage(), base, {folder_name(model): model}, out, describe=describe, **options)
 
 
 def export_problems(base: Path, params: Mapping[str, Tensor]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,17 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         problems[-1] += f", or move {files} away to merge {', '.join(sorted(ended))} alone"
     errors.raise_problems(problems)
     return base, experts
+
+
+def unreplaced(experts: Iterable[Path]) -> list[str]:
+    """Errors for experts that an interrupted --overwrite of train.py has yet to replace."""
+    marks = {expert: expert.parent / f".{expert.name}{checkpoint.REPLACED}" for expert in experts}
+    return [
+        f"{expert} is the expert that an interrupted --overwrite has yet to replace: end the training by "
+        f"train.py ... --resume, or delete {mark} to keep the old one"
+        for expert, mark in marks.items()
+        if mark.exists()
+    ]
 
 
 def trained_by(manifests: Mapping[str, Mapping[str, Any]]) -> str:

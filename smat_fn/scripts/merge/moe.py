@@ -296,9 +296,18 @@ def _states(mode: str, base: Path, models: Models) -> States:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
 
+    known = models.base.leaves["model.embed_tokens.weight"].shape[0]
+
     def tokens(prompts: Sequence[str]) -> Any:
         texts = [(tokenizer.bos_token or "") + prompt for prompt in prompts]
-        return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        found = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        for prompt, ids in zip(prompts, found["input_ids"], strict=True):
+            if (largest := int(ids.max())) >= known:
+                raise ValueError(
+                    f"the prompt {prompt!r} has the token {largest}, and base has embeddings of {known} tokens: change "
+                    "the prompt, or give base its own tokenizer"
+                )
+        return found
 
     if mode == "cheap_embed":
         table = models.base.leaf("model.embed_tokens.weight")

@@ -179,12 +179,15 @@ def planned(
         raise ValueError(f"probe is {run.probe}: it needs hyperparameters (probe_at), and a suite with dev_batches")
     if isinstance(method, Smat) and training.lora is None:
         errors.raise_problems(mask_problems(suite.where, suite.base, method.drop_prob or 0.0))
+    errors.raise_problems([text for task in run.tasks for text in problems_of(budget, suite, task, training)])
     budgets = {task: budget(suite, task, training) for task in run.tasks}
     few = [f"{task} ({own.steps} steps)" for task, own in budgets.items() if (own.steps or 0) <= run.keep_snapshots]
     if few and run.keep_snapshots:
         raise ValueError(f"keep_snapshots is {run.keep_snapshots}, must be below the steps of {', '.join(few)}")
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     losses = {task: loss_of(suite, task, training) for task in run.tasks}
+    if training.shard and suite.recipe.get("linearised"):
+        raise ValueError("shard is not known for linearised: leave one of them out")
     errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
     if "gram" in run.statistics:
         found = problems_of(gram_layers, losses[run.tasks[0]], suite.base)

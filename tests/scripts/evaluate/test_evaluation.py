@@ -3,13 +3,17 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
@@ -126,6 +130,17 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
         stale = f"{merged['ft'] / 'ta'} was merged from other weights of 'mirror' than {anew} holds now"
         with pytest.raises(ValueError, match=stale):
             evaluate([*others, anew, merged["ft"] / "ta"])
+        # without its experts either: a --overwrite that was interrupted between two mergers
+        new = copied(merged["smat"] / "wa", tmp_path / "wa", label="FT")
+        old = merged["ft"] / "ta"
+        with pytest.raises(ValueError, match=f"{new} was merged from other weights of 'mirror' than {old}: merge"):
+            evaluate([old, new])
+        mark = runs["ft"] / f".mirror{checkpoint.REPLACED}"
+        mark.touch()
+        for call in (evaluate, lambda folders: load_runs([runs["ft"]])):
+            with pytest.raises(ValueError, match=f"to replace: end the training by .*, or delete {mark} to keep"):
+                call([runs["ft"] / "mirror"])
+        mark.unlink()
     # its own snapshots are no other weights
     copied(runs["ft"] / "mirror", tmp_path / "snapshots" / "1" / "mirror", kind="snapshot")
     assert len(evaluate([*others, anew, merged["ft"] / "ta"])) == 4 + 4
@@ -143,6 +158,20 @@ def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suit
     checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
     with pytest.raises(ValueError, match="float64"):
         evaluate([tmp_path / "wide"])
+
+
+def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
+    base = {"vision_model.w": torch.zeros(2, 3), "text_model.w": torch.ones(4)}
+    experts = {"tower": {"vision_model.w": torch.ones(2, 3)}, "whole": {name: leaf + 1 for name, leaf in base.items()}}
+    for name, leaves in {"base": {}, **experts}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({**base, **leaves}, tmp_path / name / "model.safetensors")
+    suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]})
+    found = evaluation._of_other_tools(tmp_path / "tower", "a", suite, print)
+    assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
+    with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
+        evaluation._of_other_tools(tmp_path / "whole", "a", suite, print)
 
 
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
@@ -196,7 +225,7 @@ def test_the_report_has_every_score_the_table_and_the_means(rows, folders, tmp_p
     assert summary["learning_rates"] == {"FT": 5e-4, "SMAT": 5e-4}
     assert summary["split"] == "test"
     ta = [row.score for row in rows if (row.method, row.model) == ("SMAT", "ta")]
-    assert summary["means"]["SMAT"]["TA"] == {"mean": sum(ta) / 4, "sd": None, "by_seed": [sum(ta) / 4]}
+    assert summary["means"]["SMAT"]["TA"] == {"mean": sum(ta) / 4, "sd": None, "by_seed": {"21": sum(ta) / 4}}
     assert summary["coefs"] == dict.fromkeys(
         [*(f"FT {name} seed 21" for name in ("ta", "ties", "dare", "della")), "SMAT ta seed 21"], 0.3
     )

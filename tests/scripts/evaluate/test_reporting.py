@@ -65,6 +65,13 @@ def test_folders_of_evaluations_studies_and_analyses_become_one_report(tmp_path)
     assert "![Gains](gains.png)" in text
 
 
+def test_tuning_of_two_studies_is_in_one_report(tmp_path):
+    for label, rows, rate in (("FT", FT, "0.1"), ("SMAT", SMAT, "0.2")):
+        evaluated(tmp_path / label, rows, [], dev={label: {rate: [50.0]}}, lr={label: float(rate)})
+    facts = read_sources([tmp_path]).facts
+    assert facts == {"dev": {"FT": {"0.1": [50.0]}, "SMAT": {"0.2": [50.0]}}, "lr": {"FT": 0.1, "SMAT": 0.2}}
+
+
 def test_manifests_fill_what_no_runs_file_tells(tmp_path):
     evaluated(tmp_path / "scores", FT, [RUN])
     whole = replace(RUN, label="SMAT", model=SET)

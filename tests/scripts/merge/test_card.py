@@ -41,6 +41,15 @@ def test_metadata_of_an_adapter_name_its_base_if_the_hub_can_have_it(name):
     assert name is None or f"Base: `{name}`" in adapter_card(adapter)
 
 
+def test_bars_in_names_stay_in_their_cells():
+    experts = {"experts": {"A|1": None}, "base_model": [], "files": {"x|y": "2"}, "inputs": {"expert 'A|1'": {}}}
+    adapter = {"method": "svd", "ranks": [2, 2], "adapters": ["A|1"], "weights": {}, "versions": {}, "base_model": None}
+    texts = card(MANIFEST | experts), adapter_card(adapter)
+    for line in ("| A\\|1 | |  |", "| x\\|y | `2` |", "| read of expert 'A\\|1' | SHA-256 |"):
+        assert f"\n{line}\n" in texts[0]
+    assert "\n| A\\|1 | 1 |\n" in texts[1]
+
+
 @pytest.mark.parametrize("names", [["owner/base", "my base", "owner/expert"], ["my base"]])
 def test_metadata_are_read_by_the_hubs_client_and_name_models_alone(names):
     found = ModelCard(card(MANIFEST | {"base_model": names}), ignore_metadata_errors=False)

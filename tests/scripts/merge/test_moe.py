@@ -22,6 +22,7 @@ from smat_fn.scripts.merge.recipe import load as load_recipe
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import make_moe  # noqa: E402
+import make_recipes  # noqa: E402
 
 TEXT = torch.arange(3, 13)[None]
 
@@ -270,6 +271,16 @@ def test_a_rerun_sees_another_tokenizer_and_a_scale_that_is_no_number(models, tm
     file["experts"][0]["residual_scale"] = float("nan")
     with pytest.raises(ValueError, match="residual_scale is nan: must be a number"):
         made(file, tmp_path / "new")
+
+
+def test_a_prompt_of_tokens_without_embeddings_is_named(models, tmp_path):
+    base = shutil.copytree(models / "BASE", tmp_path / "base")
+    make_recipes.write_tokenizer(base, [*make_recipes.WORDS, "new"])
+    file = make_moe.file_of("cheap_embed", models) | {"base_model": str(base)}
+    file["experts"][2]["positive_prompts"] = ["t3", "t3 new"]
+    known = len(make_recipes.WORDS)
+    with pytest.raises(ValueError, match=f"the prompt 't3 new' has the token {known}, and base has .* {known} tokens:"):
+        made(file, tmp_path / "out")
 
 
 def test_a_head_that_base_stores_is_not_tied_by_its_configuration(models, tmp_path):

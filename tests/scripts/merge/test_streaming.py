@@ -194,10 +194,14 @@ def test_an_exported_model_has_the_card_of_its_model(text, copied, tmp_path):
     assert card.data.base_model == {"P": None, "O": "x/y"}.get(title[0], ["base"])
 
 
-def test_an_expert_like_its_base_is_exported_in_a_narrower_dtype(copied, tmp_path):
+def test_an_expert_like_its_base_is_exported_in_a_narrower_dtype(copied, tmp_path, monkeypatch):
     base, _ = copied
     (base / "config.json").write_text("{}")
-    report = export(shutil.copytree(base, tmp_path / "same"), base, tmp_path / "out", out_dtype="bfloat16")
+    shutil.copytree(base, tmp_path / "same" / "in")
+    monkeypatch.chdir(tmp_path / "same" / "in")
+    report = export(Path("."), base, tmp_path / "out", out_dtype="bfloat16")
+    assert checkpoint.load_manifest(tmp_path / "out")["source"] == "in"
+    assert set(checkpoint.load_manifest(tmp_path / "out")["inputs"]) == {"base", "expert 'in'"}
     assert (report.rounding_ratio, report.rounding) == (math.inf, None)
     assert checkpoint.load_manifest(tmp_path / "out")["rounding_ratio"] is None
     assert "Infinity" not in (tmp_path / "out" / checkpoint.MANIFEST).read_text()

@@ -16,6 +16,7 @@ from smat_fn.lora import peft
 from smat_fn.scripts.train import logs, loop, memory, stopwatch, training
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.simulation import probe
 from smat_fn.suites import task_names
 from smat_fn.testing import assert_trees_close
@@ -156,6 +157,18 @@ def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
         train(tmp_path / "run", training=Training(steps=6, lr=math.nan))
     with pytest.raises(ValueError, match="no tasks"):
         train(tmp_path / "run", tasks=())
+
+
+def test_what_keeps_tasks_from_training_is_told_of_all_at_once(suite, tmp_path):
+    def steps(task):
+        raise ValueError(f"rows of {task} are too long")
+
+    run = RunOptions(tmp_path, ("mirror", "rot90"), 0)
+    with pytest.raises(ValueError, match="rows of mirror are too long; rows of rot90 are too long"):
+        training.planned(suite.replace(epoch_steps=steps), DIGITS.methods["ft"], SIX, run)
+    linear = suite.replace(recipe={**suite.recipe, "linearised": True})
+    with pytest.raises(ValueError, match="shard is not known for linearised: leave one of them out"):
+        training.planned(linear, DIGITS.methods["ft"], replace(SIX, shard=True), run)
 
 
 def test_overwrite_replaces_experts_and_nothing_else(train, tmp_path):
