@@ -1,5 +1,6 @@
 """The vision experiment as a user runs it, on a tiny model and images that the tests write themselves."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
+from smat_fn.suites import load_suite
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("MNIST", "shapes")
@@ -92,4 +94,42 @@ def test_a_merged_tower_is_exported_as_the_whole_model(inputs, exits, tmp_path, 
     assert "parameters, 'logit_scale' the first, that match nowhere in base" in exits(
         "merge.py", "export", tmp_path / "whole", *out
     )
+    assert not (tmp_path / "no").exists()
+
+
+def test_whole_models_of_other_tools_are_searched_and_scored_by_their_tower(inputs, exits, tmp_path):
+    from transformers import CLIPModel, CLIPVisionModel
+
+    def tuned(name, part):
+        model = CLIPModel.from_pretrained(inputs / "model")
+        generator = torch.Generator().manual_seed(len(name))
+        with torch.no_grad():
+            for leaf in getattr(model, part).parameters():
+                leaf += 0.3 * torch.randn(leaf.shape, generator=generator)
+        model.save_pretrained(tmp_path / name)
+
+    for task in TASKS:
+        tuned(task, "vision_model")
+        CLIPVisionModel.from_pretrained(tmp_path / task).save_pretrained(tmp_path / f"{task}-tower")
+    data = ("--preset", "images", "--data", inputs / "rows")
+    found = {}
+    for kind in ("", "-tower"):
+        experts = [f"{task}={tmp_path / task}{kind}" for task in TASKS]
+        search = ("--base", inputs / "model", "--experts", *experts, "--search", "--grid", "0.3", "0.7", *data)
+        assert exits("merge.py", "ta", *search, "--out", tmp_path / f"merged{kind}") is None
+        found[kind], manifest = checkpoint.load_leaves(tmp_path / f"merged{kind}/ta")
+    for path, leaf in found[""].items():
+        assert torch.equal(leaf, found["-tower"][path])
+    suite = load_suite(**manifest["suite"])
+    tower = {path: found[""][f"vision_model.{path}"] for path in suite.base}
+    assert manifest["dev"] == {task: suite.score(tower, task, "dev") for task in TASKS}
+    words = (tmp_path / "merged", *data, "--model", inputs / "model", "--out", tmp_path / "scores")
+    assert exits("eval.py", *words) is None
+    rows = [json.loads(line) for line in (tmp_path / "scores/results.jsonl").read_text().splitlines()]
+    assert {row["task"]: row["score"] for row in rows} == {task: suite.score(tower, task, "test") for task in TASKS}
+    # the heads are those of base's text encoder
+    tuned("text", "text_model")
+    words = ("--base", inputs / "model", "--experts", f"MNIST={tmp_path / 'text'}", f"shapes={tmp_path / 'shapes'}")
+    text = exits("merge.py", "ta", *words, "--search", *data, "--out", tmp_path / "no")
+    assert "expert 'MNIST' differs from its base in 'text_model." in text
     assert not (tmp_path / "no").exists()

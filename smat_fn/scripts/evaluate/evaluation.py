@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +16,14 @@ from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_
 from ...evaluate.results import RUNS, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
-from ...folders.inputs.opening import local_folder, place_of, read_inputs
-from ...folders.inputs.reading import Folder, open_folder
+from ...folders.inputs.opening import local_folder, read_inputs
+from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
 from ..merge.inputs import manifest_of, named, unreplaced
+from ..merge.whole_models import part_of, whole_base
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -148,6 +148,7 @@ def _suites(
     """
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
+    wholes: dict[str, list[str]] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
     for folder, manifest in manifests.items():
@@ -171,7 +172,7 @@ def _suites(
             suite = load_suite(**{**found, **options})
             suites[recipe] = suite, checkpoint.fingerprint(suite.base)
         suite, base = suites[recipe]
-        if OTHER not in manifest and manifest.get("base_fingerprint") != base:
+        if OTHER not in manifest and manifest.get("base_fingerprint") not in (base, *_whole(manifest, suite, wholes)):
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
@@ -184,6 +185,17 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
+
+
+def _whole(manifest: Mapping[str, Any], suite: Suite, known: dict[str, list[str]]) -> list[str]:
+    """The fingerprint of the whole model that a suite trains a part of, of which other tools' experts are merged."""
+    if manifest["kind"] != "merged":
+        return []
+    name = json.dumps(suite.recipe)
+    if name not in known:
+        base = whole_base(suite)
+        known[name] = [] if base is None or base.keys() == suite.base.keys() else [checkpoint.fingerprint(base)]
+    return known[name]
 
 
 def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
@@ -258,24 +270,29 @@ def _models(
     folder: Path, manifest: Mapping[str, Any], suite: Suite, report: Callable[[str], None]
 ) -> Iterator[tuple[tuple[str, ...], Params]]:
     """The models in a folder and the tasks of each: one for all, or one for each task."""
+    base = suite.base
+    if manifest["kind"] == "merged" and manifest["base_fingerprint"] != checkpoint.fingerprint(base):
+        base = whole_base(suite) or base  # `_suites` has checked it
     if is_several(folder):
-        base = tree.flatten(suite.base)
         for task in _tasks(manifest):
-            yield (task,), tree.unflatten(suite.base, task_params(folder, task, base))
+            yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base)
         return
-    tasks = suite.tasks if manifest["kind"] == "expert" else _tasks(manifest)
-    leaves: dict[str, Tensor] = checkpoint.load_leaves(folder)[0] if manifest["kind"] == "merged" else {}
     if OTHER in manifest:
         leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
-    if (narrow := _narrower(leaves, suite.base)) or OTHER in manifest:
-        names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
-        if narrow:
-            report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
-        leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
-        tree.check_same(suite.base, "the base", **{str(folder): leaves})
-        yield tasks, leaves
+    elif manifest["kind"] == "merged":
+        leaves = _of_suite(folder, checkpoint.load_leaves(folder)[0], suite, base)
     else:
-        yield tasks, lora.load_expert(folder, suite.base)[0]
+        yield suite.tasks, lora.load_expert(folder, suite.base)[0]
+        return
+    if narrow := _narrower(leaves, suite.base):
+        names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
+        report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
+    leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
+    tree.check_same(suite.base, "the base", **{str(folder): leaves})
+    for path, leaf in leaves.items():
+        if leaf.dtype != (dtype := suite.base[path].dtype):
+            raise ValueError(f"{folder} has {path!r} in {leaf.dtype}, its suite in {dtype}: merge again in that dtype")
+    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves
 
 
 def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:
@@ -286,7 +303,7 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, problems, told)
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
-    leaves = found[task] if found[task].keys() == suite.base.keys() else _of_suite(folder, found[task], start, suite)
+    leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
         str(suite.base[path].dtype).removeprefix("torch.")
         for path, leaf in leaves.items()
@@ -302,35 +319,13 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     }
 
 
-def _of_suite(folder: Path, expert: dict[str, Tensor], base: dict[str, Tensor], suite: Suite) -> dict[str, Tensor]:
-    """The leaves that a suite takes of a whole model: its vision tower, its top layers, an encoder without a pooler.
-
-    Raises: ValueError where they are not in one place of the model, or the expert differs from base outside of them.
-    """
-    root = local_folder("base", Path(suite.recipe["model"]))
-    whole, own, part = (
-        Folder(label, leaves, {}, {}, root, {path: partial(_flat_part, leaf) for path, leaf in leaves.items()})
-        for label, leaves in (("base", base), (str(folder), expert), (f"suite {suite.name!r}", dict(suite.base)))
-    )
-    view, prefix, naming = place_of(whole, part)
-    own = own if naming is None else naming.seen(own)
-    names = {f"{prefix}{path}": path for path in suite.base}
-    if unlike := [path for path in view.leaves if path not in names and not _alike(view.leaf(path), own.leaf(path))]:
-        raise ValueError(
-            f"{folder} differs from its base in {unlike[0]!r}{f' and {len(unlike) - 1} more' if unlike[1:] else ''}, "
-            f"which suite {suite.name!r} takes from base: its score would be that of another model; leave out options "
-            "that freeze layers, or give an expert that changed only what the suite trains"
-        )
-    return {path: own.leaf(name) for name, path in names.items()}
-
-
-def _flat_part(leaf: Tensor, start: int, stop: int) -> Tensor:
-    return leaf.reshape(-1)[start:stop]
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, or one is the other rounded."""
-    return one.equal(other.to(one.dtype)) or other.equal(one.to(other.dtype))
+def _of_suite(folder: Path, leaves: dict[str, Tensor], suite: Suite, base: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a suite takes of a model with base's leaves. Raises: ValueError as `part_of` and `Part.check` do."""
+    if base.keys() == suite.base.keys():
+        return leaves
+    part = part_of(suite, base)
+    part.check(str(folder), leaves)
+    return part.of(leaves)
 
 
 def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
+from .whole_models import of_whole_models, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
@@ -81,7 +82,7 @@ def merge_run(
     try:
         inputs = load_inputs(base, experts)._replace(lines=lines)
         names, implied = list(inputs.experts), _of_base(implied or {}, base)
-        suite = common_suite(inputs, options or {}, implied=implied) if search or calibration else None
+        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if search or calibration else None
         sources = sources_of(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
@@ -267,10 +268,12 @@ def common_suite(
     *,
     known: Suite | None = None,
     implied: Mapping[str, Any] = MappingProxyType({}),
+    whole: bool = False,
 ) -> Suite:
     """The suite that all experts were trained on, with some options changed; ``known`` is it, already loaded.
 
-    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given.
+    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given. With ``whole`` it
+    may train a part of base: then it scores whole models.
 
     Raises: ValueError that lists experts of no suite and of another than the first; for a suite of another base.
     """
@@ -300,12 +303,20 @@ def common_suite(
             if task not in suite.tasks
         ]
     )
-    if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(inputs.base):
+    scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
+    part = part_of(suite, inputs.base) if scores_whole else None
+    trained = inputs.base if part is None else part.of(inputs.base)
+    if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(trained):
         raise ValueError(
             f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
             "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
         )
-    return suite
+    if part is None:
+        return suite
+    for name, leaves in inputs.experts.items():
+        problems += problems_of(part.check, f"expert {name!r}", leaves)
+    errors.raise_problems(problems)
+    return of_whole_models(suite, part)
 
 
 def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Whole models of other tools on a suite that trains a part of them: a vision tower, top layers, an encoder."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ... import errors
+from ...folders import read_inputs
+from ...folders.inputs.naming import Naming
+from ...folders.inputs.opening import local_folder, place_of
+from ...folders.inputs.reading import Folder
+from ...merge.parts.inputs import Leaves
+from ...suites import Suite
+
+
+class Part(NamedTuple):
+    """Where the leaves that a suite trains are in a whole model."""
+
+    base: Leaves  # the whole model's, as it is stored
+    view: Folder  # base, as the suite's library names its leaves
+    names: Mapping[str, str]  # leaf in view -> leaf of the suite
+    naming: Naming | None  # None: view has base's own names
+    suite: str
+
+    def of(self, leaves: Leaves) -> dict[str, Tensor]:
+        """The suite's leaves of a model with base's."""
+        own = self._seen(leaves)
+        return {path: own.leaf(name) for name, path in self.names.items()}
+
+    def check(self, label: str, leaves: Leaves) -> None:
+        """Raises: ValueError for a model that differs from base where the suite takes base's weights."""
+        own, rest = self._seen(leaves), [path for path in self.view.leaves if path not in self.names]
+        if unlike := [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]:
+            more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
+            raise ValueError(
+                f"{label} differs from its base in {unlike[0]!r}{more}, "
+                f"which suite {self.suite!r} takes from base: its score would be that of another model; leave out "
+                "options that freeze layers, or give experts that changed only what the suite trains"
+            )
+
+    def _seen(self, leaves: Leaves) -> Folder:
+        own = _in_memory("model", leaves, self.view.root)
+        return own if self.naming is None else self.naming.seen(own)
+
+
+def part_of(suite: Suite, base: Leaves) -> Part:
+    """Where the leaves of a suite are in its whole model. Raises: ValueError where they are in no or several places."""
+    root = local_folder("base", Path(suite.recipe["model"]))
+    whole, part = (
+        _in_memory(label, leaves, root) for label, leaves in (("base", base), (f"suite {suite.name!r}", suite.base))
+    )
+    view, prefix, naming = place_of(whole, part)
+    return Part(base, view, {f"{prefix}{path}": path for path in suite.base}, naming, suite.name)
+
+
+def whole_base(suite: Suite) -> dict[str, Tensor] | None:
+    """All leaves of the model that a suite trains a part of; None for suites without a model's folder."""
+    if "model" not in suite.recipe:
+        return None
+    problems = list[str]()
+    base, _ = read_inputs(Path(suite.recipe["model"]), {}, problems, [])
+    errors.raise_problems(problems)
+    return base
+
+
+def of_whole_models(suite: Suite, part: Part) -> Suite:
+    """A suite whose base is the whole model, for scoring alone: `Suite.loss_fn` still takes the part."""
+
+    def on(score: Callable[..., float]) -> Callable[..., float]:
+        return lambda params, *rest: score(part.of(params), *rest)
+
+    scores: dict[str, Any] = {"score": on(suite.score)}
+    if suite.score_once is not None:
+        scores["score_once"] = on(suite.score_once)
+    return suite.replace(base=part.base, **scores)
+
+
+def _in_memory(label: str, leaves: Leaves, root: Path) -> Folder:
+    return Folder(label, dict(leaves), {}, {}, root, {path: partial(_flat, leaf) for path, leaf in leaves.items()})
+
+
+def _flat(leaf: Tensor, start: int, stop: int) -> Tensor:
+    return leaf.reshape(-1)[start:stop]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, or one is the other rounded."""
+    return one.equal(other.to(one.dtype)) or other.equal(one.to(other.dtype))
