@@ -155,6 +155,9 @@ def test_every_block_sees_what_the_merged_ones_before_it_give():
     own = {n: backwards[n] for n in "ab"}
     again = reg_mean_plus(dict.fromkeys("ab", loss), backwards["base"], own, batches, scale=0.7)
     assert all(torch.equal(again[path], leaf) for path, leaf in found.items())
+    doubled = {n: {p: leaf.double() for p, leaf in tree.items()} for n, tree in experts.items()}  # run in base's dtypes
+    for path, leaf in reg_mean_plus(dict.fromkeys("ab", loss), base, doubled, batches, scale=0.7).items():
+        torch.testing.assert_close(leaf, found[path], rtol=1e-4, atol=1e-5)
     plain = [reg_mean(base, experts, {n: {"layers.1.0.weight": torch.eye(4)} for n in "ab"})["layers.1.0.weight"]]
     assert not torch.allclose(found["layers.1.0.weight"], plain[0])
 
