@@ -106,6 +106,17 @@ def test_logits_without_a_gradient_would_move_no_coefficient(tasks, aux, got):
         adamerging({**losses, "b": cut}, base, experts, batches, random.key(0))
 
 
+def test_logits_that_are_not_finite_end_adamerging(tasks):
+    losses, base, experts, batches = tasks
+
+    def masked(params, batch):
+        loss, logits = classify(params, batch)
+        return loss, torch.cat([logits, torch.full_like(logits[:, :1], -float("inf"))], 1)
+
+    with pytest.raises(ValueError, match="the entropy in step 0 is nan: a task's logits are not finite there"):
+        adamerging({**losses, "b": masked}, base, experts, batches, random.key(0))
+
+
 def test_entropy_of_known_distributions():
     assert float(entropy(torch.zeros(5, 4))) == pytest.approx(float(torch.tensor(4.0).log()))
     assert float(entropy(torch.tensor([[100.0, 0.0]]))) == pytest.approx(0, abs=1e-6)

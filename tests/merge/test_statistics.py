@@ -102,6 +102,8 @@ def test_problems_are_listed_together():
         fisher(base, [expert], [expert], floor=0, weights={"0": -1})
     with pytest.raises(ValueError, match="all weights are 0"):
         fisher(base, [expert], [expert], weights={"0": 0})
+    with pytest.raises(ValueError, match="all weights of leaf 'w' are 0: leave one expert in"):
+        fisher(base, [expert], [expert], weights={"0": {"w": 0}})
     with pytest.raises(ValueError, match=r"scale is 1.5, must be in \[0, 1\]"):
         reg_mean(base, [expert], [{}], scale=1.5)
 
