@@ -91,7 +91,7 @@ def merge_run(
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
     asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
     asked |= {} if lines is None else {"lines": list(lines)}
-    scored = {}
+    scored: dict[str, Any] = {}
     if sources and suite is not None and suite.content is not None:
         scored = {"dev_content": {task: suite.content(task, "dev") for task in names}}
     facts, calibration = dict[str, dict[str, Any]](), calibration or {}
