@@ -180,8 +180,8 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
     sharded folders, hub names, and LoRA adapters, whose changed leaves are in float32 (`like_base` rounds them).
 
-    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
-        that are not finite, and every name that comes twice.
+    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
+        other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
     problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
@@ -197,6 +197,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
             if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
+                problems += _rewritten(path, manifest, loaded[name])
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
                 loaded[name] = _as_it_is(base, [] if manifest else told, path)[1]
             tree.check_finite(loaded[name], str(path))
@@ -207,6 +208,18 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
     return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)))
+
+
+def _rewritten(path: Path, manifest: Mapping[str, Any], params: Leaves) -> list[str]:
+    """An error for weights that another program wrote into an expert's folder: its manifest names those before them,
+    and finished merges, statistics and scores would be taken for theirs."""
+    known = manifest.get("fingerprint") if manifest["kind"] in ("expert", "snapshot") else None
+    if known is None or known == checkpoint.fingerprint(params):
+        return []
+    return [
+        f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or remove "
+        f"{checkpoint.MANIFEST} to merge the new ones as those of another program"
+    ]
 
 
 def like_base(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:

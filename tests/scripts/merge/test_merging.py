@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 from smat_fn import checkpoint, folders, lora, merge, random
 from smat_fn.config import (
@@ -215,6 +216,9 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         save("half", {path: leaf.half() for path, leaf in suite.base.items()}),
         save("nan", nan),
     ]
+    shutil.copytree(runs["ft"] / "stripes", tmp_path / "stripes")
+    save_file(dict(suite.base), tmp_path / "stripes" / checkpoint.WEIGHTS)  # beside the manifest of the old ones
+    experts.append(tmp_path / "stripes")
     with pytest.raises(ValueError, match="another expert named 'rot90'") as error:
         load_inputs(runs["ft"] / "base", experts)
     text = str(error.value)
@@ -225,6 +229,7 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         "was it made from another base?",
         f"of {tmp_path / 'half'} is float16, expected float32",
         f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
+        f"the weights in {tmp_path / 'stripes'} are not those that its manifest.json names: put these back, or remove",
     ):
         assert part in text
     with pytest.raises(ValueError, match=r"base: .*nobase is not a folder.*noexpert is not a folder.*named 'mirror'"):
