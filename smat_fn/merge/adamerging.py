@@ -1,5 +1,6 @@
 """AdaMerging: coefficients by task, or by task and leaf, that make the merged model's predictions certain."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -103,6 +104,11 @@ def adamerging(
     for step in range(steps):
         (value, _), grads = gradient(coefs, step)
         found.append(float(value))
+        if not math.isfinite(found[-1]):
+            raise ValueError(
+                f"the entropy in step {step} is {found[-1]}: a task's logits are not finite there; if the experts' own "
+                "are, pass a smaller lr"
+            )
         coefs, state = optimizer.update(grads, state, coefs)
     with torch.no_grad():
         merged = apply_vector(base, {path: vector(coefs, path) for path in floating}, coef=1.0)

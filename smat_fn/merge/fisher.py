@@ -107,7 +107,11 @@ def scale_of(leaves: Iterable[Tensor]) -> float:
 
 
 def _of(weights: Numbers, names: Sequence[str], path: str) -> list[float]:
-    return [number(weights, name, path, 1.0) for name in names]
+    """Raises: ValueError where all weights of a leaf are 0."""
+    found = [number(weights, name, path, 1.0) for name in names]
+    if not any(found):
+        raise ValueError(f"all weights of leaf {path!r} are 0: leave one expert in")
+    return found
 
 
 def _problems(experts: Experts, floor: float, weights: Numbers) -> list[str]:

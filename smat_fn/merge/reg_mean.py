@@ -73,7 +73,14 @@ def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) ->
     total[dead, dead] = 1.0  # of one index each: the diagonal
     if scale == 1:
         return (left @ torch.linalg.pinv(total, hermitian=True)).to(deltas[0].dtype)
-    return torch.cholesky_solve(left.mT, torch.linalg.cholesky(total)).mT.to(deltas[0].dtype)
+    try:
+        lower = torch.linalg.cholesky(total)
+    except torch.linalg.LinAlgError:
+        raise ValueError(
+            f"the Gram matrices of weights {tuple(deltas[0].shape)} have a singular sum at scale {scale}: pass a "
+            "smaller scale, 0.9 is the source's, or 1 for the pseudo-inverse"
+        ) from None
+    return torch.cholesky_solve(left.mT, lower).mT.to(deltas[0].dtype)
 
 
 def scale_problems(scale: float) -> list[str]:

@@ -64,7 +64,8 @@ def reg_mean_plus(
         grams: dict[str, Leaves] = {name: {} for name in flat}
         if paths is not outside:
             for name, own in flat.items():
-                grams[name] = input_grams(loss_fns[name], {**own, **merged}, batches[name], only=paths)
+                now = {path: leaf.to(start[path].dtype) for path, leaf in {**own, **merged}.items()}
+                grams[name] = input_grams(loss_fns[name], now, batches[name], only=paths)
         parts = {name: part(leaves, paths) for name, leaves in flat.items()}
         vector = reg_mean_vector(part(start, paths), parts, grams, scale=scale)
         merged |= apply_vector(part(start, paths), vector, coef=1.0)

@@ -107,7 +107,7 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
                 raise ValueError(f"{reason}: give batches of one row, as the split of its suite makes them")
             seen.clear()
             loss_fn(params, batch)
-            for path, inputs in seen:
+            for path, inputs in seen:  # a weight that layers share has the inputs of all of them
                 rows = _rows(inputs, batch).float()
                 sums[path] = rows.mT @ rows + sums.get(path, 0)
                 counts[path] = counts.get(path, 0) + len(rows)
@@ -118,8 +118,11 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
     return found
 
 
-def gram_layers(loss_fn: LossFn, params: Params, *, only: Sequence[str] = ()) -> dict[str, nn.Linear]:
-    """The layers that `input_grams` is of, by the names of their weights. Raises: ValueError as it does, for none."""
+def gram_layers(loss_fn: LossFn, params: Params, *, only: Sequence[str] = ()) -> dict[str, list[nn.Linear]]:
+    """The layers that `input_grams` is of, by the names of their weights: those that share one are together.
+
+    Raises: ValueError as it does, for none.
+    """
     if not isinstance(loss_fn, ModuleLoss):
         raise ValueError("Gram matrices need the layers of a module: give a smat_fn.grad.ModuleLoss")
     layers = {
@@ -127,7 +130,11 @@ def gram_layers(loss_fn: LossFn, params: Params, *, only: Sequence[str] = ()) ->
         for name, layer in loss_fn.module.named_modules()
         if isinstance(layer, nn.Linear)
     }
-    wanted = {path: layer for path, layer in layers.items() if path in params and (not only or path in only)}
+    sharing: dict[int, list[nn.Linear]] = {}
+    weights = {path: id(dict(layer.named_parameters(recurse=False)).get("weight")) for path, layer in layers.items()}
+    for path, layer in layers.items():
+        sharing.setdefault(weights[path], []).append(layer)
+    wanted = {path: sharing[weights[path]] for path in layers if path in params and (not only or path in only)}
     if not wanted and not only:
         raise ValueError(
             f"no torch.nn.Linear of {type(loss_fn.module).__name__} has its weight among the {len(params)} parameters, "
@@ -152,14 +159,18 @@ def untold_padding(loss_fn: LossFn, batch: Batch) -> str:
 
 
 @contextmanager
-def _seen(layers: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]:
+def _seen(layers: Mapping[str, Sequence[nn.Module]]) -> Iterator[list[tuple[str, Tensor]]]:
     """A list that gets the inputs of layers as they run."""
     found: list[tuple[str, Tensor]] = []
 
     def hook_of(path: str) -> Any:
-        return lambda _, args: found.append((path, args[0].detach()))
+        return lambda _, args, named: found.append((path, (args[0] if args else named["input"]).detach()))
 
-    hooks = [layer.register_forward_pre_hook(hook_of(path)) for path, layer in layers.items()]
+    hooks = [
+        layer.register_forward_pre_hook(hook_of(path), with_kwargs=True)
+        for path, sharing in layers.items()
+        for layer in sharing
+    ]
     try:
         yield found
     finally:

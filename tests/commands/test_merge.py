@@ -130,8 +130,12 @@ def test_options_without_effect_are_refused(hub, call, tmp_path):
         ("ta", ("--coef", 0.3, "--suite-options", "data", "x"), "--suite-options requires --search or --calibrate"),
         ("ta", ("--coef", 0.3, "--search", "--grid", 0.1), "--grid and --widen choose a coefficient, here it is given"),
         ("wa", ("--search", "--widen"), "--grid and --widen choose a coefficient, here it is given: wa (none)"),
+        ("ta", ("--coef", 0.3, "--search", "--per-layer", 1), "--per-layer chooses a coefficient, here it is given"),
+        ("ta", ("--search", "--grid", 0.3, "--per-layer", 1), "--grid, 0.3 is one: give two or more"),
+        ("ta", ("--coef", 0.3, "--calibrate"), "--calibrate chooses the sparsity of ties, dare, della: leave it out"),
     ):
         assert told in call(merger, *inputs(hub), *words, "--out", tmp_path / "out")[1]
+    assert "svc takes a merged model first, --run has none" in call("svc", "--run", hub, "--out", tmp_path / "out")[1]
     assert not (tmp_path / "out").exists()
 
 

@@ -106,6 +106,17 @@ def test_logits_without_a_gradient_would_move_no_coefficient(tasks, aux, got):
         adamerging({**losses, "b": cut}, base, experts, batches, random.key(0))
 
 
+def test_logits_that_are_not_finite_end_adamerging(tasks):
+    losses, base, experts, batches = tasks
+
+    def masked(params, batch):
+        loss, logits = classify(params, batch)
+        return loss, torch.cat([logits, torch.full_like(logits[:, :1], -float("inf"))], 1)
+
+    with pytest.raises(ValueError, match="the entropy in step 0 is nan: a task's logits are not finite there"):
+        adamerging({**losses, "b": masked}, base, experts, batches, random.key(0))
+
+
 def test_entropy_of_known_distributions():
     assert float(entropy(torch.zeros(5, 4))) == pytest.approx(float(torch.tensor(4.0).log()))
     assert float(entropy(torch.tensor([[100.0, 0.0]]))) == pytest.approx(0, abs=1e-6)
@@ -155,6 +166,9 @@ def test_every_block_sees_what_the_merged_ones_before_it_give():
     own = {n: backwards[n] for n in "ab"}
     again = reg_mean_plus(dict.fromkeys("ab", loss), backwards["base"], own, batches, scale=0.7)
     assert all(torch.equal(again[path], leaf) for path, leaf in found.items())
+    doubled = {n: {p: leaf.double() for p, leaf in tree.items()} for n, tree in experts.items()}  # run in base's dtypes
+    for path, leaf in reg_mean_plus(dict.fromkeys("ab", loss), base, doubled, batches, scale=0.7).items():
+        torch.testing.assert_close(leaf, found[path], rtol=1e-4, atol=1e-5)
     plain = [reg_mean(base, experts, {n: {"layers.1.0.weight": torch.eye(4)} for n in "ab"})["layers.1.0.weight"]]
     assert not torch.allclose(found["layers.1.0.weight"], plain[0])
 

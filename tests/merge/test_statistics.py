@@ -102,6 +102,8 @@ def test_problems_are_listed_together():
         fisher(base, [expert], [expert], floor=0, weights={"0": -1})
     with pytest.raises(ValueError, match="all weights are 0"):
         fisher(base, [expert], [expert], weights={"0": 0})
+    with pytest.raises(ValueError, match="all weights of leaf 'w' are 0: leave one expert in"):
+        fisher(base, [expert], [expert], weights={"0": {"w": 0}})
     with pytest.raises(ValueError, match=r"scale is 1.5, must be in \[0, 1\]"):
         reg_mean(base, [expert], [{}], scale=1.5)
 
@@ -180,6 +182,12 @@ def test_grams_are_those_of_all_inputs(layered):
     torch.testing.assert_close(found["second.weight"], hidden.T @ hidden / 7)
     assert list(input_grams(loss, params, batches, only=["second.weight"])) == ["second.weight"]
     assert not any(layer._forward_pre_hooks for layer in module.modules())
+    module.first = nn.Linear(4, 2, bias=False)
+    module.first.weight = module.second.weight  # shared: the inputs of both
+    shared = ModuleLoss(module, lambda m, x: (m.second(torch.relu(m.first(input=x) @ torch.ones(2, 4))).sum(), None))
+    params, x = dict(module.named_parameters()), normal(5, 4)
+    rows = torch.cat([x, torch.relu(x @ params["first.weight"].T @ torch.ones(2, 4))])
+    torch.testing.assert_close(input_grams(shared, params, [x])["first.weight"], rows.T @ rows / 10)
 
 
 def test_grams_leave_padding_out(layered):
@@ -209,6 +217,9 @@ def test_values_that_are_not_finite_are_no_statistics(layered):
     large = torch.tensor([[1e20, 1.0, 1.0]])
     with pytest.raises(ValueError, match=r"leaf 'first.weight' of the Gram matrices holds 1 values that are"):
         input_grams(loss, params, [large])
+    thin = [{"w": x.T @ x} for x in (torch.logspace(-3, 3, 32) * normal(2, 32), normal(2, 32))]
+    with pytest.raises(ValueError, match=r"have a singular sum at scale 0\.999999999: pass a smaller scale"):
+        reg_mean({"w": normal(3, 32)}, [{"w": normal(3, 32)} for _ in thin], thin, scale=1 - 1e-9)
     with pytest.raises(ValueError, match=r"leaf 'w' of the Fisher matrix holds 2 values that are"):
         diagonal_fisher(logistic, {"w": torch.zeros(2, 3)}, [Micro((large, torch.tensor([0])), 1)])
 

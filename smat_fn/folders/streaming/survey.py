@@ -106,8 +106,14 @@ class Survey:
     def statistic(self, name: str, path: str) -> Tensor | None:
         kind = self.job.config.statistics()
         assert kind is not None
-        store = next(s for file, s in self.job.experts[name].stores.items() if file.name == STATISTICS[kind])
-        return store.get_tensor(path) if path in store.names else None
+        stores = self.job.experts[name].stores.items()
+        file, store = next((file, store) for file, store in stores if file.name == STATISTICS[kind])
+        if path not in store.names:
+            return None
+        leaf = store.get_tensor(path)
+        if not all(bool(part.isfinite().all()) for part in leaf.reshape(-1).split(arithmetic.BLOCK)):
+            raise ValueError(f"leaf {path!r} of {file} holds values that are NaN or infinite: compute it again")
+        return leaf
 
     def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
         dtype = compute_dtype(self.job, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors, merge, tree
+from ... import checkpoint, errors, merge
 from ...analyses import Job, scores_of
 from ...analyses.results import Result
 from ...config import PaperMerger, WeightAverage, preset_of
@@ -16,7 +16,7 @@ from ...evaluate import Scorer
 from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
-from ..merge.inputs import Inputs, find_inputs, load_inputs, mask_key, trained_by, unreplaced
+from ..merge.inputs import Inputs, find_inputs, like_base, load_inputs, mask_key, trained_by, unreplaced
 from ..merge.merging import common_suite
 
 
@@ -127,9 +127,7 @@ def merged_params(config: PaperMerger, run: Run, tasks: Sequence[str], *, seed: 
     """The merged model of some of a run's experts; masks as merge.py draws them."""
     inputs = run.inputs._replace(experts={task: run.inputs.experts[task] for task in tasks})
     if isinstance(config, WeightAverage):
-        return tree.tree_map(
-            lambda leaf, start: leaf.to(start.device), merge.weight_average(inputs.experts), inputs.base
-        )
+        return like_base(inputs.base, merge.weight_average(inputs.experts))
     assert config.coef is not None, "chosen_merger gives one"
     vector = merge.vector_by(config, inputs.base, inputs.experts, key=mask_key(seed))
     return merge.apply_vector(inputs.base, vector, coef=config.coef)

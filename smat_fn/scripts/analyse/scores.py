@@ -158,8 +158,13 @@ def gains(options: Gains) -> "Result":
 
 
 def _reference(standard: Mapping[int, "Run"], split: str) -> dict[int, dict[str, float]]:
+    from ..merge.inputs import like_base
+
     return {
-        seed: {task: run.suite.score(params, task, split) for task, params in run.inputs.experts.items()}
+        seed: {
+            task: run.suite.score(like_base(run.inputs.base, params), task, split)
+            for task, params in run.inputs.experts.items()
+        }
         for seed, run in standard.items()
     }
 

@@ -215,9 +215,12 @@ def main(args: Merge) -> None:
             "give either --run FOLDER of train.py, or --base FOLDER with --experts FOLDER..."
             + (_base_of(args) if given == (False, True) and not args.inputs.run else "")
         )
+    if args.inputs.run and args.merger.name == "svc":
+        raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
     import torch
 
     from smat_fn.folders.several import of_all_tasks
+    from smat_fn.merge import CALIBRATION_COEFS
     from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.machine.threads)
@@ -233,8 +236,9 @@ def main(args: Merge) -> None:
     for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
         if value and not (args.choice.search or args.choice.calibrate):
             raise ValueError(f"{option} requires --search or --calibrate")
-    if args.choice.per_layer and not (args.choice.search and args.choice.per_layer > 0):
-        raise ValueError(f"--per-layer {args.choice.per_layer} requires --search, and must be at least 1")
+    if args.choice.calibrate and not any(config.name in CALIBRATION_COEFS[preset.family] for config in configs):
+        sparse = ", ".join(CALIBRATION_COEFS[preset.family])
+        raise ValueError(f"--calibrate chooses the sparsity of {sparse}: leave it out with {args.merger.name}")
     if args.choice.snapshots and not (args.choice.search and args.inputs.run):
         raise ValueError("--snapshots requires --run and --search")
     every = [config.name for config in configs if of_all_tasks(config)]
@@ -276,17 +280,22 @@ def _base_of(args: Merge) -> str:
 
 
 def _check_grid(choice: Choices, configs: Sequence[MergerConfig]) -> None:
-    """Raises: ValueError for --grid and --widen without a search, and where there is nothing to choose or to extend."""
+    """Raises: ValueError for options of a search without one, and where there is nothing to choose or to extend."""
     if choice.grid and not choice.search:
         raise ValueError("--grid requires --search")
     if choice.widen and not choice.search:
         raise ValueError("--widen requires --search")
     if choice.widen and len(choice.grid) == 1:
         raise ValueError(f"--widen extends by the steps of --grid, {choice.grid[0]:g} has none: give two or more")
-    if choice.grid or choice.widen:
+    if choice.per_layer and not (choice.search and choice.per_layer > 0):
+        raise ValueError(f"--per-layer {choice.per_layer} requires --search, and must be at least 1")
+    if choice.per_layer and len(choice.grid) == 1:
+        raise ValueError(f"--per-layer chooses among the values of --grid, {choice.grid[0]:g} is one: give two or more")
+    if choice.grid or choice.widen or choice.per_layer:
         without = [f"{config.name} ({getattr(config, 'coef', 'none')})" for config in configs]
+        options = "--grid and --widen choose" if choice.grid or choice.widen else "--per-layer chooses"
         if all(getattr(config, "coef", 0.0) is not None for config in configs):
-            raise ValueError(f"--grid and --widen choose a coefficient, here it is given: {', '.join(without)}")
+            raise ValueError(f"{options} a coefficient, here it is given: {', '.join(without)}")
 
 
 def mergers(args: Merge, preset: Preset) -> list[MergerConfig]:

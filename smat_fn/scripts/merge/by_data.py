@@ -15,6 +15,7 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch
 from .. import outcome
 from .card import CARD, card
+from .finished import sources_text
 from .inputs import Inputs, all_inputs, load_inputs
 from .merging import common_suite, sources_of
 from .settings import AdaMerging, OfRun, RegMeanPlus
@@ -91,6 +92,8 @@ def _write(
         data={task: digest(own) for task, own in batches.items()},
         **more,
     )
-    checkpoint.save_expert(folder, params, manifest, overwrite=asked.overwrite, files={CARD: card(manifest)})
+    manifest, places = checkpoint.without_places(manifest)
+    files = {CARD: card(manifest), checkpoint.SOURCES: sources_text({}, places)}
+    checkpoint.save_expert(folder, params, manifest, overwrite=asked.overwrite, files=files)
     outcome.add("merged", {"folder": folder, "dev": dev})
     yield f"merged: {folder}, dev {sum(dev.values()) / len(dev):.2f}"

@@ -8,13 +8,13 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ... import checkpoint, merge
+from ... import checkpoint, merge, tree
 from ...config import MergerConfig, Ties, settings
 from ...evaluate import Scorer
 from ...folders.prepare import buffers_note
 from ...merge.parts.inputs import Leaves
 from ...types import Params
-from .inputs import Inputs, mask_key, read_statistics
+from .inputs import Inputs, like_base, mask_key, read_statistics
 
 T = TypeVar("T")
 Known: TypeAlias = dict[tuple[MergerConfig, "Decode"], float]  # scores of this search
@@ -83,20 +83,23 @@ class Models:
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
         self._last: MergerConfig | None = None
         self._buffer: Params = None
-        self._statistics: tuple[str, dict[str, Leaves]] | None = None  # of one kind
+        self._statistics: tuple[str, dict[str, Leaves], dict[str, str]] | None = None  # of one kind, with fingerprints
 
     def statistics(self, config: MergerConfig) -> dict[str, Leaves] | None:
         """The statistics that a merger needs, read once; None if it needs none."""
         if (kind := config.statistics()) is None:
             return None
         if self._statistics is None or self._statistics[0] != kind:
-            self._statistics = kind, read_statistics(config, self._inputs) or {}
+            found = read_statistics(config, self._inputs) or {}
+            self._statistics = kind, found, fingerprints(found)
         return self._statistics[1]
 
     def made_of(self, config: MergerConfig) -> dict[str, Any]:
         """Fingerprints of those statistics, for score caches; nothing for a merger that needs none."""
-        found = self.statistics(config)
-        return {} if found is None else {"statistics": fingerprints(found)}
+        if self.statistics(config) is None:
+            return {}
+        assert self._statistics is not None
+        return {"statistics": self._statistics[2]}
 
     @property
     def base(self) -> Params:
@@ -122,7 +125,8 @@ class Models:
             return self._buffer
         started = perf_counter()
         if config.name in merge.BASELESS:
-            self._buffer = merge.merge_by(config, self._inputs.base, with_buffers(self._inputs)[0])
+            base, experts = self._inputs.base, widened(self._inputs.base, with_buffers(self._inputs)[0])
+            self._buffer = like_base(base, merge.merge_by(config, base, experts))
         else:
             coef = getattr(config, "coef", None)
             assert coef is not None
@@ -246,6 +250,23 @@ def with_buffers(inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], str]:
         return inputs.experts, ""
     own = {path: inputs.base[path] for path in unlike}
     return {name: leaves | own for name, leaves in inputs.experts.items()}, buffers_note(unlike)
+
+
+def widened(base: Leaves, experts: Mapping[str, Leaves]) -> Mapping[str, Leaves]:
+    """Experts for a merger without a base, which wants one dtype of a leaf: where one expert's is not base's, as that
+    of an adapter, all are in compute dtype, as in a merge on disk."""
+    wide = {
+        path: tree.compute_dtype(leaf, *(own[path] for own in experts.values()))
+        for path, leaf in base.items()
+        if leaf.is_floating_point() and all(path in own for own in experts.values())
+        if any(own[path].is_floating_point() and own[path].dtype != leaf.dtype for own in experts.values())
+    }
+    if not wide:
+        return experts
+    return {
+        name: {path: leaf.to(wide[path]) if path in wide else leaf for path, leaf in own.items()}
+        for name, own in experts.items()
+    }
 
 
 def _search(

@@ -16,6 +16,7 @@ from ... import checkpoint, errors, lora, random, tree
 from ...config import MergerConfig
 from ...errors import problems_of
 from ...folders import read_inputs
+from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import folders_of, parts_of
 from ...folders.inputs.statistics import stale, without
@@ -200,11 +201,11 @@ def by_name(
 def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
-    Folders of train.py are recognised by their manifests. All others are read as a merge on disk reads them: sharded
-    folders, hub names, LoRA adapters.
+    Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
+    sharded folders, hub names, and LoRA adapters, whose changed leaves are in float32 (`like_base` rounds them).
 
-    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, values
-        that are not finite, and every name that comes twice.
+    Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
+        other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
     problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
@@ -217,11 +218,12 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     loaded: dict[str, dict[str, Tensor]] = {}
     for name, path, manifest in found:
         try:
-            if manifest:
+            if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
-            else:
-                loaded[name] = _as_it_is(base, told, path)[1]
+                problems += _rewritten(path, manifest, loaded[name])
+            else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
+                loaded[name] = _as_it_is(base, [] if manifest else told, path)[1]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -230,6 +232,23 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
     return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)))
+
+
+def _rewritten(path: Path, manifest: Mapping[str, Any], params: Leaves) -> list[str]:
+    """An error for weights that another program wrote into an expert's folder: its manifest names those before them,
+    and finished merges, statistics and scores would be taken for theirs."""
+    known = manifest.get("fingerprint") if manifest["kind"] in ("expert", "snapshot") else None
+    if known is None or known == checkpoint.fingerprint(params):
+        return []
+    return [
+        f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or remove "
+        f"{checkpoint.MANIFEST} to merge the new ones as those of another program"
+    ]
+
+
+def like_base(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of an expert or a merged model on the devices and in the dtypes of base, to run it."""
+    return {path: leaf.to(base[path].device, base[path].dtype) for path, leaf in params.items()}
 
 
 def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] | None:
@@ -249,6 +268,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
             facts = checkpoint.statistics_facts(file)
             problems += stale(file, facts, partial(dict, params))
             found[name] = checkpoint.load_statistics(file)
+            tree.check_finite(found[name], str(file))
         except ValueError as error:
             problems.append(str(error))
     problems += without(kind, missing)

@@ -92,6 +92,9 @@ def merge_run(
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
     asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
     asked |= {} if lines is None else {"lines": list(lines)}
+    scored: dict[str, Any] = {}
+    if sources and suite is not None and suite.content is not None:
+        scored = {"dev_content": {task: suite.content(task, "dev") for task in names}}
     facts, calibration = dict[str, dict[str, Any]](), calibration or {}
     for config in configs:
         own: dict[str, Any] = {"settings": settings(config), "calibration": calibration.get(config.name)}
@@ -105,7 +108,7 @@ def merge_run(
                 errors.raise_problems(missing_of(config, snapshots))
             except ValueError as error:
                 problems.append(str(error))
-        facts[config.name] = {"merger": config.name, "asked": own | asked, **sources}
+        facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
     kept = {} if overwrite else _finished(out, facts, problems)
     errors.raise_problems(problems)
     sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
@@ -243,7 +246,8 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
         known = complete and is_merged(folder)  # less where the inputs have problems
         others = list[str]()
         if known:
-            others = differences(folder, compared) or other_order(folder, wanted["experts"]) or verify(folder)[1]
+            others = differences(folder, compared) or other_order(folder, wanted["experts"])
+            others = others or _other_rows(folder, wanted.get("dev_content", {})) or verify(folder)[1]
         if known and not others:
             params, manifest = checkpoint.load_leaves(folder)
             coef, dev = manifest["hyperparameters"].get("coef"), manifest["dev"]
@@ -260,6 +264,18 @@ def _finished(out: Path, facts: Mapping[str, Mapping[str, Any]], problems: list[
             problems += [f"{folder} holds another merge: {other}" for other in others[:1]]
             problems += problems_of(checkpoint.refuse_existing, folder, overwrite=False)
     return kept
+
+
+def _other_rows(folder: Path, content: Mapping[str, str]) -> list[str]:
+    """An error for tasks whose dev rows, or what scores them, are others than those of the search that wrote a folder.
+
+    A folder of earlier code does not say which they were.
+    """
+    made = checkpoint.load_manifest(folder).get("dev_content", {})
+    changed = [task for task, own in content.items() if made.get(task, own) != own]
+    if not changed:
+        return []
+    return [f"the dev rows of {', '.join(changed)}, or the tokenizer, device or version that scores them, changed"]
 
 
 def common_suite(

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ... import __version__
+from ... import __version__, checkpoint
 from ...config import MergerConfig
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import parts_of, stack_of
@@ -52,7 +52,12 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
         while len({placed_by_name(own, depth) for own in given}) < len({os.path.abspath(own) for own in given}):
             depth += 1
         return str(stack_of([part._replace(path=Path(placed_by_name(part.path, depth))) for part in parts]))
-    return str(path) if repository_of(path) else "/".join(Path(os.path.abspath(path)).parts[-depth:])
+    if repository_of(path):
+        return str(path)
+    parents = Path(os.path.abspath(path)).parents
+    if len(parents) > 1 and parents[1].name == checkpoint.SNAPSHOTS:  # its own name is that of the finished expert
+        depth = max(depth, 3)
+    return "/".join(Path(os.path.abspath(path)).parts[-depth:])
 
 
 def folder_name(path: Path) -> str:

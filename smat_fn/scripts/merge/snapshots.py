@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ... import checkpoint, errors, merge
 from ...checkpoint import SNAPSHOTS
-from .choosing import Merged
+from .choosing import Merged, Tried, total
 from .inputs import Inputs, load_inputs
 
 SAME = "method", "hyperparameters", "training", "seed", "suite", "base_fingerprint", "keep_snapshots"
@@ -66,6 +66,7 @@ def choose_snapshot(
     """
     best: tuple[int, Merged, Inputs] | None = None
     curve: dict[int, tuple[float, float | None]] = {}
+    costs: dict[int, list[Tried]] = {}
 
     def score(index: int) -> float:
         nonlocal best
@@ -75,14 +76,19 @@ def choose_snapshot(
         if best is None or value > curve[best[0]][0]:  # one model is kept
             best = index, merged, inputs
         curve[index] = value, merged.coef
+        calibrated = merged.calibration.tried if merged.calibration else None
+        costs[index] = [cost for cost in (merged.tried, calibrated) if cost is not None]
         return value
 
     chosen = merge.choose(sorted(snapshots, reverse=True), score).best
     assert best is not None
     assert best[0] == chosen
+    # what the others took is part of this choice; the calibration of the chosen one is told apart
+    others = [cost for index, own in costs.items() if index != chosen for cost in own]
+    merged = best[1] if best[1].tried is None else best[1]._replace(tried=total(best[1].tried, *others))
     steps = {task: step_of(manifest) for task, manifest in best[2].manifests.items()}
     points = [[index, *curve[index]] for index in sorted(curve)]
-    return Chosen(best[1], best[2], {"index": chosen, "of": len(snapshots), "steps": steps, "curve": points})
+    return Chosen(merged, best[2], {"index": chosen, "of": len(snapshots), "steps": steps, "curve": points})
 
 
 def step_of(manifest: Mapping[str, Any]) -> int:

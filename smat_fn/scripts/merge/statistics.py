@@ -18,7 +18,7 @@ from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
-from .inputs import find_inputs, load_inputs, manifest_of, named
+from .inputs import find_inputs, like_base, load_inputs, manifest_of, named
 from .merging import common_suite
 from .settings import Statistics
 
@@ -41,6 +41,13 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
             continue
         found, own = find_inputs(place)
         base, experts = base or found, [*experts, *own]
+    errors.raise_problems(
+        [
+            f"{place} is not a folder, and statistics are stored beside the weights: download it and give its folder"
+            for _, place in map(named, experts)
+            if not place.is_dir()
+        ]
+    )
     if base is None:
         base = find_inputs(named(experts[0])[1].absolute().parent)[0]
     inputs = load_inputs(base, experts)
@@ -73,7 +80,7 @@ def write_statistics(
     """
     key = random.fold_in(random.fold_in(random.key(asked.seed), "statistics"), task)
     loss_fn, drawn = suite.loss_fn(task), asked.labels or ("model" if isinstance(suite, EncoderSuite) else "data")
-    here = {path: leaf.to(suite.base[path].device) for path, leaf in params.items()}
+    here = like_base(suite.base, params)
     batches = batches_of(suite, task, asked.split, asked.rows, key)
     manifest = manifest_of(folder)
     facts: dict[str, Any] = {

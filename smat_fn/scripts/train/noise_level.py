@@ -77,13 +77,14 @@ def _resumed(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
 
 
 def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: str) -> tuple[Found | None, str]:
-    """Sigma measured on a finished ft run in a sibling folder: the one with the same seed first, then by name.
+    """Sigma measured on a finished ft run in a sibling folder: one with the same seed first, then with the same
+    learning rate, then by name.
 
     Without one a text that says where it was looked for, and why the first few runs of ft there do not fit.
     """
     own = {task: _budget(suite, task, training) for task in run.tasks}  # rows of other tasks may not have been read
     adapters, parent = numbers(training).get("lora"), run.out.absolute().parent
-    chosen: list[tuple[bool, str, Path]] = []
+    chosen: list[tuple[bool, bool, str, float, Path]] = []
     others = []
     for folder in sorted(parent.glob("*/")):
         manifests = {task: _manifest(folder / task) for task in suite.tasks}
@@ -92,18 +93,21 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
         if reason := _differs(manifests, fingerprint, own, adapters):
             others.append(f"{folder.name} {reason}")
         elif len(manifests) > 1:
-            chosen.append((manifests[suite.tasks[0]]["seed"] != run.seed, folder.name, folder))
+            first = manifests[suite.tasks[0]]
+            rate = first["training"].get("lr", training.lr)
+            chosen.append((first["seed"] != run.seed, rate != training.lr, folder.name, rate, folder))
     if not chosen:
         of = ", ".join(others[:3]) + (f", {len(others) - 3} more" if len(others) > 3 else "")
         return None, f"{parent} holds no run of ft like this one" + (f" ({of})" if of else "")
-    folder = min(chosen)[-1]
+    *_, rate, folder = min(chosen)
     experts = {task: lora.load_expert(folder / task, suite.base)[0] for task in suite.tasks}
     base = {path: leaf.cpu() for path, leaf in suite.base.items()}
     whole = analyses.diagnose(base, experts, dict.fromkeys(base, "other"), coef=COEF)[-1]
     sigma = analyses.suggested_sigma(whole)
     if sigma is None:
         return None, f"the experts of {folder} equal the base"
-    said = f"the RMS of the other experts' updates in {folder.name} at gamma {COEF}"
+    at = "" if rate == training.lr else f" (learning rate {rate:g}, here {training.lr:g})"
+    said = f"the RMS of the other experts' updates in {folder.name}{at} at gamma {COEF}"
     return (sigma, {"from": said, "update": whole.delta, "run": folder.name}), ""
 
 

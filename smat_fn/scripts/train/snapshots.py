@@ -103,9 +103,12 @@ def finished(out: Path, task: str) -> bool:
     return checkpoint.load_manifest(out / task).get("fingerprint", "") != mark.read_text(encoding="utf-8")
 
 
-def forget_replaced(out: Path, task: str) -> None:
-    """The expert is the new one."""
-    _replaced(out, task).unlink(missing_ok=True)
+def forget_replaced(out: Path, task: str) -> bool:
+    """The expert is the new one. Returns whether it has replaced another."""
+    mark = _replaced(out, task)
+    found = mark.exists()
+    mark.unlink(missing_ok=True)
+    return found
 
 
 def _replaced(out: Path, task: str) -> Path:

@@ -1,6 +1,7 @@
 """Train the experts of a suite into a folder, each with its log; --resume continues an interrupted run."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -269,8 +270,20 @@ def _train_one(
         tell = partial(_manifest, suite, method, run, expert, params, log, curve, world, report)
         again = run.overwrite or not snapshots.finished(run.out, task)
         save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
-    snapshots.forget_replaced(run.out, task)
+    if snapshots.forget_replaced(run.out, task):
+        _remove_old_snapshots(run, task)
     saver.discard()
+
+
+def _remove_old_snapshots(run: RunOptions, task: str) -> None:
+    """Remove the snapshots of an expert that was replaced, of numbers that the new one does not have."""
+    kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
+    for folder in (place / task for place in run.out.glob(f"{checkpoint.SNAPSHOTS}/*")):
+        facts = checkpoint.load_manifest(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
+        if folder in kept or facts.get("kind") != "snapshot":
+            continue
+        if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
+            shutil.rmtree(folder)
 
 
 def _manifest(

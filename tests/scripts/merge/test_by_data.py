@@ -55,6 +55,7 @@ def test_adamerging_takes_dev_rows(runs, watched, tmp_path):
 
 
 def test_reg_mean_plus_takes_training_rows(runs, watched, tmp_path):
+    watched.recipe = {**watched.recipe, "data": str(tmp_path / "rows")}
     list(by_data.regress(RegMeanPlus(runs["ft"], tmp_path, **REG)))
     inputs = load_inputs(*find_inputs(runs["ft"]))
     key = random.fold_in(random.key(4), "statistics")
@@ -63,6 +64,8 @@ def test_reg_mean_plus_takes_training_rows(runs, watched, tmp_path):
     params, manifest = checkpoint.load_leaves(tmp_path / "reg_mean_plus")
     assert same(params, reg_mean_plus(losses, inputs.base, inputs.experts, batches))
     assert manifest["experts"] == {task: m["fingerprint"] for task, m in inputs.manifests.items()}
+    assert manifest["suite"]["data"] == str(tmp_path / "rows")  # from sources.json, which is not published
+    assert str(tmp_path) not in (tmp_path / "reg_mean_plus" / checkpoint.MANIFEST).read_text()
 
 
 def test_what_cannot_be_merged_is_refused(runs, suite, tmp_path, monkeypatch):

@@ -5,13 +5,15 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
-from smat_fn import checkpoint, folders, merge, random
+from smat_fn import checkpoint, folders, lora, merge, random
 from smat_fn.config import (
     DIGITS,
     Dare,
@@ -26,6 +28,8 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.evaluate import Scorer
+from smat_fn.scripts.analyse import scores
+from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.merge import commands, merging, settings, streaming
 from smat_fn.scripts.merge.choosing import Merged, calibrate, merge_one
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs, trained_by
@@ -212,6 +216,9 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         save("half", {path: leaf.half() for path, leaf in suite.base.items()}),
         save("nan", nan),
     ]
+    shutil.copytree(runs["ft"] / "stripes", tmp_path / "stripes")
+    save_file(dict(suite.base), tmp_path / "stripes" / checkpoint.WEIGHTS)  # beside the manifest of the old ones
+    experts.append(tmp_path / "stripes")
     with pytest.raises(ValueError, match="another expert named 'rot90'") as error:
         load_inputs(runs["ft"] / "base", experts)
     text = str(error.value)
@@ -222,6 +229,7 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         "was it made from another base?",
         f"of {tmp_path / 'half'} is float16, expected float32",
         f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
+        f"the weights in {tmp_path / 'stripes'} are not those that its manifest.json names: put these back, or remove",
     ):
         assert part in text
     with pytest.raises(ValueError, match=r"base: .*nobase is not a folder.*noexpert is not a folder.*named 'mirror'"):
@@ -447,6 +455,52 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is not a readable adapter"):
         load_inputs(base, experts)
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["train.py", "other tools"])
+def test_adapters_on_a_base_in_bfloat16_merge_in_memory_as_on_disk(manifest, tmp_path):
+    torch.manual_seed(0)
+    base = {f"layers.{i}.mlp.weight": torch.randn(20, 30).bfloat16() for i in range(2)}
+    checkpoint.save_expert(tmp_path / "base", base, checkpoint.describe(base, kind="base"))
+    rank = lora.Lora(tuple(base), rank=3, alpha=6.0)
+    experts = [tmp_path / name for name in ("a", "b")]
+    for place in experts:
+        own = {path: torch.randn_like(leaf) * 0.1 for path, leaf in lora.init(random.key(0), base, rank).items()}
+        facts = {"kind": "expert", "task": place.name, "base_fingerprint": checkpoint.fingerprint(base)}
+        lora.save_peft(place, own, rank, base="x", manifest=partial(checkpoint.describe, own, **facts))
+        if not manifest:
+            (place / checkpoint.MANIFEST).unlink()
+    for config in (TA, WeightAverage()):
+        merge_run([config], tmp_path / "base", experts, out=tmp_path / "memory", search=False, seed=0)
+        order = streaming.order(tmp_path / "base", experts, out=tmp_path / "disk", seed=0)
+        list(streaming.stream_run([config], order))
+        left, right = (checkpoint.load_leaves(tmp_path / place / config.name)[0] for place in ("memory", "disk"))
+        assert same(left, right)
+        assert {leaf.dtype for leaf in left.values()} == {torch.bfloat16}
+
+
+def test_analyses_score_experts_in_the_dtypes_of_base(suite):
+    inputs = Inputs({"w": torch.zeros(3).bfloat16()}, {"rot90": {"w": torch.ones(3)}}, {})  # as of an adapter
+    own = suite.replace(score=lambda params, *_: float(params["w"].dtype == torch.bfloat16))
+    run = Run(Path(), "FT", "ft", 0, inputs, own)
+    assert scores._reference({0: run}, "dev") == {0: {"rot90": 1.0}}
+    assert own.score(merged_params(WeightAverage(), run, ["rot90"], seed=0)) == 1.0
+
+
+def test_a_search_on_edited_dev_rows_is_another_one(runs, suite, tmp_path, monkeypatch):
+    rows = {"rot90": "1", "mirror": "1"}
+    monkeypatch.setattr(merging, "load_suite", lambda **_: suite.replace(content=lambda task, split: rows[task]))
+    inputs = runs["ft"] / "base", [runs["ft"] / task for task in rows]
+
+    def search(**options):
+        (model,) = merge_run([WeightAverage()], *inputs, out=tmp_path, search=True, seed=0, **options).values()
+        return model.kept
+
+    assert (search(), search()) == (False, True)
+    rows["rot90"] = "2"
+    with pytest.raises(ValueError, match="wa holds another merge: the dev rows of rot90, or the tokenizer, device or"):
+        search()
+    assert (search(overwrite=True), search()) == (False, True)
 
 
 def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):

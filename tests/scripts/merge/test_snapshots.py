@@ -10,7 +10,7 @@ import torch
 from smat_fn import checkpoint, merge
 from smat_fn.config import Fisher, TaskArithmetic, Training, WeightAverage
 from smat_fn.evaluate import Scorer
-from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge import commands, settings, streaming
 from smat_fn.scripts.merge.choosing import Merged
 from smat_fn.scripts.merge.inputs import Inputs, find_inputs, load_inputs
 from smat_fn.scripts.merge.merging import merge_run
@@ -55,6 +55,8 @@ def test_every_snapshot_is_searched_and_the_best_is_written(run, suite, tmp_path
         chosen = max(curve, key=lambda index: (curve[index][1], index))
         manifest = checkpoint.load_manifest(folder)
         assert manifest["snapshot"]["curve"] == list(curve.values())
+        assert manifest["tried"]["candidates"] == found.tried.candidates == 3 * len(candidates)  # of all snapshots
+        assert manifest["tried"]["scores"] == 3 * len(candidates) * len(TASKS)
         assert manifest["snapshot"]["index"] == found.snapshot == chosen
         assert manifest["snapshot"]["steps"] == dict.fromkeys(TASKS, 2 * chosen)
         prints = {path.name: checkpoint.load_manifest(path)["fingerprint"] for path in snapshots[chosen]}
@@ -148,7 +150,7 @@ def test_statistics_of_every_snapshot_are_asked_for_first(run, tmp_path):
         merge_run([Fisher()], base, experts, **options)
 
 
-def test_snapshots_of_one_task_are_merged_as_any_experts(run, tmp_path):
+def test_snapshots_of_one_task_are_merged_as_any_experts(run, tmp_path, monkeypatch):
     places = {"1": run / "snapshots" / "1" / "rot90", "2": run / "snapshots" / "2" / "rot90", "last": run / "rot90"}
     named = [Path(f"{name}={place}") for name, place in places.items()]
     order = streaming.order(run / "base", named, out=tmp_path, seed=0)
@@ -156,3 +158,7 @@ def test_snapshots_of_one_task_are_merged_as_any_experts(run, tmp_path):
     merged = checkpoint.load_leaves(tmp_path / "wa")[0]
     every = [checkpoint.load_leaves(path)[0] for path in places.values()]
     assert same(merged, merge.weight_average(every))
+    (tmp_path / "wa" / checkpoint.SOURCES).unlink()  # as of a model from elsewhere: the recipe's names count
+    monkeypatch.chdir(run)
+    commands.from_recipe(settings.FromRecipe(tmp_path / "wa" / checkpoint.RECIPE, tmp_path / "again"))
+    assert same(checkpoint.load_leaves(tmp_path / "again" / "wa")[0], merged)

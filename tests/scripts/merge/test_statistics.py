@@ -1,6 +1,7 @@
 """Statistics of trained experts: what they are computed from, and merges that take them, in memory and on disk."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,8 @@ def test_those_that_are_there_stay_and_others_are_not_replaced_unasked(known, tm
         make([run], kinds=(), rows=0)
     with pytest.raises(ValueError, match="no experts: give at least one folder"):
         make([])
+    with pytest.raises(ValueError, match="owner/name is not a folder, and statistics are stored beside the weights"):
+        make([run / "mirror", Path("rot90=owner/name")])
 
 
 @pytest.mark.parametrize("config", [Fisher(coef=0.8), RegMean(coef=0.8)], ids=["fisher", "reg_mean"])
@@ -108,6 +111,30 @@ def test_other_statistics_are_another_merge(known, tmp_path):
     scores = (tmp_path / "out" / "scores.jsonl").read_text().count("\n")
     merge_run([Fisher()], base, experts, **options, overwrite=True)
     assert (tmp_path / "out" / "scores.jsonl").read_text().count("\n") == 2 * scores
+
+
+@pytest.mark.parametrize("config", [Fisher(coef=0.8), RegMean(coef=0.8)], ids=["fisher", "reg_mean"])
+def test_statistics_that_are_not_finite_are_refused_in_memory_and_on_disk(config, known, tmp_path):
+    run = shutil.copytree(known, tmp_path / "run")
+    kind, file = config.statistics(), run / "rot90" / f"{config.statistics()}.safetensors"
+    facts, found = checkpoint.statistics_facts(file), checkpoint.load_statistics(file)
+    next(iter(found.values()))[0] = float("nan")
+    checkpoint.save_statistics(run / "rot90", kind, found, {name: own for name, own in facts.items() if name != "kind"})
+    base, experts = find_inputs(run)
+    with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds \d+ values that are NaN or infinite"):
+        merge_run([config], base, experts, out=tmp_path / "memory", search=False, seed=0)
+    with pytest.raises(ValueError, match=rf"{kind}\.safetensors holds values that are NaN or infinite: compute it"):
+        list(streaming.stream_run([config], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+    assert not (tmp_path / "memory").exists()
+    assert not (tmp_path / "disk" / config.name).exists()
+
+
+def test_experts_run_in_the_dtypes_of_base(known, suite, tmp_path):
+    params = checkpoint.load_leaves(known / "rot90")[0]
+    params = {path: leaf.double() if leaf.ndim == 2 else leaf for path, leaf in params.items()}
+    asked = Statistics((), rows=1, labels="data")  # as of an adapter on a base in bfloat16, whose weights are float32
+    (line,) = statistics.write_statistics(suite, tmp_path, "rot90", params, asked)
+    assert line == f"fisher: {tmp_path / 'fisher.safetensors'}, 16 rows"
 
 
 def test_missing_statistics_are_said_before_any_merging(runs, tmp_path):

@@ -133,6 +133,8 @@ def test_snapshots_of_an_earlier_run_are_not_replaced_unasked(train, tmp_path):
     with pytest.raises(ValueError, match="snapshots/1/rot90 exists"):
         train(tmp_path / "run", **options)
     train(tmp_path / "run", **options, overwrite=True)
+    train(tmp_path / "run", **options | {"keep_snapshots": 0}, overwrite=True)
+    assert not (tmp_path / "run" / "snapshots" / "1" / "rot90").exists()  # they would count as the new expert's
 
 
 def test_adapters_have_snapshots_too(train, tmp_path):

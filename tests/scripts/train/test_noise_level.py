@@ -24,10 +24,13 @@ def manifest(folder):
 def test_sigma_is_that_of_a_run_of_ft_beside_it(suite, runs, train, tmp_path):
     shutil.copytree(runs["ft"], tmp_path / "other-steps")
     shutil.copytree(runs["smat"], tmp_path / "another-method")
+    shutil.copytree(runs["ft"], tmp_path / "a-other-rate")
     shutil.copytree(runs["ft"], tmp_path / "ft")
+    changes = {"other-steps": ('"steps": 6', '"steps": 7'), "a-other-rate": ('"lr": 0.0005', '"lr": 0.001')}
     for task in suite.tasks:  # no longer what this run would be compared with
-        path = tmp_path / "other-steps" / task / "manifest.json"
-        path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
+        for name, change in changes.items():
+            path = tmp_path / name / task / "manifest.json"
+            path.write_text(path.read_text().replace(*change))
     told = []
     train(tmp_path / "smat", method=SMAT, tasks=("rot90",), report=told.append)
     experts = {task: checkpoint.load_leaves(runs["ft"] / task)[0] for task in suite.tasks}
@@ -36,7 +39,11 @@ def test_sigma_is_that_of_a_run_of_ft_beside_it(suite, runs, train, tmp_path):
     assert stored["hyperparameters"]["sigma"] == analyses.suggested_sigma(whole)
     assert (stored["sigma_from"]["run"], stored["sigma_from"]["update"]) == ("ft", whole.delta)
     sigma = stored["hyperparameters"]["sigma"]
-    assert told[0].startswith(f"sigma auto: {sigma:g}, the RMS of the other experts' updates")
+    assert told[0] == f"sigma auto: {sigma:g}, the RMS of the other experts' updates in ft at gamma 0.3"
+    shutil.rmtree(tmp_path / "ft")
+    train(tmp_path / "again", method=SMAT, tasks=("rot90",), report=told.append)
+    said = next(line for line in told[1:] if line.startswith("sigma auto"))
+    assert said.endswith("updates in a-other-rate (learning rate 0.001, here 0.0005) at gamma 0.3")
 
 
 def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
