@@ -320,7 +320,7 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
 
 
 def _of_suite(folder: Path, leaves: dict[str, Tensor], suite: Suite, base: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a suite takes of a model with base's leaves. Raises: ValueError as `part_of` and `Part.check` do."""
+    """The leaves that a suite takes of a model. Raises: ValueError as `part_of` and `Part.check` do."""
     if base.keys() == suite.base.keys():
         return leaves
     part = part_of(suite, base)
