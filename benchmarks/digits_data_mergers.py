@@ -56,19 +56,23 @@ def main(folder: Positional[Path], *, jobs: int = 1, seeds: int = 3) -> None:
 
 
 def publish(protocol: Protocol, found: Mapping[tuple[str, int], Outcome], facts: Facts) -> None:
-    """Rows, runs and scores of the methods whose seeds are all there, in the protocol's order, and the heat map."""
+    """`write` of the methods whose seeds are all there, in the protocol's order, and the heat map."""
     seeds = protocol.evaluation
     labels = [label for label in protocol.labels if all((label, seed) in found for seed in seeds)]
-    outcomes = [found[label, seed] for label in labels for seed in seeds]
-    if not outcomes:
-        return
+    if labels:
+        write(protocol, [found[label, seed] for label in labels for seed in seeds], seeds, facts)
+        digits_mergers.draw()
+
+
+def write(protocol: Protocol, outcomes: Sequence[Outcome], seeds: Sequence[int], facts: Facts) -> None:
+    """Rows, runs and scores of trials."""
     rows = [row for outcome in outcomes for row in rows_of(outcome)]
     write_results(protocol.file(".jsonl"), rows)
     lines = [{**run_line(outcome), "facts": outcome["facts"]} for outcome in outcomes]
     write_text(protocol.file("_runs.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
-    result = {**facts, "seeds": seeds, "planned_seeds": seeds, "sees": SEES, "test": scores(rows, seeds)}
+    planned = protocol.evaluation
+    result = {**facts, "seeds": seeds, "planned_seeds": planned, "sees": SEES, "test": scores(rows, seeds)}
     write_text(protocol.file(".json"), json.dumps(result, indent=1) + "\n")
-    digits_mergers.draw()
 
 
 def scores(rows: Sequence[Result], seeds: Sequence[int]) -> dict[str, dict[str, list[float]]]:

@@ -1,0 +1,51 @@
+"""The mergers that need data on the text encoder's experts by FT and SMAT, at the choices of `studies --name text`.
+
+Experts are trained anew, since statistics need their weights; seeds are the first ones of that evaluation. The results
+stand in one table with the mergers that need no data.
+"""
+
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from smat_fn import machine
+
+from .digits_data_mergers import write
+from .methods import say
+from .studies import study
+from .study.by_data import CONFIGS, adapt_trial, is_adapted, run_by_data
+from .study.grids import stored_choices
+from .study.trial import Trial
+from .study.trials import Outcome, run_trials
+
+
+def main(folder: Positional[Path], *, model: str, data: str, jobs: int = 1, seeds: int = 3) -> None:
+    """Train, merge, score; a seed is published when all its trials are there.
+
+    Args:
+        folder: keeps the trials; a stopped run resumes from it.
+        model: folder of the text encoder (`benchmarks backbones`).
+        data: folder of the tasks' rows.
+        jobs: processes of one thread each.
+        seeds: of the evaluation of the study, from the first.
+    """
+    own = study("text", model, data, {})
+    choices = {label: found for label, found in stored_choices(*own).items() if label in ("FT", "SMAT")}
+    planned = own.protocol.evaluation[:seeds]
+    protocol = own.protocol._replace(
+        name="text_data_mergers", grids=choices, evaluation=planned, mergers=CONFIGS, others=()
+    )
+    trials = [protocol.trial(label, choices[label][0], seed) for seed in planned for label in choices]
+    facts = machine.describe("python -m benchmarks text-data-mergers FOLDER --model MODEL --data DATA")
+    found: dict[tuple[str, int], Outcome] = {}
+    for trial, outcome in run_trials(trials, folder, jobs=jobs, report=say, test=True, run_one=run_and_adapt):
+        found[trial.label, trial.seed] = outcome
+        whole = tuple(seed for seed in planned if all((label, seed) in found for label in choices))
+        if whole:
+            write(protocol, [found[label, seed] for label in choices for seed in whole], whole, facts)
+
+
+def run_and_adapt(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
+    """`run_by_data`, and AdaMerging in the same process."""
+    found = run_by_data(trial, work, test, True)
+    return found if is_adapted(found) else adapt_trial(trial, work, found, keep=keep)
