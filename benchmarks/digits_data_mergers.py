@@ -60,18 +60,20 @@ def publish(protocol: Protocol, found: Mapping[tuple[str, int], Outcome], facts:
     seeds = protocol.evaluation
     labels = [label for label in protocol.labels if all((label, seed) in found for seed in seeds)]
     if labels:
-        write(protocol, [found[label, seed] for label in labels for seed in seeds], seeds, facts)
+        write(protocol, [found[label, seed] for label in labels for seed in seeds], seeds, facts, SEES)
         digits_mergers.draw()
 
 
-def write(protocol: Protocol, outcomes: Sequence[Outcome], seeds: Sequence[int], facts: Facts) -> None:
-    """Rows, runs and scores of trials."""
+def write(
+    protocol: Protocol, outcomes: Sequence[Outcome], seeds: Sequence[int], facts: Facts, sees: Mapping[str, str]
+) -> None:
+    """Rows, runs and scores of trials, and what each merger sees."""
     rows = [row for outcome in outcomes for row in rows_of(outcome)]
     write_results(protocol.file(".jsonl"), rows)
     lines = [{**run_line(outcome), "facts": outcome["facts"]} for outcome in outcomes]
     write_text(protocol.file("_runs.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
     planned = protocol.evaluation
-    result = {**facts, "seeds": seeds, "planned_seeds": planned, "sees": SEES, "test": scores(rows, seeds)}
+    result = {**facts, "seeds": seeds, "planned_seeds": planned, "sees": sees, "test": scores(rows, seeds)}
     write_text(protocol.file(".json"), json.dumps(result, indent=1) + "\n")
 
 

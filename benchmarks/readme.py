@@ -180,6 +180,22 @@ def text_mergers(result: dict[str, Any]) -> str:
     )
 
 
+def text_data_mergers(result: dict[str, Any]) -> str:
+    """Mergers with data on the text encoder beside some without, on the same experts."""
+    whole = stored("text_onepass")
+    places = [whole["seeds"].index(seed) for seed in result["seeds"]]
+    test = {
+        label: line | {name: [whole["test"][label][name][place] for place in places] for name in RIVALS}
+        for label, line in result["test"].items()
+    }
+    return (
+        f"{every_merger(test, result['sees'])}\n"
+        f"The same with mergers that need data, and two that need none, mean over five tasks and {seeds(result)}. "
+        "Coefficients are chosen on dev, AdaMerging's by entropy alone; nothing else is tuned. "
+        f"From `{result['command']}` on {result['hardware']}.\n"
+    )
+
+
 def every_merger(test: Scores, sees: Mapping[str, str] | None = None) -> str:
     """Means by merger and method, with a column of the data that mergers see where ``sees`` is given."""
     lines = []
@@ -401,6 +417,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),
     "text_mergers": ("docs/merging.md", text_mergers),
+    "text_data_mergers": ("docs/merging.md", text_data_mergers),
     "merge": ("docs/folders.md", merge),
 }
 SOURCES = {

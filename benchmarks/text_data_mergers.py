@@ -14,9 +14,13 @@ from .digits_data_mergers import write
 from .methods import say
 from .studies import study
 from .study.by_data import CONFIGS, adapt_trial, is_adapted, run_by_data
+from .study.by_data import SEES as SEES_ON_DIGITS
 from .study.grids import stored_choices
 from .study.trial import Trial
 from .study.trials import Outcome, run_trials
+
+DEV = "200 dev rows a task, no labels"
+SEES = {name: DEV if name.startswith("ADAMERGING") else rows for name, rows in SEES_ON_DIGITS.items()}
 
 
 def main(folder: Positional[Path], *, model: str, data: str, jobs: int = 1, seeds: int = 3) -> None:
@@ -42,7 +46,7 @@ def main(folder: Positional[Path], *, model: str, data: str, jobs: int = 1, seed
         found[trial.label, trial.seed] = outcome
         whole = tuple(seed for seed in planned if all((label, seed) in found for label in choices))
         if whole:
-            write(protocol, [found[label, seed] for label in choices for seed in whole], whole, facts)
+            write(protocol, [found[label, seed] for label in choices for seed in whole], whole, facts, SEES)
 
 
 def run_and_adapt(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:

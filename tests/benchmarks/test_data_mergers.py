@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import digits_data_mergers, digits_mergers, methods, readme
+from benchmarks import digits_data_mergers, digits_mergers, methods, readme, text_data_mergers
 from benchmarks.study.by_data import SEES
 from smat_fn import checkpoint
 from smat_fn.evaluate import Result, read_results
@@ -31,7 +31,7 @@ def outcome(label, seed, scores):
     rows = [Result(label, "expert:a", "a", "test", 91.0, seed), Result(label, "expert:b", "b", "test", 93.0, seed)]
     # means over tasks are the scores, one point more in the second seed
     rows += [
-        Result(label, name, task, "test", score + up + (seed - 141), seed)
+        Result(label, name, task, "test", score + up + (seed % 100 - 41), seed)
         for name, score in scores.items()
         for task, up in (("a", -2.0), ("b", 2.0))
     ]
@@ -139,3 +139,34 @@ def test_the_stored_scores_of_both_are_of_the_same_experts():
     ]
     assert len(rows[1]) >= 4 * 3  # tasks and seeds of a method at least
     assert rows[1] == {place: rows[0][place] for place in rows[1]}
+
+
+def test_of_the_text_encoder_whole_seeds_are_published_beside_mergers_without_data(place, monkeypatch, tmp_path):
+    line = {"Expert": [90.0, 92.0, 94.0], "TA": [62.0, 64.0, 66.0], "TSV_MERGE": [70.0, 72.0, 74.0]}
+    whole = {"seeds": [240, 241, 242], "test": {"FT": line, "SMAT": line, "ASAM": line}}
+    checkpoint.write_text(place / "text_onepass.json", json.dumps(whole))
+    kept = {label: ["candidate"] for label in ("FT", "SMAT", "ASAM")}
+    asked = []
+
+    def run_trials(trials, folder, *, run_one, **options):
+        assert run_one is text_data_mergers.run_and_adapt
+        asked.extend((trial.label, trial.seed) for trial in trials)
+        for trial in trials[:5]:
+            yield trial, outcome(trial.label, trial.seed, SCORES | {"ADAMERGING_TASK": 50.0})
+
+    class Trial:
+        def __init__(self, label, seed):
+            self.label, self.seed = label, seed
+
+    monkeypatch.setattr(text_data_mergers, "stored_choices", lambda protocol, grids: kept)
+    monkeypatch.setattr(methods.Protocol, "trial", lambda self, label, candidate, seed: Trial(label, seed))
+    monkeypatch.setattr(text_data_mergers, "run_trials", run_trials)
+    text_data_mergers.main(tmp_path / "work", model="m", data="d", seeds=3)
+    assert asked == [(label, seed) for seed in (241, 242, 243) for label in ("FT", "SMAT")]
+    result = json.loads((place / "text_data_mergers.json").read_text())
+    assert (result["seeds"], result["planned_seeds"]) == ([241, 242], [241, 242, 243])
+    assert result["sees"]["ADAMERGING_TASK"] == "200 dev rows a task, no labels"
+    text = readme.text_data_mergers(result | {"hardware": "one core"})
+    assert "| FISHER | 256 training rows a task | 60.5 | 60.5 |" in text
+    assert "| TA | - | 65.0 | 65.0 |" in text
+    assert "mean over five tasks and 2 of 3 planned seeds" in text
