@@ -20,7 +20,7 @@ from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, blocks, check_choice, check_layers, sent, train_only
 from .packing import pooled, texts
-from .pretrained import fetch, floating
+from .pretrained import facts_of, fetch, floating
 from .top import CLOSE, FAILURES, Passed, Reached
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
@@ -40,6 +40,7 @@ class Encoder(NamedTuple):
     config: dict[str, Any]  # of the pretrained model, JSON values
     loss_fn: Callable[[Tensor, Tensor], FullLoss]  # (weight (C, D), bias (C,)) of a head -> loss of `Texts`
     positions: int | None  # tokens of a text, at most; None: any number
+    reads: frozenset[str]  # names of all that is run: no pooler, no head of another task
     note: str = ""  # why frozen layers run in every step, where they do
 
 
@@ -90,6 +91,7 @@ def load(
             model.config.to_dict(),
             lambda weight, bias: FullLoss(trained, classify(weight, bias, normalize=normalize, pad=pad)),
             _positions(model),
+            frozenset(model.state_dict()),
             note,
         )
 
@@ -109,6 +111,18 @@ def load(
         layer.requires_grad_(True)
     note = f"the top layers of {str(source)!r} do not run on states alone ({reason}): the frozen ones run in every step"
     return made(whole, None, note)
+
+
+def pooling_note(source: str | Path) -> str:
+    """A note for a model that sentence-transformers pools otherwise than by the mean; an empty text for others."""
+    facts, start = facts_of(source, "1_Pooling"), "pooling_mode_"
+    modes = [name.removeprefix(start) for name, on in facts.items() if name.startswith(start) and on]
+    if not modes or modes == ["mean_tokens"]:
+        return ""
+    return (
+        f"sentence-transformers pools {source} by {', '.join(modes)}, while a feature here is the mean over a text's "
+        "tokens: heads are made for these features"
+    )
 
 
 def _read(source: str | Path, train_layers: int | None, device: str | torch.device) -> tuple[Any, Any, list[nn.Module]]:

@@ -190,6 +190,17 @@ def config_of(source: str | Path) -> Any:
         return None
 
 
+def facts_of(source: str | Path, subfolder: str) -> dict[str, Any]:
+    """Read config.json in a subfolder of a model; empty if there is none."""
+    from transformers import PretrainedConfig
+
+    name, revision = _pinned(source)
+    try:
+        return dict(PretrainedConfig.get_config_dict(name, subfolder=subfolder, **revision)[0])
+    except (OSError, ValueError):
+        return {}
+
+
 def _pinned(source: str | Path) -> tuple[str | Path, dict[str, str]]:
     """The source without its revision, and this as an option of ``from_pretrained``."""
     name, _, revision = str(source).partition("@")

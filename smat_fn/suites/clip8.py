@@ -154,7 +154,8 @@ class Clip8(EncoderSuite):
             _check_sizes(self._firsts, (model.image_size, model.image_size))
         self._top = self._states_of(model)
         self.losses = {task: self._loss(model, head.to(self.device)) for task, head in self._heads.items()}
-        super().__init__(tasks=tasks, base=model.params, where=model.where, seed=seed)
+        reads = None if of_texts else frozenset(model.module.state_dict())  # heads of a CLIP are from its texts
+        super().__init__(tasks=tasks, base=model.params, where=model.where, seed=seed, reads=reads)
 
     @classmethod
     def task_names(

@@ -143,7 +143,7 @@ class ShortText(EncoderSuite):
         splits = {task: self._data[task].splits for task in chosen}
         told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         told += [two_labels(task, *found["train"]) for task, found in splits.items()]
-        self.notes = (*filter(None, (encoder.note,)), *chain.from_iterable(told))
+        self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(told))
         longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
@@ -158,7 +158,8 @@ class ShortText(EncoderSuite):
             task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
             for task, head in self._heads.items()
         }
-        super().__init__(tasks=tasks, base=encoder.params, where=encoder.where, seed=seed)
+        members: dict[str, Any] = {"base": encoder.params, "where": encoder.where, "reads": encoder.reads}
+        super().__init__(tasks=tasks, seed=seed, **members)
 
     @classmethod
     def task_names(cls, *, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:

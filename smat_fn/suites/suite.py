@@ -75,6 +75,7 @@ class BaseSuite:
     seed: int
     repeats: Mapping[str, int] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    reads: frozenset[str] | None = None
     loss_fn: Any
     batch: Any
     score: Any

@@ -1,23 +1,39 @@
 """The example of docs/adding_a_method.md, run as it stands against its closed form."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from smat_fn import optim, random
+from smat_fn.mat import finetune
 from smat_fn.types import Optimizer
 
 PAGE = Path(__file__).parents[2] / "docs/adding_a_method.md"
 
 
 @pytest.fixture
-def build():
+def names():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names = {"__name__": "l2sp"}
-    exec(code, names)
+    found = {"__name__": "l2sp"}
+    exec(code, found)
+    return found
+
+
+@pytest.fixture
+def build(names):
     return names["build"]
+
+
+def test_the_file_has_what_the_conformance_tests_and_train_py_ask_of_it(names):
+    own, build = names["L2sp"], names["build"]
+    assert set(names["__all__"]) <= set(names)
+    assert "Source:" in build.__doc__
+    assert "Raises:" in build.__doc__
+    assert own.module == "l2sp"
+    assert {field.name for field in fields(own)} == build.__kwdefaults__.keys() - finetune.build.__kwdefaults__.keys()
 
 
 def test_the_update_is_the_closed_form(build):

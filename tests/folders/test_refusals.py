@@ -230,8 +230,8 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
     assert problems == [
         f"expert 'e': {empty} holds no leaves: download it again, or save the model again",
-        "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without, "
-        "or load and save both by one version of transformers",
+        "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without "
+        "(model.module.save_pretrained), or load and save both by one version of transformers",
         "expert 'o' has no parameter of base ('something' the first, base's 'steps'): trained from another base?",
     ]
 

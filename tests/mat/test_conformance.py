@@ -4,7 +4,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import chex
 import jax
@@ -175,6 +175,9 @@ def assert_bits(a, b):
 def test_every_method_file_has_an_entry_here():
     assert sorted(METHODS) == FILES, "add the new method, its hyperparameters and its bad values to METHODS"
     assert sorted(smat_fn.mat.__all__) == FILES
+    registered = smat_fn.mat.METHODS + smat_fn.mat.MORE_METHODS
+    assert set(registered) == set(get_args(smat_fn.mat.MethodConfig))
+    assert {config.module for config in registered} == set(FILES)
 
 
 @pytest.mark.parametrize("name", METHODS)

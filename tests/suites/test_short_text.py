@@ -17,6 +17,7 @@ from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
 from smat_fn.scripts.merge.statistics import without_padding
+from smat_fn.scripts.merge.whole_models import part_of, whole_base
 from smat_fn.suites import heads, load_suite, short_text, task_names
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
@@ -502,6 +503,28 @@ def test_rows_and_images_of_other_presets_are_recognised(tmp_path):
     (tmp_path / "b" / "train" / "cat").mkdir(parents=True)
     with pytest.raises(ValueError, match="these look like images, for which there is --preset images"):
         labelled.load_task(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(("layers", "frozen"), [(None, []), (2, ["embeddings.word_embeddings.weight"])])
+def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, layers, frozen):
+    suite = load(train_layers=layers)
+    base = whole_base(suite)
+    part = part_of(suite, base)
+    assert part.view.leaves.keys() - set(part.read) == {"pooler.dense.weight", "pooler.dense.bias"}
+    for name in ("pooler.dense.weight", "encoder.layer.2.output.dense.weight"):
+        part.check("expert", {**base, name: base[name] + 1})
+    for name in frozen:
+        with pytest.raises(ValueError, match=f"expert differs from its base in '{name}', which suite 'short_text'"):
+            part.check("expert", {**base, name: base[name] + 1})
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
+def test_a_model_that_is_pooled_otherwise_elsewhere_is_a_note(mode, load, folders, tmp_path):
+    shutil.copytree(folders / "model", tmp_path / "model")
+    modes = {f"pooling_mode_{name}": name == mode for name in ("mean_tokens", "cls_token")}
+    write(tmp_path / "model" / "1_Pooling", {"config.json": {"word_embedding_dimension": 16, **modes}})
+    notes = load(model=str(tmp_path / "model")).notes
+    assert [f"by {mode}, while a feature here is the mean" in note for note in notes] == [True] * (mode == "cls_token")
 
 
 def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_path):

@@ -217,9 +217,10 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
+                inner = "module" if prefix == "module." else "base_model"
                 return (
-                    f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without, "
-                    "or load and save both by one version of transformers"
+                    f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
+                    f"(model.{inner}.save_pretrained), or load and save both by one version of transformers"
                 )
     names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
     return f"{other.label} has no parameter of base ({names}): trained from another base?"

@@ -1,6 +1,6 @@
 """Whole models of other tools on a suite that trains a part of them: a vision tower, top layers, an encoder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ class Part(NamedTuple):
     names: Mapping[str, str]  # leaf in view -> leaf of the suite
     naming: Naming | None  # None: view has base's own names
     suite: str
+    read: Collection[str]  # the leaves in view that scores depend on
 
     def of(self, leaves: Leaves) -> dict[str, Tensor]:
         """The suite's leaves of a model with base's."""
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
     def check(self, label: str, leaves: Leaves) -> None:
         """Raises: ValueError for a model that differs from base where the suite takes base's weights."""
-        own, rest = self._seen(leaves), [path for path in self.view.leaves if path not in self.names]
+        own, rest = self._seen(leaves), [path for path in self.read if path not in self.names]
         if unlike := [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]:
             more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
             raise ValueError(
@@ -53,7 +54,9 @@ def part_of(suite: Suite, base: Leaves) -> Part:
         _in_memory(label, leaves, root) for label, leaves in (("base", base), (f"suite {suite.name!r}", suite.base))
     )
     view, prefix, naming = place_of(whole, part)
-    return Part(base, view, {f"{prefix}{path}": path for path in suite.base}, naming, suite.name)
+    known = None if suite.reads is None else {f"{prefix}{path}" for path in suite.reads}
+    read = [path for path in view.leaves if known is None or path in known]
+    return Part(base, view, {f"{prefix}{path}": path for path in suite.base}, naming, suite.name, read)
 
 
 def whole_base(suite: Suite) -> dict[str, Tensor] | None:
