@@ -6,7 +6,7 @@ import torch
 
 from .reading import Folder
 
-MATRICES, COORDINATES = 32, 4096  # that are read of each model, and of each matrix
+MATRICES, COORDINATES = 8, 4096  # that are read of each model (some are formed whole), and of each matrix
 LARGE = 1 << 16  # weights of a matrix that is compared: in small ones chance is too large
 ALIKE = 0.5  # fine-tuned matrices have cosines near 1 with those of base, unrelated ones near 0
 

@@ -109,6 +109,17 @@ def copied(folder, place, **facts):
     return place
 
 
+def test_the_whole_model_of_a_suite_is_read_for_merges_of_whole_models_alone(merged, suite, monkeypatch):
+    folder, asked = merged["ft"] / "ta", []
+    manifest = checkpoint.load_manifest(folder)
+    monkeypatch.setattr(evaluation, "whole_base", asked.append)
+    evaluation._suites({folder: manifest}, {}, {})
+    assert not asked
+    with pytest.raises(ValueError, match="ta was made from another base than suite 'digits' gives"):
+        evaluation._suites({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {})
+    assert len(asked) == 1
+
+
 def test_what_cannot_be_averaged_is_told_before_any_is_scored(runs, merged, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
     ft = [runs["ft"] / task for task in ("mirror", "rot90")]
