@@ -177,7 +177,7 @@ def _suites(
             if recipe not in wholes:
                 whole = whole_base(suite)
                 wholes[recipe] = None if whole is None else checkpoint.fingerprint(whole)
-            fits = manifest["base_fingerprint"] == wholes[recipe]
+            fits = manifest.get("base_fingerprint", "") == wholes[recipe]
         if not fits:
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "

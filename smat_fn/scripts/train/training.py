@@ -290,7 +290,7 @@ def _forget_replaced(run: RunOptions, task: str) -> None:
             continue
         if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
             shutil.rmtree(folder)
-    mark.unlink()
+    mark.unlink(missing_ok=True)
 
 
 def _manifest(

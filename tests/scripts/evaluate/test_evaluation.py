@@ -13,6 +13,7 @@ from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.analyse.pictures import Interference, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
@@ -148,7 +149,8 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
             evaluate([old, new])
         mark = runs["ft"] / f".mirror{checkpoint.REPLACED}"
         mark.touch()
-        for call in (evaluate, lambda folders: load_runs([runs["ft"]])):
+        compared = Interference(runs=(runs["ft"],))
+        for call in (evaluate, lambda _: load_runs([runs["ft"]]), lambda _: interference(compared)):
             with pytest.raises(ValueError, match=f"to replace: end the training by .*, or delete {mark} to keep"):
                 call([runs["ft"] / "mirror"])
         mark.unlink()
