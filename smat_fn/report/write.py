@@ -99,12 +99,12 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
 
 
 def _written(folder: Path) -> set[str]:
-    """Names that tables and figures of the report in a folder may have, by its headings."""
+    """Names that tables of the report in a folder may have, by its headings, and of the figures that it shows."""
     if not ((folder / "report.html").is_file() and (folder / "report.md").is_file()):
         return set()
-    lines = (folder / "report.md").read_text(encoding="utf-8").splitlines()
-    slugs = [Section(line.removeprefix("## ")).slug for line in lines if line.startswith("## ")]
-    return {f"{slug}.{kind}" for slug in slugs for kind in ("csv", "png")}
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    slugs = [Section(line.removeprefix("## ")).slug for line in text.splitlines() if line.startswith("## ")]
+    return {f"{slug}.csv" for slug in slugs} | {f"{slug}.png" for slug in slugs if f"]({slug}.png)" in text}
 
 
 def _told_apart(sections: Iterable[Section]) -> list[Section]:

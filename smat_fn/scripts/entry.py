@@ -66,7 +66,8 @@ def run(name: str, script: str, launch: Sequence[str]) -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.excepthook = partial(_interrupted, script, sys.excepthook)  # still ends by the signal, as shells expect
+        # still ends by the signal, as shells expect
+        sys.excepthook = partial(_interrupted, name, script, sys.excepthook)
         raise
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
@@ -100,13 +101,19 @@ def _start(name: str, script: str, launch: Sequence[str]) -> None:
 
 
 def _interrupted(
-    script: str, other: Callable[..., object], kind: type[BaseException], error: BaseException, trace: Any
+    name: str,
+    script: str,
+    other: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: Any,
 ) -> None:
     """``sys.excepthook`` with a line in place of the traceback of Ctrl-C; ``other`` is the hook of before."""
     if not issubclass(kind, KeyboardInterrupt):
         other(kind, error, trace)
     elif sys.stderr is not None:
-        print(f"{script}: interrupted; rerun the command, it resumes from what is kept", file=sys.stderr)
+        command = "the command (training with --resume)" if name == "train" else "the command"
+        print(f"{script}: interrupted; rerun {command}, it resumes from what is kept", file=sys.stderr)
 
 
 def _leave() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn import checkpoint
+from smat_fn import checkpoint, suites
 from smat_fn.evaluate import read_results
 from smat_fn.merge import ties_density
 from smat_fn.suites import load_suite
@@ -75,7 +75,7 @@ def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tm
     assert "suite.dtype was bfloat16, is float32" in text
 
 
-def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys):
+def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits, tmp_path, capsys, monkeypatch):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows")
     more = ("--out", tmp_path / "out", "--rows", "9", "--sigma", "0.001", "--dry-run")
     assert exits("train.py", "smat", *words, *more) is None
@@ -92,8 +92,10 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         assert part in told
     # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
     own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
-    assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
-    assert "method mergopt: b 0.0005, k_max 2\n" in capsys.readouterr().out
+    for tasks, count in ((["MeetingBank"], 2), (["MeetingBank", "a", "b"], 3)):  # one expert has a partner elsewhere
+        monkeypatch.setattr(suites, "task_names", lambda *_, tasks=tasks, **__: tasks)
+        assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
+        assert f"method mergopt: b 0.0005, k_max {count}\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -206,8 +206,9 @@ def test_experts_that_are_strange_to_base_and_base_itself_are_told(folders, tmp_
     def matrix(seed):
         return {"w": torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))}
 
+    same = {"u": matrix(3)["w"], "v": matrix(4)["w"]}  # as of a tower, which has base's rest
     near = {"w": matrix(0)["w"] + 0.9 * matrix(2)["w"]}
-    given = {"base": matrix(0), "far": matrix(1), "near": near}
+    given = {"base": matrix(0) | same, "far": matrix(1) | same, "near": near | same}
     paths = {name: folders.save(tmp_path / name, tree) for name, tree in given.items()}
     assert plan(TA, paths["base"], paths, tmp_path / "out").notes == (
         "the weights of expert 'far' have little in common with base's (cosine 0.02 in the median of a sample): "

@@ -98,9 +98,11 @@ def test_sections_of_one_title_have_files_of_their_own(tmp_path):
     assert [line for line in text.splitlines() if line.startswith("##")] == ["## Same", "## same! 2", "## Same 2 2"]
     assert (tmp_path / "same-2.png").read_bytes() == PNG + b"2"
     assert Section("\u56fe").slug == "section"
-    (tmp_path / "own.csv").touch()
+    own = {"own.csv", "same-2-2.png"}  # the third section has no figure
+    for name in own:
+        (tmp_path / name).touch()
     write_report(tmp_path, "T", [Section("Same", "one", Table(["a"], [[1]]))])
-    assert {path.name for path in tmp_path.iterdir()} == {"own.csv", "report.html", "report.md", "same.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {*own, "report.html", "report.md", "same.csv"}
 
 
 @pytest.mark.usefixtures("_undrawn")

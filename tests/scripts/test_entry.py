@@ -105,6 +105,10 @@ def test_an_interrupt_is_a_line_without_a_traceback_and_still_ends_by_the_signal
     assert capsys.readouterr().err == "smat-merge: interrupted; rerun the command, it resumes from what is kept\n"
     sys.excepthook(OSError, other := OSError(), None)
     assert before == [(OSError, other, None)]
+    with pytest.raises(KeyboardInterrupt):
+        entry.train()
+    sys.excepthook(KeyboardInterrupt, caught.value, caught.tb)
+    assert "rerun the command (training with --resume), it resumes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["ties", "--help-all"]], ids=["at the end", "within"])

@@ -35,11 +35,11 @@ class Interference(Shared):
 def interference(options: Interference) -> "Result":
     """`analyses.interference` of every run, or of the experts; a row for each block of each. Weights are mapped.
 
-    Raises: ValueError as `rows_of`; for runs and experts together or neither, and for a label that comes twice with one
-        seed.
+    Raises: ValueError as `rows_of`; for runs and experts together or neither, for a label that comes twice with one
+        seed, and for experts that an interrupted --overwrite has yet to replace.
     """
     from ... import checkpoint
-    from ..merge.inputs import find_inputs
+    from ..merge.inputs import find_inputs, unreplaced
 
     given = options.base is not None, bool(options.experts)
     if any(given) if options.runs else not all(given):
@@ -47,6 +47,8 @@ def interference(options: Interference) -> "Result":
     rows: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     sources = [find_inputs(run) for run in options.runs] or [(options.base or Path(), list(options.experts))]
+    if options.runs:
+        errors.raise_problems([text for _, experts in sources for text in unreplaced(experts)])
     facts = [checkpoint.load_manifest(experts[0]) if options.runs else {} for _, experts in sources]
     names = [(first.get("label", "experts"), first.get("seed")) for first in facts]
     errors.raise_problems(

@@ -128,7 +128,7 @@ def train(args: Train, world: "parallel.World") -> None:
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known = task_names(preset.suite, **options)
     if isinstance(method, Mergopt) and method.k_max is None:
-        method = replace(method, k_max=len(known))
+        method = replace(method, k_max=max(2, len(known)))  # a task alone has its partners elsewhere
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},

@@ -125,7 +125,7 @@ def evaluate(
             if on_model is not None:
                 on_model(str(folder))
             scorer, model = scorers[own[folder]], _model(manifest)
-            for tasks, params in _models(folder, manifest, scorer.suite, report):
+            for tasks, params in _models(folder, manifest, *suites[own[folder]], report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
                     scorer.suite.replace(tasks=tasks),
@@ -148,7 +148,7 @@ def _suites(
     """
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
-    wholes: dict[str, list[str]] = {}
+    wholes: dict[str, str | None] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
     for folder, manifest in manifests.items():
@@ -172,7 +172,13 @@ def _suites(
             suite = load_suite(**{**found, **options})
             suites[recipe] = suite, checkpoint.fingerprint(suite.base)
         suite, base = suites[recipe]
-        if OTHER not in manifest and manifest.get("base_fingerprint") not in (base, *_whole(manifest, suite, wholes)):
+        fits = OTHER in manifest or manifest.get("base_fingerprint") == base
+        if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools
+            if recipe not in wholes:
+                whole = whole_base(suite)
+                wholes[recipe] = None if whole is None else checkpoint.fingerprint(whole)
+            fits = manifest.get("base_fingerprint", "") == wholes[recipe]
+        if not fits:
             problems.append(
                 f"{folder} was made from another base than suite {suite.name!r} gives here: "
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
@@ -185,17 +191,6 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
-
-
-def _whole(manifest: Mapping[str, Any], suite: Suite, known: dict[str, list[str]]) -> list[str]:
-    """The fingerprint of the whole model that a suite trains a part of, of which other tools' experts are merged."""
-    if manifest["kind"] != "merged":
-        return []
-    name = json.dumps(suite.recipe)
-    if name not in known:
-        base = whole_base(suite)
-        known[name] = [] if base is None or base.keys() == suite.base.keys() else [checkpoint.fingerprint(base)]
-    return known[name]
 
 
 def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
@@ -267,11 +262,14 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _models(
-    folder: Path, manifest: Mapping[str, Any], suite: Suite, report: Callable[[str], None]
+    folder: Path, manifest: Mapping[str, Any], suite: Suite, base_print: str, report: Callable[[str], None]
 ) -> Iterator[tuple[tuple[str, ...], Params]]:
-    """The models in a folder and the tasks of each: one for all, or one for each task."""
+    """The models in a folder and the tasks of each: one for all, or one for each task.
+
+    Args: base_print: the fingerprint of the suite's base; a merged model of another one is of whole models.
+    """
     base = suite.base
-    if manifest["kind"] == "merged" and manifest["base_fingerprint"] != checkpoint.fingerprint(base):
+    if manifest["kind"] == "merged" and manifest["base_fingerprint"] != base_print:
         base = whole_base(suite) or base  # `_suites` has checked it
     if is_several(folder):
         for task in _tasks(manifest):

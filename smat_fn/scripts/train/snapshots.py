@@ -92,26 +92,19 @@ def path_of(out: Path, task: str) -> Path:
 def replace_expert(out: Path, task: str) -> None:
     """Remember that the expert which is there now is to be replaced, for the run that resumes this one."""
     if (out / task / checkpoint.MANIFEST).is_file():
-        checkpoint.write_text(_replaced(out, task), checkpoint.load_manifest(out / task).get("fingerprint", ""))
+        checkpoint.write_text(replaced(out, task), checkpoint.load_manifest(out / task).get("fingerprint", ""))
 
 
 def finished(out: Path, task: str) -> bool:
     """Whether there is an expert, and not one that an interrupted run with --overwrite has yet to replace."""
-    mark = _replaced(out, task)
+    mark = replaced(out, task)
     if not (out / task).exists() or not mark.exists():
         return (out / task).exists()
     return checkpoint.load_manifest(out / task).get("fingerprint", "") != mark.read_text(encoding="utf-8")
 
 
-def forget_replaced(out: Path, task: str) -> bool:
-    """The expert is the new one. Returns whether it has replaced another."""
-    mark = _replaced(out, task)
-    found = mark.exists()
-    mark.unlink(missing_ok=True)
-    return found
-
-
-def _replaced(out: Path, task: str) -> Path:
+def replaced(out: Path, task: str) -> Path:
+    """The file that names an expert which is to be replaced."""
     return out / f".{task}{checkpoint.REPLACED}"
 
 

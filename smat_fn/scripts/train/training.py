@@ -249,6 +249,8 @@ def _train_one(
         last = snapshots.read(saver.path)
     finished, last = world.agree((finished, last))
     if finished:
+        if world.leads:
+            _forget_replaced(run, task)
         report(f"{task}: finished before{_other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ''}")
         return
     if last is not None:
@@ -270,13 +272,17 @@ def _train_one(
         tell = partial(_manifest, suite, method, run, expert, params, log, curve, world, report)
         again = run.overwrite or not snapshots.finished(run.out, task)
         save(suite, run.out / task, expert, params, tell, overwrite=again, moments=kept.moments)
-    if snapshots.forget_replaced(run.out, task):
-        _remove_old_snapshots(run, task)
+    _forget_replaced(run, task)
     saver.discard()
 
 
-def _remove_old_snapshots(run: RunOptions, task: str) -> None:
-    """Remove the snapshots of an expert that was replaced, of numbers that the new one does not have."""
+def _forget_replaced(run: RunOptions, task: str) -> None:
+    """Where the expert has replaced another, remove the old one's snapshots, of numbers that the new one does not have.
+
+    The mark goes last: a run that is killed before that resumes here.
+    """
+    if not (mark := snapshots.replaced(run.out, task)).exists():
+        return
     kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
     for folder in (place / task for place in run.out.glob(f"{checkpoint.SNAPSHOTS}/*")):
         facts = checkpoint.load_manifest(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
@@ -284,6 +290,7 @@ def _remove_old_snapshots(run: RunOptions, task: str) -> None:
             continue
         if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
             shutil.rmtree(folder)
+    mark.unlink(missing_ok=True)
 
 
 def _manifest(

@@ -13,6 +13,7 @@ from smat_fn import checkpoint, machine
 from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
+from smat_fn.scripts.analyse.pictures import Interference, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
@@ -109,6 +110,17 @@ def copied(folder, place, **facts):
     return place
 
 
+def test_the_whole_model_of_a_suite_is_read_for_merges_of_whole_models_alone(merged, suite, monkeypatch):
+    folder, asked = merged["ft"] / "ta", []
+    manifest = checkpoint.load_manifest(folder)
+    monkeypatch.setattr(evaluation, "whole_base", asked.append)
+    evaluation._suites({folder: manifest}, {}, {})
+    assert not asked
+    with pytest.raises(ValueError, match="ta was made from another base than suite 'digits' gives"):
+        evaluation._suites({folder: manifest | {"base_fingerprint": "0" * 64}}, {}, {})
+    assert len(asked) == 1
+
+
 def test_what_cannot_be_averaged_is_told_before_any_is_scored(runs, merged, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "score_models", lambda *a, **k: pytest.fail("nothing is scored"))
     ft = [runs["ft"] / task for task in ("mirror", "rot90")]
@@ -137,7 +149,8 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
             evaluate([old, new])
         mark = runs["ft"] / f".mirror{checkpoint.REPLACED}"
         mark.touch()
-        for call in (evaluate, lambda folders: load_runs([runs["ft"]])):
+        compared = Interference(runs=(runs["ft"],))
+        for call in (evaluate, lambda _: load_runs([runs["ft"]]), lambda _: interference(compared)):
             with pytest.raises(ValueError, match=f"to replace: end the training by .*, or delete {mark} to keep"):
                 call([runs["ft"] / "mirror"])
         mark.unlink()

@@ -1,5 +1,6 @@
 """What a run keeps beside its experts: snapshots of earlier steps, and Adam's second moments."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -133,8 +134,15 @@ def test_snapshots_of_an_earlier_run_are_not_replaced_unasked(train, tmp_path):
     with pytest.raises(ValueError, match="snapshots/1/rot90 exists"):
         train(tmp_path / "run", **options)
     train(tmp_path / "run", **options, overwrite=True)
+    old, mark = tmp_path / "run/snapshots/1/rot90", tmp_path / f"run/.rot90{checkpoint.REPLACED}"
+    copy = shutil.copytree(old, tmp_path / "copy")
     train(tmp_path / "run", **options | {"keep_snapshots": 0}, overwrite=True)
-    assert not (tmp_path / "run" / "snapshots" / "1" / "rot90").exists()  # they would count as the new expert's
+    assert not old.exists()  # they would count as the new expert's
+    # killed after the new expert was written
+    shutil.copytree(copy, old)
+    mark.write_text("the old one's fingerprint")
+    train(tmp_path / "run", **options | {"keep_snapshots": 0}, resume=True)
+    assert (old.exists(), mark.exists()) == (False, False)
 
 
 def test_adapters_have_snapshots_too(train, tmp_path):
