@@ -47,7 +47,7 @@ def build(
 
     ``c = k a - 1`` with k uniform on {1..k_max} and a uniform on {0.1, ..., 0.6}; ``z ~ Laplace(0, b)`` per coordinate;
     the update uses ``grad L(theta + c z)`` at theta. c and z of step s come from ``fold_in(key, s)``, one for all
-    micro-batches. This is its source's text; the released code perturbs after the backward pass.
+    micro-batches. MergOPT's paper describes this; its released code perturbs after the backward pass.
 
     Args:
         b: scale of the Laplace noise, >= 0 (its RMS is sqrt(2) b); may be a 0-d tensor, with a derivative.
