@@ -60,8 +60,7 @@ def adamerging(
     Source: Yang et al., "AdaMerging: adaptive model merging for multi-task learning", 2024, equations (5) to (7), with
         its learning rate, number of steps and start.
     """
-    counts = {"steps": steps}
-    problems = [f"{name} is {n}, must be at least 1" for name, n in counts.items() if n < 1]
+    problems = [] if steps >= 1 else [f"steps is {steps}, must be at least 1"]
     problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
     problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]
     origin, flat = check(base, experts, problems)

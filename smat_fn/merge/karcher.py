@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.arithmetic import add, gram
+from .parts.arithmetic import gram, weighted
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
@@ -42,14 +42,9 @@ def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Param
 
     def mean(_: str, values: Iterator[Tensor]) -> Tensor:
         every = list(values)
-        return combined(every, shares_of(gram(every), max_iter, tol))
+        return weighted(every, shares_of(gram(every), max_iter, tol))
 
     return merge_weights(experts, flat, mean)
-
-
-def combined(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Σ_i s_i v_i."""
-    return add(value * share for value, share in zip(values, shares, strict=True))
 
 
 def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
@@ -112,6 +107,6 @@ class Karcher(Merger):
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:
             shares = shares_of(leaves.gram(path), self.max_iter, self.tol)
-            return lambda piece: combined(piece.deltas, shares)
+            return lambda piece: weighted(piece.deltas, shares)
 
         return Rule(fuse)

@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..types import Params
-from .parts.arithmetic import add
-from .parts.chunks import Fuse, Piece
+from .parts.arithmetic import weighted
+from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 from .weighted_average import given_weights
@@ -38,11 +36,6 @@ def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: We
     Source: mergekit 0.1.5, merge_methods/multislerp.py.
     """
     return merged(MultiSlerp, **locals())
-
-
-def combined(piece: Piece, shares: Sequence[float]) -> Tensor:
-    """Σ_i s_i Δ_i of a chunk."""
-    return add(delta * share for delta, share in zip(piece.deltas, shares, strict=True))
 
 
 def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) -> list[float]:
@@ -91,7 +84,7 @@ class MultiSlerp(Merger):
 
         def fuse(path: str) -> Fuse:
             shares = shares_of(path, leaves.gram(path), weights)
-            return lambda piece: combined(piece, shares)
+            return lambda piece: weighted(piece.deltas, shares)
 
         return Rule(fuse)
 

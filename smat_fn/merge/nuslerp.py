@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add
-from .parts.chunks import Fuse, Piece
+from .parts.arithmetic import weighted
+from .parts.chunks import Fuse
 from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
@@ -39,11 +39,6 @@ def nuslerp(base: Params, experts: Experts, *, coef: float = 1.0, t: float = 0.5
     Source: mergekit 0.1.5, merge_methods/nuslerp.py.
     """
     return merged(NuSlerp, **locals())
-
-
-def combined(piece: Piece, shares: tuple[float, float]) -> Tensor:
-    """s₁ Δ₁ + s₂ Δ₂ of a chunk."""
-    return add(delta * share for delta, share in zip(piece.deltas, shares, strict=True))
 
 
 def shares_of(products: list[list[float]], t: float) -> tuple[float, float]:
@@ -92,7 +87,7 @@ class NuSlerp(Merger):
         def fuse(path: str) -> Fuse:
             if self.along == "leaf":
                 shares = shares_of(leaves.gram(path), self.t)
-                return lambda piece: combined(piece, shares)
+                return lambda piece: weighted(piece.deltas, shares)
             shape = leaves.shape(path)
             return lambda piece: between(
                 *(delta.view(shape) for delta in piece.deltas), t=self.t, along=self.along

@@ -11,10 +11,9 @@ from torch import Tensor
 from ..types import Params
 from .parts import arithmetic
 from .parts.arithmetic import add
-from .parts.chunks import Piece, compute_dtype, delta_of, merge_pieces
-from .parts.inputs import Experts, Leaves, check, coef_problems, type_problems
-from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
-from .parts.vectors import apply_vector
+from .parts.chunks import Piece
+from .parts.inputs import Experts
+from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
 
 _BINS = 1 << 16
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
@@ -54,24 +53,7 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
     Source: Du et al., "Parameter competition balancing for model merging", 2024; ``PCB_merge`` in pcb-merging.py of
         duguodong7/pcb-merging at 5897888, whose scripts take ratio 0.05 and γ 1.2 too.
     """
-    check(base, experts, [*coef_problems(coef), *_problems(ratio, clip)])
-    return apply_vector(base, pcb_vector(base, experts, ratio=ratio, clip=clip), coef=coef)
-
-
-def pcb_vector(base: Params, experts: Experts, *, ratio: float = 0.1, clip: float = 1e-4) -> Leaves:
-    """Σ_i s_i ⊙ δ̃_i / Σ_i s_i: flat, floating-point leaves only, for `apply_vector`."""
-    start, flat = check(base, experts, _problems(ratio, clip))
-    floating = [path for path, leaf in start.items() if leaf.is_floating_point()]
-
-    def blocks(path: str) -> Iterator[list[Tensor]]:
-        dtype, origin = compute_dtype(path, start, flat), start[path].reshape(-1)
-        leaves = [tree[path].reshape(-1) for tree in flat.values()]
-        for first in range(0, origin.numel(), arithmetic.BLOCK):
-            part = slice(first, first + arithmetic.BLOCK)
-            yield [delta_of(leaf[part], origin[part], dtype) for leaf in leaves]
-
-    found = bounds_of(lambda: chain.from_iterable(map(blocks, floating)), ratio, clip)
-    return merge_pieces(start, flat, lambda piece: fuse(piece, found))
+    return merged(Pcb, **locals())
 
 
 def fuse(piece: Piece, bounds: Bounds) -> Tensor:
@@ -152,19 +134,11 @@ def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return (values - low) / width.where(width > 0, 1) * (width > 0)
 
 
-def _problems(ratio: float, clip: float) -> list[str]:
-    if wrong := type_problems(ratio=ratio, clip=clip):
-        return wrong
-    problems = [] if 0 < ratio <= 1 else [f"ratio is {ratio}, must be in (0, 1]: the share that takes part"]
-    return problems if 0 <= clip < 0.5 else [*problems, f"clip is {clip}, must be in [0, 0.5)"]
-
-
 @dataclass(frozen=True)
 class Pcb(Merger):
     """PCB-Merging: weight coordinates by their size and by agreement with the other experts, keep the best share."""
 
     name = "pcb"
-    function = staticmethod(pcb_vector)
     semantics: ClassVar = {"mergekit": UNKNOWN}
     grid: ClassVar = WIDE
     coef: float | None = None
@@ -174,6 +148,11 @@ class Pcb(Merger):
     clip: float = 1e-4
     """Share of an expert's magnitudes that is clamped at each end."""
 
+    def problems(self, experts: Experts) -> list[str]:
+        ratio, clip = self.ratio, self.clip
+        problems = [] if 0 < ratio <= 1 else [f"ratio is {ratio}, must be in (0, 1]: the share that takes part"]
+        return problems if 0 <= clip < 0.5 else [*problems, f"clip is {clip}, must be in [0, 0.5)"]
+
     def rule(self, leaves: Mapped) -> Rule:
         found = bounds_of(lambda: chain.from_iterable(map(leaves.blocks, leaves.coefs)), self.ratio, self.clip)
         return Rule(lambda _: lambda piece: fuse(piece, found))
@@ -181,3 +160,6 @@ class Pcb(Merger):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         largest = min(max((leaf.numel() for leaf in leaves.values()), default=0), arithmetic.BLOCK)
         return 64 * experts * largest + 32 * experts * _BINS
+
+
+pcb_vector = vector_function(Pcb)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add
+from .parts.arithmetic import add, elected
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -48,7 +48,7 @@ def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
     squares = [float(delta.double().square().sum()) / max(delta.numel(), 1) for delta in every]
     total = sum(squares)
     weights = [square / total for square in squares] if total and total >= floor else [1 / len(every)] * len(every)
-    sign = (add(every) >= 0).to(every[0].dtype).mul_(2).sub_(1)
+    sign = elected(every)
     above, below = torch.zeros_like(sign), torch.zeros_like(sign)
     for delta, weight in zip(every, weights, strict=True):
         share = (delta.sign() == sign).to(sign.dtype).mul_(weight)

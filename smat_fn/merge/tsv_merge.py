@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import tall
-from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
-from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, svd
+from .parts.spectral import Mix, Others, Spectral, leading, orthonormal, rest, svd
 
 
 def tsv_merge(
@@ -60,7 +59,7 @@ def aligned(deltas: list[Tensor], *, others: Others, share: float) -> Tensor:
     """Û Σ V̂ᵀ of a matrix."""
     count = count_of(deltas[0].shape, len(deltas), share)
     if not count:
-        return add(deltas).div_(len(deltas)) if others == "mean" else torch.zeros_like(deltas[0])
+        return rest(deltas, others)
     parts = [leading(svd(delta), count) for delta in deltas]
     left, values, right = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     return (orthonormal(left) * values) @ orthonormal(right).mT

@@ -90,8 +90,6 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
     Raises: ValueError that lists what is broken, unknown, of another kind than plain LoRA, or fits no leaf of base.
     """
     config, store, problems = _opened(label, path)
-    if store is None:
-        raise ValueError("; ".join(problems))
     headers = {name: store.header(name) for name in store.names}
     shapes = {name: tuple(held.shape) for name, held in headers.items() if held is not None}
     problems += [
@@ -192,8 +190,6 @@ def read_adapter(label: str, path: Path) -> Held:
     Raises: ValueError that lists what is broken, unknown, or more than A and B of matrices.
     """
     config, store, problems = _opened(label, path)
-    if store is None:
-        raise ValueError("; ".join(problems))
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     others: dict[str, list[str]] = {}
     for name in store.names:
@@ -242,20 +238,21 @@ def read_adapter(label: str, path: Path) -> Held:
     return Held(found, embeddings, frozenset(parameters), under, config)
 
 
-def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled | None, list[str]]:
+def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
+    """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         file = weights_of(path)
         store = None if not file.exists() else Pickled(file) if file.name == PICKLED else Store(file)
         assert isinstance(config, dict)
     except (OSError, ValueError, AssertionError, SafetensorError) as error:
-        return {}, None, [f"{label}: {path} is not a readable adapter ({error}): copy or download it again"]
+        raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
     if store is None:
-        return {}, None, [f"{label}: {path} {foreign(path)}"]
+        raise ValueError(f"{label}: {path} {foreign(path)}")
     kind = config.get("peft_type")
     if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
-        return {}, None, [f"{problem}: merge it into its base with peft, and give the result"]
+        raise ValueError(f"{problem}: merge it into its base with peft, and give the result")
     return config, store, list(config_problems(label, config))
 
 

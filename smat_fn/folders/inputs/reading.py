@@ -212,8 +212,7 @@ def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path
     found: dict[str, dict[Path, set[str] | None]] = {}
     for folder in sorted(path.glob("*/" if piped else "[0-9]_*/")):
         if name := next((name for name in names if (folder / name).exists()), None):
-            whole = not name.endswith(".index.json")
-            found[f"{folder.name}/"] = {folder / name: None} if whole else indexed(label, folder, problems, name)
+            found[f"{folder.name}/"] = _placed(label, folder, problems, name)
     return found
 
 
@@ -232,22 +231,13 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
 
     Args: whole: components of a pipeline whose weights are read.
     """
+    names = WEIGHTS, INDEX, PICKLED, PICKLED_INDEX, DIFFUSION, DIFFUSION_INDEX
     if path.is_file():
         problems.append(f"{label}: {path} {foreign(path.parent, path.name)}")
     elif not path.is_dir():
         problems.append(f"{label}: {path} is not a folder: give the folder of a checkpoint")
-    elif (path / WEIGHTS).exists():
-        return {path / WEIGHTS: None}
-    elif (path / INDEX).exists():
-        return indexed(label, path, problems, INDEX)
-    elif (path / PICKLED).exists():
-        return {path / PICKLED: None}
-    elif (path / PICKLED_INDEX).exists():
-        return indexed(label, path, problems, PICKLED_INDEX)
-    elif (path / DIFFUSION).exists():
-        return {path / DIFFUSION: None}
-    elif (path / DIFFUSION_INDEX).exists():
-        return indexed(label, path, problems, DIFFUSION_INDEX)
+    elif name := next((name for name in names if (path / name).exists()), None):
+        return _placed(label, path, problems, name)
     elif (path / PIPELINE).exists():
         others = {file.parent: file for kind in ("bin", "safetensors") for file in sorted(path.glob(f"*/*.{kind}"))}
         problems += [
@@ -259,6 +249,11 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
     else:
         problems.append(f"{label}: {path} {foreign(path)}")
     return {}
+
+
+def _placed(label: str, path: Path, problems: list[str], name: str) -> dict[Path, set[str] | None]:
+    """`_files` of one file of weights, or of an index."""
+    return indexed(label, path, problems, name) if name.endswith(".index.json") else {path / name: None}
 
 
 def indexed(label: str, path: Path, problems: list[str], index: str) -> dict[Path, set[str] | None]:

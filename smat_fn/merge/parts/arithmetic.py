@@ -20,6 +20,11 @@ def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
     return total
 
 
+def weighted(tensors: Iterable[Tensor], weights: Iterable[float]) -> Tensor:
+    """Σ_i w_i t_i, in new memory."""
+    return add(tensor * weight for tensor, weight in zip(tensors, weights, strict=True))
+
+
 def elected(tensors: Sequence[Tensor]) -> Tensor:
     """+ where the sum is at least 0, and else −, as 1 and −1."""
     return (add(tensors) >= 0).to(tensors[0].dtype).mul_(2).sub_(1)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ... import checkpoint, errors, machine
 from ...parallel import World
+from ..merge.finished import flat
 
 
 class Snapshot(NamedTuple):
@@ -164,7 +165,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     rows = stored.get("train_rows") or {}  # of earlier code, or a suite that does not know, without some
     if "train_rows" in now:
         now = {**now, "train_rows": {name: value for name, value in now["train_rows"].items() if name in rows}}
-    old, new = (_flat({name: settings.get(name) for name in now}) for settings in (stored, now))
+    old, new = (flat({name: settings.get(name) for name in now}) for settings in (stored, now))
     for settings in (old, new):
         settings.pop("hyperparameters.offload", None)  # which earlier code wrote
         settings.pop("train_rows.from", None)
@@ -262,10 +263,3 @@ def _opened(path: Path) -> Iterator[Any]:
             yield store
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): remove it to train its expert from the start") from error
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    inner = (_flat(child, f"{name}.{key}".strip(".")) for key, child in value.items())
-    return {path: leaf for leaves in inner for path, leaf in leaves.items()}
