@@ -340,7 +340,6 @@ MUTANTS = [
         "merge/tsv_merge.py",
         ("else min(shape) // experts", "else min(shape)"),
         ("(orthonormal(left) * values) @ orthonormal(right).mT", "(left * values) @ right.mT"),
-        ("add(deltas).div_(len(deltas))", "add(deltas)"),
     ),
     *_of(
         "merge/iso_c.py",
@@ -387,7 +386,6 @@ MUTANTS = [
     ),
     *_of(
         "merge/sce.py",
-        ("add(every) >= 0", "add(every) > 0"),
         ("below.clamp_(min=1e-6)", "1"),
         ("total >= floor", "total < floor"),
         ("argsort(descending=True, stable=True)", "argsort(stable=True)"),
