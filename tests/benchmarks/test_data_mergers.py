@@ -132,12 +132,17 @@ def test_one_table_has_both_kinds_and_says_what_each_sees(place, monkeypatch):
     assert "FISHER (rows)" not in table.cells["FT-Muon"]
 
 
-def test_the_stored_scores_of_both_are_of_the_same_experts():
+@pytest.mark.parametrize(
+    ("names", "least"),
+    [(("digits_mergers", "digits_data_mergers"), 4 * 3), (("text_onepass", "text_data_mergers"), 5 * 2)],
+    ids=["digits", "text"],
+)
+def test_the_stored_scores_of_both_are_of_the_same_experts(names, least):
     rows = [
         {(r.method, r.seed, r.task): r.score for r in read_results(file) if r.model == f"expert:{r.task}"}
-        for file in (readme.RESULTS / "digits_mergers.jsonl", readme.RESULTS / "digits_data_mergers.jsonl")
+        for file in (readme.RESULTS / f"{name}.jsonl" for name in names)
     ]
-    assert len(rows[1]) >= 4 * 3  # tasks and seeds of a method at least
+    assert len(rows[1]) >= least  # tasks and seeds of a method at least, tasks and methods of a seed
     assert rows[1] == {place: rows[0][place] for place in rows[1]}
 
 
