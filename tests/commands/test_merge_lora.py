@@ -72,7 +72,7 @@ def test_vocabulary_is_an_option(call, model, tmp_path):
     (base, before), (expert, after) = model("base", 0), model("expert", 1, rows=12)
     words = "ta", "--coef", 1, "--base", base, "--experts", expert, "--out", tmp_path / "out"
     assert (
-        "expert 'expert' has 12 rows in 'model.embed_tokens.weight', base 10: choose vocabulary base-rows"
+        "expert 'expert' has 12 rows in 'model.embed_tokens.weight', base 10: pass --vocabulary base-rows"
         in call(*words)[1]
     )
     assert call(*words, "--vocabulary", "base-rows")[1] is None

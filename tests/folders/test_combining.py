@@ -154,9 +154,15 @@ def test_the_result_is_an_expert_of_merge_folders_and_keeps_its_dtype(saved, fol
     leaves = load_file(tmp_path / "out" / WEIGHTS)
     assert {leaf.dtype for leaf in leaves.values()} == {torch.bfloat16}
     assert made.bytes == sum(leaf.nbytes for leaf in leaves.values())
-    base = folders.save(tmp_path / "base", {k: v for k, v in Toy().state_dict().items()})
+
+    def linear(
+        leaves,
+    ):  # beside a Conv1D nothing would show how the square q is stored, since base has no configuration
+        return {path: leaf for path, leaf in leaves.items() if "conv" not in path}
+
+    base = folders.save(tmp_path / "base", linear(Toy().state_dict()))
     merge_folders(TaskArithmetic(coef=1.0), base, {"x": tmp_path / "out"}, tmp_path / "whole")
-    close(folders.load(tmp_path / "whole"), loaded(tmp_path / "out"))
+    close(folders.load(tmp_path / "whole"), linear(loaded(tmp_path / "out")))
 
 
 def test_adapters_of_an_attention_that_train_py_writes(tmp_path):

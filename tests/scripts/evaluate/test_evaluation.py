@@ -180,7 +180,9 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         save_file({**base, **leaves}, tmp_path / name / "model.safetensors")
-    suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]})
+    suite = SimpleNamespace(
+        name="own", recipe={"model": str(tmp_path / "base")}, base={"w": base["vision_model.w"]}, reads=None
+    )
     found = evaluation._of_other_tools(tmp_path / "tower", "a", suite, print)
     assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
     with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):

@@ -397,6 +397,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
     assert same(base, suite.base)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch: forward derivatives import it
 def test_a_base_that_a_linearised_loss_reads_stays(suite, monkeypatch):
     base = tree.clone(suite.base)
     own = suite.replace(base=base, losses={"rot90": linearised(suite.loss_fn("rot90"), base)})
