@@ -155,9 +155,7 @@ def test_the_result_is_an_expert_of_merge_folders_and_keeps_its_dtype(saved, fol
     assert {leaf.dtype for leaf in leaves.values()} == {torch.bfloat16}
     assert made.bytes == sum(leaf.nbytes for leaf in leaves.values())
 
-    def linear(
-        leaves,
-    ):  # beside a Conv1D nothing would show how the square q is stored, since base has no configuration
+    def linear(leaves):  # beside a Conv1D nothing shows how the square q is stored: base has no configuration
         return {path: leaf for path, leaf in leaves.items() if "conv" not in path}
 
     base = folders.save(tmp_path / "base", linear(Toy().state_dict()))
