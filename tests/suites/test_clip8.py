@@ -170,8 +170,8 @@ def test_methods_learn_the_rows(load, checkpointing):
     everything = suite.batch("MNIST", key, 0), suite.batch("MNIST", key, 1), suite.batch("MNIST", key, 2)
     before = fmean(loss_fn(suite.base, batch)[0].item() for batch in everything)
     for method in (
-        finetune.build(loss_fn, adam(1e-2), suite.base),
-        smat.build(loss_fn, adam(1e-2), suite.base, **strengths),
+        finetune.build(loss_fn, adam(3e-3), suite.base),
+        smat.build(loss_fn, adam(3e-3), suite.base, **strengths),
     ):
         state = method.init(suite.base)
         for step in range(48):
