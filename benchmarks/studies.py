@@ -36,7 +36,7 @@ class Backbone(NamedTuple):
     evaluation: tuple[int, ...]
     options: Options = ()
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
-    small: bool = False  # five candidates a method in place of nine
+    candidates: Literal[9, 5, 3] = 9  # of each method
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
     methods: tuple[str, ...] = ()  # some of the labels; none: all
@@ -66,7 +66,7 @@ BACKBONES = {
             ("tasks", ("DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SVHN")),
         ),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
-        small=True,
+        candidates=5,
     ),
     "text": Backbone(
         "minilm",
@@ -76,13 +76,13 @@ BACKBONES = {
         tuning=(231,),
         evaluation=(241, 242, 243, 244, 245),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
-        small=True,
+        candidates=5,
         tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
         others=True,
     ),
     "smollm2_top": Backbone(
         "llama-3.2-1b",
-        Training(steps=150, lr=2e-4, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
+        Training(steps=75, lr=2e-4, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
         lr=2e-4,
         sigma=2e-3,
         tuning=(251,),
@@ -94,11 +94,10 @@ BACKBONES = {
             ("batch_size", 8),
             ("mask_prompt", True),
             ("max_new_tokens", 8),
-            ("rows", 600),
         ),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
-        small=True,
-        methods=("FT", "SMAT", "SMAT climbing", "ASAM", "ASAM, half the steps"),
+        candidates=3,
+        methods=("FT", "SMAT", "SMAT climbing", "ASAM"),
         mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
     ),
     "smollm2": Backbone(
@@ -121,7 +120,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    grids = _crosses(own) if own.small else _grids(own)
+    grids = {9: _grids, 5: _crosses, 3: _rates}[own.candidates](own)
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -170,6 +169,17 @@ def _crosses(own: Backbone) -> dict[str, Grid]:
         "ASAM": Grid(asam, training, lr, rho, (own.lr, 0.5)),
         "ASAM, half the steps": Grid(asam, _half(training), lr, rho, (own.lr, 0.5)),
     }
+
+
+def _rates(own: Backbone) -> dict[str, Grid]:
+    """Three learning rates; everything else has one value."""
+    training, lr = own.training, Axis("lr", _about(own.lr))
+    ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
+    smat = replaced(smat, alpha_min=0.25, sigma=own.sigma)
+    methods = {
+        "FT": ft, "SMAT": smat, "SMAT climbing": replaced(smat, climb="both", rho=0.5), "ASAM": replaced(asam, rho=0.5)
+    }  # fmt: skip
+    return {label: Grid(method, training, lr, Axis("steps", (training.steps,))) for label, method in methods.items()}
 
 
 def _half(training: Training) -> Training:

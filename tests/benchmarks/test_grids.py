@@ -124,7 +124,11 @@ def test_mergers_beside_the_eight_are_scored_in_the_evaluation_and_enter_no_mean
 
 def test_a_backbone_may_have_some_of_the_methods_and_mergers():
     found = studies.study("smollm2_top", "/model", "/data", {}).protocol
-    assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM", "ASAM, half the steps"]
+    assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM"]
+    for candidates in found.grids.values():
+        assert [one.training.lr for one in candidates] == [1e-4, 2e-4, 4e-4]
+        assert len({(one.method, one.training.steps) for one in candidates}) == 1
+    assert [getattr(own[0].method, "rho", None) for own in found.grids.values()] == [None, None, 0.5, 0.5]
     assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
     assert found.others == ()
 
