@@ -18,10 +18,10 @@ report: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks digits-report digits-study --jobs 2
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.dev $(VENV)/.docs
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 # the oldest torch and transformers allowed, with the triton they bring; several gigabytes, so only on demand
 test-matrix:

@@ -84,8 +84,8 @@ def test_clip_main_takes_another_image_model_as_it_takes_a_clip(inputs, run, tmp
     assert all(row.score > 90 for row in rows if row.model.startswith("expert:"))
 
 
-@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=pytest.mark.skipif(
-    not DATA.is_dir(), reason="no ../shared"))])  # fmt: skip
+@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=[pytest.mark.slow, pytest.mark.skipif(
+    not DATA.is_dir(), reason="no ../shared")])])  # fmt: skip
 def test_the_tiny_example_lowers_the_loss_on_its_rows(source, inputs, run, tmp_path):
     data, tasks = (inputs / "rows", TASKS[1:]) if source == "own" else (DATA, ("MNIST", "EuroSAT"))
     short = ("--tasks", *tasks, "--pretrain-steps", "1" if source == "own" else "6", "--steps", "8", "--rows", "24")

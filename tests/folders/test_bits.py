@@ -108,7 +108,7 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
     ("dtype", "grid"),
     [
         pytest.param("float32", 2**-6, id="float32-equal magnitudes"),
-        pytest.param("bfloat16", None, id="bfloat16-distinct"),
+        pytest.param("bfloat16", None, id="bfloat16-distinct", marks=pytest.mark.slow),
         pytest.param("float32", None, id="float32-distinct", marks=pytest.mark.slow),
         pytest.param("bfloat16", 2**-6, id="bfloat16-equal magnitudes", marks=pytest.mark.slow),
     ],

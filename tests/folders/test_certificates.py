@@ -199,11 +199,14 @@ print(n)
 """
 
 
-@pytest.mark.parametrize("mode", [pytest.param("fresh", marks=pytest.mark.slow), "overwrite"])
-def test_a_kill_at_any_step_leaves_nothing_half_written_and_is_resumed(inputs, tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [("overwrite", 5), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("fresh", "overwrite"))],
+)
+def test_a_kill_at_any_step_leaves_nothing_half_written_and_is_resumed(inputs, tmp_path, mode, step):
     place = tmp_path / "kills"
     place.mkdir()
-    command = [sys.executable, "-c", KILLS, str(inputs[0]), str(inputs[1]["sum"]), str(place), mode, "1"]
+    command = [sys.executable, "-c", KILLS, str(inputs[0]), str(inputs[1]["sum"]), str(place), mode, str(step)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 30

@@ -79,7 +79,9 @@ def trees(dtypes, grid):
     return base, experts
 
 
-@pytest.mark.parametrize("grid", [None, 0.25], ids=["distinct", "equal magnitudes"])
+@pytest.mark.parametrize(
+    "grid", [pytest.param(None, id="distinct", marks=pytest.mark.slow), pytest.param(0.25, id="equal")]
+)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):

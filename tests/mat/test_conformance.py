@@ -262,8 +262,14 @@ def test_global_random_state_plays_no_part(name, hyper):
 
 @each_run
 @each_engine
-@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
-@pytest.mark.parametrize("micro", [False, True])
+@pytest.mark.parametrize(
+    ("max_grad_norm", "micro"),
+    [
+        (None, False),
+        (0.1, True),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((0.1, False), (None, True))),
+    ],
+)
 def test_donation_has_the_same_bits_and_spares_the_users_tensors(name, hyper, engine, max_grad_norm, micro):
     params, base, data = parameters(seed=5), parameters(), batches(6)
     data = [[Micro(one) for one in step] for step in (data[:3], data[3:], data[1:4])] if micro else data

@@ -140,7 +140,10 @@ def fresh(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", MODES)
+SLOW = "export", "make_fx symbolic"
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODES])
 def test_first_use_inside_a_mode_changes_nothing_after_it(mode, fresh, monkeypatch):
     expected, order = fresh
     with monkeypatch.context() as patch:
