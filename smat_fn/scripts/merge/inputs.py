@@ -19,7 +19,7 @@ from ...folders import read_inputs
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import folders_of, parts_of
-from ...folders.inputs.statistics import stale, without
+from ...folders.inputs.statistics import of_other_labels, stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
 from .recipe_write import folder_name
@@ -259,6 +259,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
     if (kind := config.statistics()) is None:
         return None
     found, missing, problems = dict[str, Leaves](), list[str](), list[str]()
+    labels = dict[str, object]()
     for name, params in inputs.experts.items():
         place = inputs.places.get(name, Path(name))
         if not (file := place / checkpoint.STATISTICS[kind]).exists():
@@ -267,11 +268,12 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
         try:
             facts = checkpoint.statistics_facts(file)
             problems += stale(file, facts, partial(dict, params))
+            labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))
         except ValueError as error:
             problems.append(str(error))
-    problems += without(kind, missing)
+    problems += without(kind, missing) + of_other_labels(labels)
     if not problems:
         problems += problems_of(flat_statistics, kind, inputs.base, list(inputs.experts), found)
     errors.raise_problems(problems)
