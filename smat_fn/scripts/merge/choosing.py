@@ -144,7 +144,8 @@ def is_open(config: MergerConfig) -> bool:
 
 def about(inputs: Inputs) -> dict[str, Any]:
     """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
-    experts = [[name, checkpoint.fingerprint(params)] for name, params in inputs.experts.items()]
+    prints = {name: inputs.prints.get(name) or checkpoint.fingerprint(own) for name, own in inputs.experts.items()}
+    experts = [list(pair) for pair in prints.items()]
     lines = {} if inputs.lines is None else {"lines": list(inputs.lines)}
     return {"base": checkpoint.fingerprint(inputs.base), "experts": experts, **lines}
 

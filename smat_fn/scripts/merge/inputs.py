@@ -34,6 +34,7 @@ class Inputs(NamedTuple):
     places: Mapping[str, Path] = MappingProxyType({})  # where they lie, by task
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
     notes: tuple[str, ...] = ()  # on folders of other tools
+    prints: Mapping[str, str] = MappingProxyType({})  # fingerprints of experts that were compared with a manifest's
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -216,12 +217,15 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
         problems.append(str(error))
     found, others = by_name(base, experts, None if origin is None else checkpoint.fingerprint(origin))
     loaded: dict[str, dict[str, Tensor]] = {}
+    prints: dict[str, str] = {}
     for name, path, manifest in found:
         try:
             if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
-                problems += _rewritten(path, manifest, loaded[name])
+                if manifest["kind"] in ("expert", "snapshot") and (known := manifest.get("fingerprint")):
+                    prints[name] = checkpoint.fingerprint(loaded[name])
+                    problems += [] if prints[name] == known else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
                 loaded[name] = _as_it_is(base, [] if manifest else told, path)[1]
             tree.check_finite(loaded[name], str(path))
@@ -231,19 +235,16 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     assert origin is not None
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)))
+    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)), prints=prints)
 
 
-def _rewritten(path: Path, manifest: Mapping[str, Any], params: Leaves) -> list[str]:
+def _rewritten(path: Path) -> str:
     """An error for weights that another program wrote into an expert's folder: its manifest names those before them,
     and finished merges, statistics and scores would be taken for theirs."""
-    known = manifest.get("fingerprint") if manifest["kind"] in ("expert", "snapshot") else None
-    if known is None or known == checkpoint.fingerprint(params):
-        return []
-    return [
+    return (
         f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or remove "
         f"{checkpoint.MANIFEST} to merge the new ones as those of another program"
-    ]
+    )
 
 
 def like_base(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
