@@ -211,7 +211,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
     try:
-        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else _as_it_is(base, told)[0]
+        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, told)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
@@ -227,7 +227,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
                     prints[name] = checkpoint.fingerprint(loaded[name])
                     problems += [] if prints[name] == known else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
-                loaded[name] = _as_it_is(base, [] if manifest else told, path)[1]
+                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else told)[1][path.name]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -324,12 +324,3 @@ def model_names(base: Path, experts: Sequence[Path] = ()) -> list[str]:
 def mask_key(seed: int) -> Tensor:
     """The key of random masks."""
     return random.fold_in(random.key(seed), "merge")
-
-
-def _as_it_is(base: Path, told: list[str], expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The leaves of base and of an expert, by the rules of a merge on disk."""
-    problems: list[str] = []
-    start, found = read_inputs(base, {} if expert is None else {expert.name: expert}, problems, told)
-    errors.raise_problems(problems)
-    assert start is not None
-    return start, {} if expert is None else found[expert.name]
