@@ -74,7 +74,8 @@ def resolve(config: C, defaults: Mapping[str, Any]) -> C:
 
 
 def settings(config: MethodConfig | MergerConfig) -> dict[str, Any]:
-    """The values of a config that are set, as JSON values."""
+    """The values of a config that are set, as JSON values, without those that equal what leaving them out means."""
     if isinstance(config, MergerConfig):
         return config.settings()
-    return {name: value for name, value in asdict(config).items() if value is not None}
+    implied = getattr(config, "IMPLIED", {})
+    return {name: value for name, value in asdict(config).items() if value is not None and value != implied.get(name)}

@@ -150,10 +150,10 @@ def shares_note(scores: Iterable[float]) -> str:
     return "no score is above 1: scores are from 0 to 100, so a metric of your own must not return shares"
 
 
-def score_bar(total: int | None = None) -> Any:
+def score_bar() -> Any:
     """A progress bar over scores with the remaining time; where stderr is not a terminal, a line every few per cent."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f} of {total} [{elapsed}<{remaining}]"
-    return progress.bar(total, desc="scores", leave=False, delay=1, bar_format=form)
+    return progress.bar(desc="scores", leave=False, delay=1, bar_format=form)
 
 
 def score_models(

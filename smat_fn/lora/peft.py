@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+TRANSPOSED = "transposed"  # in the metadata of the weights, where only some of the layers are
 UNKNOWN = "rank_pattern", "alpha_pattern", "layers_to_transform"  # here; a merge of folders knows them
 
 
@@ -47,8 +49,11 @@ def save_peft(
         "target_parameters": [path for path in lora.paths if not path.endswith(WEIGHT)] or None,
     }  # fmt: skip
     stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
+    # PEFT corrects its one fan_in_fan_out by the class of each layer; `load_peft` sees no layers
+    mixed = lora.transposed and not lora.transposed.issuperset(lora.paths)
+    noted = {TRANSPOSED: json.dumps(sorted(lora.transposed))} if mixed else {}
     with atomic_folder(path, overwrite=overwrite) as folder:
-        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt", **noted})
         facts = manifest() if callable(manifest) else manifest
         texts = {CONFIG: config, MANIFEST: {"adapter": "trained"} if facts is None else dict(facts)}
         for name, value in texts.items():
@@ -87,12 +92,15 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         problems.append(f"{folder}: adapters have rank {found}, {CONFIG} says {config['r']}: of different adapters?")
     errors.raise_problems(problems)
     paths = _paths(config, [name.removesuffix(A) for name in adapters if name.endswith(A)])
+    with safe_open(folder / WEIGHTS, framework="pt") as store:
+        some = (store.metadata() or {}).get(TRANSPOSED)
+    transposed = json.loads(some) if some else paths if config.get("fan_in_fan_out") else ()
     return adapters, Lora(
         paths,
         config["r"],
         config["lora_alpha"],
         bool(config.get("use_rslora")),
-        frozenset(paths if config.get("fan_in_fan_out") else ()),
+        frozenset(transposed),
         whole,
         float(config.get("lora_dropout") or 0.0),
     )

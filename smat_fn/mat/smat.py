@@ -373,6 +373,7 @@ class Smat:
 
     name: ClassVar[str] = "smat"
     module: ClassVar[str] = "smat"
+    IMPLIED: ClassVar = {"alpha_max": 1.0, "sigma_of": "weights", "antithetic": False}  # None means the same run
 
     alpha_min: float | None = None
     """Scale: alpha is uniform on [alpha_min, 1]; 1 switches Scale off."""

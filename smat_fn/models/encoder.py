@@ -116,8 +116,10 @@ def load(
 def pooling_note(source: str | Path) -> str:
     """A note for a model that sentence-transformers pools otherwise than by the mean; an empty text for others."""
     facts, start = facts_of(source, "1_Pooling"), "pooling_mode_"
-    modes = [name.removeprefix(start) for name, on in facts.items() if name.startswith(start) and on]
-    if not modes or modes == ["mean_tokens"]:
+    given = facts.get("pooling_mode")  # of newer versions a name, or several; of older ones a flag for each
+    modes = [given] if isinstance(given, str) else list(given or ())
+    modes = modes or [name.removeprefix(start) for name, on in facts.items() if name.startswith(start) and on]
+    if modes in ([], ["mean"], ["mean_tokens"]):
         return ""
     return (
         f"sentence-transformers pools {source} by {', '.join(modes)}, while a feature here is the mean over a text's "

@@ -145,21 +145,21 @@ def plain(name: str) -> str:
     return MARKUP.sub(r"\\\g<0>", name).replace("|", "\\|").replace("\n", " ")
 
 
-def marked(table: MainTable, mark: Callable[[str], str], *, digits: int = 2, joint: str = " ") -> dict[str, list[str]]:
+def marked(table: MainTable, mark: Callable[[str], str], *, joint: str = " ") -> dict[str, list[str]]:
     """The texts of every method's columns, the best of each column marked."""
     cells = {c: [line[c] for line in table.cells.values() if c in line] for c in table.scored}
     return {
         method: [
             mark(text) if column in line and is_best(line[column], cells[column]) else text
-            for column, text in zip(table.columns, _texts(line, table.columns, digits, joint=joint), strict=True)
+            for column, text in zip(table.columns, _texts(line, table.columns, joint=joint), strict=True)
         ]
         for method, line in table.cells.items()
     }
 
 
-def terminal(table: MainTable, *, digits: int = 2) -> "RichTable":
+def terminal(table: MainTable) -> "RichTable":
     """The table for ``rich.print``, the best of each column in bold."""
-    lines = marked(table, "[bold]{}[/bold]".format, digits=digits, joint="\n")
+    lines = marked(table, "[bold]{}[/bold]".format, joint="\n")
     from rich.markup import escape
 
     rows = [[escape(method), *texts] for method, texts in lines.items()]
@@ -186,7 +186,7 @@ def show(table: "RichTable") -> None:
     Console(width=max(100, Console().width, needed)).print(table)
 
 
-def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int, *, joint: str = " ") -> list[str]:
+def _texts(line: dict[str, Cell], columns: Sequence[str], digits: int = 2, *, joint: str = " ") -> list[str]:
     return [line[column].text(digits, joint=joint) if column in line else "–" for column in columns]  # noqa: RUF001
 
 

@@ -194,6 +194,7 @@ def spoken(text: str) -> str:
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
+    text = text.replace("give max_length ", "pass --suite-options max_length ")
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
     return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
 

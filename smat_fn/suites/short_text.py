@@ -146,7 +146,9 @@ class ShortText(EncoderSuite):
         self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(told))
         longest = encoder.positions or own.max_length
         if own.max_length > longest:
-            raise ValueError(f"max_length is {own.max_length}, the model has {longest} positions: choose at most that")
+            raise ValueError(
+                f"max_length is {own.max_length}, {own.model} has {longest} positions: give max_length {longest}"
+            )
         self._model = {
             "weights": fingerprint(encoder.frozen),
             "config": content_key({"config": str(sorted(encoder.config.items()))}),

@@ -193,6 +193,7 @@ def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
         ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
         ("model.ckpt", "is pickled weights (model.ckpt), which can run code when read: save the model again"),
         ("model.safetensors", "is a file: give the folder of a checkpoint"),
+        ("adapter_model.safetensors", "is the file of an adapter: give its folder"),
         ("sdxl.safetensors", "is a file: put it, or a link to it, as model.safetensors into a folder of its own"),
     ],
 )

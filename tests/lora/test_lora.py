@@ -196,6 +196,17 @@ def test_a_saved_folder_is_pefts_own_and_merges_to_the_same_weights(family, tmp_
         lora.load_peft(tmp_path)
 
 
+def test_square_weights_of_both_layouts_are_read_as_they_were_written(tmp_path):
+    base = {"h.0.attn.weight": torch.zeros(4, 4), "h.0.up.weight": torch.zeros(4, 4)}
+    adapter = lora.Lora(tuple(base), rank=2, alpha=4.0, transposed=frozenset({"h.0.attn.weight"}))
+    trained = {name: torch.randn_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+    lora.save_peft(tmp_path, trained, adapter, base="tiny", overwrite=True)
+    read, known = lora.load_peft(tmp_path)
+    assert known == adapter
+    for path, leaf in lora.expand(read, base, known).items():
+        assert torch.equal(leaf, lora.expand(trained, base, adapter)[path])
+
+
 def encoder(**options):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)

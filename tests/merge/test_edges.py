@@ -72,6 +72,15 @@ def test_a_derivative_of_a_merge_is_an_error_and_not_zero(name, of, way):
         (partial(torch.func.grad(merged), x) if way == "grad" else forward)()
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "wa"])
+def test_a_merger_inside_vmap_is_an_error_with_a_way_out(name):
+    base, experts = tree(1.0, 2.0), torch.tensor([[0.5, 2.0], [1.5, 3.0]])
+    with pytest.raises(
+        ValueError, match=r"'w' of (expert '0'|vector) is batched by torch\.func\.vmap, and .* call it in a loop"
+    ):
+        torch.func.vmap(lambda x: CALLS[name](base, [{"w": x}], 0.5)["w"])(experts)
+
+
 OPTIONS = {
     "keep": lambda base, experts, x: merge.ties(base, experts, coef=1.0, keep=x),
     "drop_prob": lambda base, experts, x: merge.dare(KEY, base, experts, coef=1.0, drop_prob=x),

@@ -69,7 +69,9 @@ def test_options_are_said_as_the_command_line_has_them():
     by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
     assert spoken(rows) == by_token
     assert spoken("say whose the output has, by config_from").endswith("by --config-from")
-    assert spoken("max_length is 128, the model has 64").startswith("--suite-options max_length is 128")
+    long = "max_length is 128, m has 64 positions: give max_length 64 or less"
+    way = "pass --suite-options max_length 64 or less"
+    assert spoken(long) == f"--suite-options max_length is 128, m has 64 positions: {way}"
 
 
 def test_a_path_may_begin_with_the_home_folder(monkeypatch):

@@ -175,6 +175,8 @@ def test_options_left_out_take_the_presets_values():
     assert resolve(Smat(), preset.methods) == preset.methods["smat"]
     given = resolve(Smat(sigma=0.0, period=1), preset.methods)
     assert settings(given) == settings(preset.methods["smat"]) | {"sigma": 0.0, "period": 1}
+    plain = resolve(Smat(alpha_max=1.0, sigma_of="weights", antithetic=False), preset.methods)
+    assert settings(plain) == settings(preset.methods["smat"])  # given or left out, it is the same run
     # lam replaces the period
     mixed = settings(resolve(Smat(lam=0.25), preset.methods))
     assert mixed == {k: v for k, v in settings(preset.methods["smat"]).items() if k != "period"} | {"lam": 0.25}

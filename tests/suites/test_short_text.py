@@ -418,7 +418,7 @@ def test_bad_options_are_told_together(load, folders):
         load(epochs=3)
     with pytest.raises(ValueError, match="short_text needs model and data"):
         load_suite("short_text", seed=0)
-    with pytest.raises(ValueError, match="max_length is 25, the model has 24 positions"):
+    with pytest.raises(ValueError, match=r"max_length is 25, .*model has 24 positions: give max_length 24"):
         load(max_length=25)
     with pytest.raises(ValueError, match=r"data has no tone, it has a"):
         load(data={"a": str(folders / "rows" / "tone")}, tasks=["tone"])
@@ -527,6 +527,15 @@ def test_a_model_that_is_pooled_otherwise_elsewhere_is_a_note(mode, load, folder
     assert [f"by {mode}, while a feature here is the mean" in note for note in notes] == [True] * (mode == "cls_token")
 
 
+@pytest.mark.parametrize(
+    ("given", "told"), [("mean", ""), (["mean"], ""), ("cls", "cls"), (["cls", "max"], "cls, max")]
+)
+def test_how_newer_sentence_transformers_names_a_pooling(given, told, tmp_path):
+    write(tmp_path / "1_Pooling", {"config.json": {"embedding_dimension": 16, "pooling_mode": given}})
+    note = encoder.pooling_note(tmp_path)
+    assert f"pools {tmp_path} by {told}, while" in note if told else note == ""
+
+
 def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_path):
     data = {"tone": str(folders / "rows" / "tone"), "topic": str(tmp_path / "broken")}
     with pytest.raises(ValueError, match="broken"):
@@ -591,7 +600,7 @@ def test_texts_with_two_labels_are_a_note(load, tmp_path):
 
 def test_positions_that_no_token_has_do_not_count(load, tmp_path):
     write_model(tmp_path / "model", "roberta")
-    with pytest.raises(ValueError, match="max_length is 24, the model has 23 positions"):
+    with pytest.raises(ValueError, match=r"max_length is 24, .*model has 23 positions: give max_length 23"):
         load(model=str(tmp_path / "model"), max_length=24)
     encoder = load(model=str(tmp_path / "model"), max_length=23)._encoder
     assert encoder.features(encoder.ids(["w1 " * 40], 23)).isfinite().all()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ... import errors
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .beside import differences
@@ -23,21 +24,20 @@ from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
 
-def read_inputs(
-    base: Path, experts: Mapping[str, Path], problems: list[str], told: list[str]
-) -> tuple[Leaves | None, dict[str, Leaves]]:
+def read_inputs(base: Path, experts: Mapping[str, Path], told: list[str]) -> tuple[Leaves, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed.
 
     Notes on experts go into ``told``: other configurations and tokenizers than base's, by which they then run.
+
+    Raises: ValueError that lists all problems.
     """
+    problems = list[str]()
     start, found = open_inputs(base, experts, "error", problems)
-    if start is None or problems:
-        return None, {}
+    errors.raise_problems(problems)
+    assert start is not None, "its absence is a problem"
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
     wrong, notes = differences(start.root, roots, chosen=False, template=True)
-    if wrong:
-        problems += wrong
-        return None, {}
+    errors.raise_problems(wrong)
     told += [*tokenizer_notes(start.root, roots), *notes, *strangers(start, found)]
     told += [folder.note for folder in (start, *found.values()) if folder.note]
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model

@@ -310,6 +310,8 @@ def foreign(path: Path, only: str = "*") -> str:
         return f"{verb} a GGUF file ({found[0]}), whose weights are quantised: merge the original checkpoint"
     if TASKS in names:
         return "holds models of several tasks: write one of them by merge.py export FOLDER --base BASE --task TASK"
+    if only == "adapter_model.safetensors":
+        return "is the file of an adapter: give its folder, in which adapter_config.json says how to apply it"
     if "adapter_model.safetensors" in names:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapter_config.json" in names:

@@ -23,7 +23,7 @@ def with_statistics(
         experts: where the experts lie, by name.
         found: those that could be opened.
     """
-    missing, new = list[str](), dict(found)
+    missing, new, labels = list[str](), dict(found), dict[str, object]()
     for name, folder in found.items():
         place = local_folder(folder.label, Path(experts[name]), fetch=False)
         if not (file := place / STATISTICS[kind]).exists():
@@ -37,8 +37,9 @@ def with_statistics(
         leaves = {path: leaf for path in store.names if (leaf := store.header(path)) is not None}
         problems += statistics_problems(kind, base.leaves, f"{file}", leaves)
         problems += stale(file, facts, folder.tensors)
+        labels[name] = facts.get("labels")
         new[name] = folder._replace(stores={**folder.stores, file: store})
-    problems += without(kind, missing)
+    problems += without(kind, missing) + of_other_labels(labels)
     layers = {name: frozenset(_names(new[name], kind)) for name in new}
     if kind == "gram" and len({*layers.values()}) > 1 and not missing:
         problems.append("the experts' Gram matrices cover different layers: compute all of them again")
@@ -72,6 +73,22 @@ def stale(file: Path, facts: Mapping[str, object], weights: Callable[[], Mapping
     if facts.get("expert") == now:
         return []
     return [f"{file} was computed from other weights than those in its folder now: remove it and compute it again"]
+
+
+def of_other_labels(labels: Mapping[str, object]) -> list[str]:
+    """An error for Fisher matrices computed with different ``--labels``: they estimate different matrices.
+
+    Args:
+        labels: those of each expert's statistics; None where their facts name none.
+    """
+    known = {name: own for name, own in labels.items() if own is not None}
+    if len({*known.values()}) < 2:
+        return []
+    told = ", ".join(f"{name}: {own}" for name, own in known.items())
+    return [
+        f"the experts' fisher.safetensors were computed with different labels ({told}): compute all with the same "
+        "ones, `python merge.py statistics EXPERTS --kinds fisher --labels data --overwrite`"
+    ]
 
 
 def _names(folder: Folder, kind: str) -> list[str]:

@@ -53,6 +53,18 @@ def derivative_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     return []
 
 
+def batch_problems(trees: Mapping[str, Leaves]) -> list[str]:
+    """The error for a leaf that ``torch.func.vmap`` batches: thresholds and compiled loops read values."""
+    for label, leaves in trees.items():
+        for path, leaf in leaves.items():
+            if _functorch.is_batchedtensor(leaf):
+                return [
+                    f"{path!r} of {label} is batched by torch.func.vmap, and merging reads values: call it in a "
+                    "loop, or write the merge with smat_fn.merge.task_vector, which vmap takes"
+                ]
+    return []
+
+
 def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     """Errors for complex leaves: as leaves that are not floating-point they would stay base's."""
     return [
@@ -105,6 +117,7 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
     start = _flat("base", base, found)
     flat = _flat_experts(experts, found)
     if start is not None:
+        found += batch_problems({"base": start, **{f"expert {name!r}": own for name, own in flat.items()}})
         found += fit_problems(start, "base", flat)
     errors.raise_problems(found)
     assert start is not None

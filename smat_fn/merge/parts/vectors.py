@@ -8,7 +8,7 @@ from ...errors import problems_of
 from ...types import Params
 from . import chunks
 from .chunks import delta_of
-from .inputs import coef_problems, complex_problems, derivative_problems, kind_problems
+from .inputs import batch_problems, coef_problems, complex_problems, derivative_problems, kind_problems
 
 CONTIGUOUS = torch.contiguous_format
 
@@ -65,6 +65,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
     vector = {path: leaf for path, leaf in vector.items() if path not in buffers}
     problems += problems_of(lambda: tree.check_same(floating, "base", vector=vector))
     problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
+    problems += batch_problems({"base": leaves, "vector": vector})
     merged = {} if out is None else tree.flatten(out)
     if out is not None:
         problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))

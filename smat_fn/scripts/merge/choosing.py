@@ -144,7 +144,8 @@ def is_open(config: MergerConfig) -> bool:
 
 def about(inputs: Inputs) -> dict[str, Any]:
     """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
-    experts = [[name, checkpoint.fingerprint(params)] for name, params in inputs.experts.items()]
+    prints = {name: inputs.prints.get(name) or checkpoint.fingerprint(own) for name, own in inputs.experts.items()}
+    experts = [list(pair) for pair in prints.items()]
     lines = {} if inputs.lines is None else {"lines": list(inputs.lines)}
     return {"base": checkpoint.fingerprint(inputs.base), "experts": experts, **lines}
 
@@ -297,11 +298,16 @@ def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: flo
     TIES keeps 0.5, 0.3, 0.2 or 0.1; DARE and DELLA drop 0.1, 0.3, 0.5, 0.7 or 0.9 (paper, sparse-merger calibration).
     Sampled answers are decoded as in `merge_one`.
     """
-    field, values = ("keep", merge.TIES_KEEPS) if isinstance(config, Ties) else ("drop_prob", merge.DROP_PROBS)
-    candidates = [_with(config, **{field: value, "coef": coef}) for value in values]
+    field, candidates = sparsities(config, coef)
     found, tried = _rank(candidates, Models(inputs, seed), scorer, list(inputs.experts), seed)
     best = _with(config, **{field: getattr(found.best, field)})
     return Calibration(best, field, coef, _curve(found.curve, field), tried)
+
+
+def sparsities(config: MergerConfig, coef: float) -> tuple[str, list[MergerConfig]]:
+    """The option that `calibrate` chooses, and a merger for each of its values."""
+    field, values = ("keep", merge.TIES_KEEPS) if isinstance(config, Ties) else ("drop_prob", merge.DROP_PROBS)
+    return field, [_with(config, **{field: value, "coef": coef}) for value in values]
 
 
 def total(*parts: Tried) -> Tried:

@@ -19,7 +19,7 @@ from ...folders import read_inputs
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.stacks import folders_of, parts_of
-from ...folders.inputs.statistics import stale, without
+from ...folders.inputs.statistics import of_other_labels, stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
 from .recipe_write import folder_name
@@ -34,6 +34,7 @@ class Inputs(NamedTuple):
     places: Mapping[str, Path] = MappingProxyType({})  # where they lie, by task
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
     notes: tuple[str, ...] = ()  # on folders of other tools
+    prints: Mapping[str, str] = MappingProxyType({})  # fingerprints of experts that were compared with a manifest's
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -210,20 +211,23 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
     try:
-        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else _as_it_is(base, told)[0]
+        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, told)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
     found, others = by_name(base, experts, None if origin is None else checkpoint.fingerprint(origin))
     loaded: dict[str, dict[str, Tensor]] = {}
+    prints: dict[str, str] = {}
     for name, path, manifest in found:
         try:
             if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
-                problems += _rewritten(path, manifest, loaded[name])
+                if manifest["kind"] in ("expert", "snapshot") and (known := manifest.get("fingerprint")):
+                    prints[name] = checkpoint.fingerprint(loaded[name])
+                    problems += [] if prints[name] == known else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
-                loaded[name] = _as_it_is(base, [] if manifest else told, path)[1]
+                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else told)[1][path.name]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -231,19 +235,16 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     assert origin is not None
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)))
+    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)), prints=prints)
 
 
-def _rewritten(path: Path, manifest: Mapping[str, Any], params: Leaves) -> list[str]:
+def _rewritten(path: Path) -> str:
     """An error for weights that another program wrote into an expert's folder: its manifest names those before them,
     and finished merges, statistics and scores would be taken for theirs."""
-    known = manifest.get("fingerprint") if manifest["kind"] in ("expert", "snapshot") else None
-    if known is None or known == checkpoint.fingerprint(params):
-        return []
-    return [
+    return (
         f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or remove "
         f"{checkpoint.MANIFEST} to merge the new ones as those of another program"
-    ]
+    )
 
 
 def like_base(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,6 +260,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
     if (kind := config.statistics()) is None:
         return None
     found, missing, problems = dict[str, Leaves](), list[str](), list[str]()
+    labels = dict[str, object]()
     for name, params in inputs.experts.items():
         place = inputs.places.get(name, Path(name))
         if not (file := place / checkpoint.STATISTICS[kind]).exists():
@@ -267,11 +269,12 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
         try:
             facts = checkpoint.statistics_facts(file)
             problems += stale(file, facts, partial(dict, params))
+            labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))
         except ValueError as error:
             problems.append(str(error))
-    problems += without(kind, missing)
+    problems += without(kind, missing) + of_other_labels(labels)
     if not problems:
         problems += problems_of(flat_statistics, kind, inputs.base, list(inputs.experts), found)
     errors.raise_problems(problems)
@@ -321,12 +324,3 @@ def model_names(base: Path, experts: Sequence[Path] = ()) -> list[str]:
 def mask_key(seed: int) -> Tensor:
     """The key of random masks."""
     return random.fold_in(random.key(seed), "merge")
-
-
-def _as_it_is(base: Path, told: list[str], expert: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The leaves of base and of an expert, by the rules of a merge on disk."""
-    problems: list[str] = []
-    start, found = read_inputs(base, {} if expert is None else {expert.name: expert}, problems, told)
-    errors.raise_problems(problems)
-    assert start is not None
-    return start, {} if expert is None else found[expert.name]

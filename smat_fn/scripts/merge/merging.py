@@ -21,7 +21,7 @@ from ...folders.prepare import buffers_note
 from ...suites import SUITES, Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
-from .choosing import Merged, about, fingerprints, is_open, merge_one, total, with_buffers
+from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
@@ -86,7 +86,7 @@ def merge_run(
         sources = sources_of(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-    problems = [*_option_problems(configs, names, search, coefs), *problems]
+    problems = [*_option_problems(configs, names, search, coefs, calibration or {}), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
@@ -222,7 +222,11 @@ def tied(model: Merged) -> str:
 
 
 def _option_problems(
-    configs: Sequence[MergerConfig], experts: Sequence[str], search: bool, coefs: Sequence[float]
+    configs: Sequence[MergerConfig],
+    experts: Sequence[str],
+    search: bool,
+    coefs: Sequence[float],
+    calibration: Mapping[str, float],
 ) -> list[str]:
     problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
     problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
@@ -230,7 +234,12 @@ def _option_problems(
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
         coef = 0.0 if is_open(config) else None
-        problems += problems_of(merge.tried, config, experts, key=random.key(0), coef=coef)
+        if own := problems_of(merge.tried, config, experts, key=random.key(0), coef=coef):
+            problems += own
+        elif config.name in calibration:
+            for one in sparsities(config, calibration[config.name])[1]:
+                found = problems_of(merge.tried, one, experts, key=random.key(0), coef=None)
+                problems += [f"calibration of {config.name}: {text}" for text in found]
     return problems
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from ... import checkpoint, errors, random
-from ...folders import Report, chunk_of, local_folder, open_folder
+from ...folders import Report, chunk_of, local_folder
 from ...folders.files import digests, size_text
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
@@ -22,10 +21,10 @@ from .. import outcome
 from .card import CARD, card
 from .finished import differences, hashes, other_files, other_order, sources_text, verify
 from .inputs import facts_of, manifest_of
-from .recipe import DTYPES, Fields, folders_beside, placed
+from .recipe import DTYPES, fields_of, folders_beside, placed
 from .recipe_write import folder_name, placed_by_name
 from .settings import Moe
-from .streaming import bytes_of
+from .streaming import bytes_of, expert_prints, fingerprints_of
 
 States: TypeAlias = Callable[[Sequence[str]], Tensor]  # (layers, width) of prompts
 
@@ -60,12 +59,7 @@ def load(file: Path) -> Mixture:
 
     Raises: ValueError that lists every field that is unknown, malformed or not supported; no model is looked at.
     """
-    try:
-        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of a mixture of experts")
+    found = fields_of(file, "a mixture of experts")
     if problems := list(_problems(found)):
         raise ValueError(f"{file}: {'; '.join(problems)}")
     experts = [
@@ -224,18 +218,11 @@ def _texts(
     """Manifest, model card, recipe and the places of inputs."""
     inputs = _inputs(models)
     hashed = hashes(files, inputs, report.hashes)
-    prints = {
-        name: known
-        or hashlib.sha256(json.dumps(hashed["inputs"][f"expert {name!r}"], sort_keys=True).encode()).hexdigest()
-        for name, known in facts["experts"].items()
-    }
-    with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
-        origin = pool.submit(_fingerprint, base)
-        merged = _fingerprint(files[0].parent)
+    origin, merged = fingerprints_of(base, files[0].parent)
     said = f"attention, norms and embeddings are base's, the MLPs those of {', '.join(paths)}; routers by {asked.mode}"
     manifest = checkpoint.describe(
-        {}, **{**facts, "experts": prints}, base_fingerprint=origin.result(), dev={}, dev_curve=[], rounding_ratio=None,
-        notes=[said, *report.notes], **hashed,
+        {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
+        dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
     manifest, places = checkpoint.without_places(manifest)
     experts = [
@@ -256,10 +243,6 @@ def _texts(
     }
 
 
-def _fingerprint(folder: Path) -> str:
-    return checkpoint.fingerprint(open_folder(str(folder), folder).tensors())
-
-
 def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
     """The router, (layers, experts, width). Raises: ValueError for a base without a tokenizer."""
     config = models.config
@@ -272,9 +255,9 @@ def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def degenerate(router: Tensor, most: float = 5.0) -> list[int]:
-    """Layers whose rows are nearly dependent: a condition number above ``most``, mergekit's bound."""
-    return [i for i, own in enumerate(router.float()) if float(torch.linalg.cond(own)) > most]
+def degenerate(router: Tensor) -> list[int]:
+    """Layers whose rows are nearly dependent: a condition number above 5, mergekit's bound."""
+    return [i for i, own in enumerate(router.float()) if float(torch.linalg.cond(own)) > 5]
 
 
 def _states(mode: str, base: Path, models: Models) -> States:

@@ -41,20 +41,26 @@ class Fields(yaml.SafeLoader):
         return node
 
 
+def fields_of(file: Path, kind: str) -> dict[str, Any]:
+    """The fields of a YAML file. Raises: ValueError that names the file for one that cannot be read as such."""
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
+    return found
+
+
 def load(file: Path) -> Recipe:
     """The merge that a file describes, in mergekit's format or in that of `recipe_write.written`.
 
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
-    try:
-        found = yaml.load(file.read_text(encoding="utf-8"), Fields)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): give a recipe") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of a recipe")
+    found = fields_of(file, "a recipe")
     if "merger" in found:
         return _own(found, file)
     if "experts" in found and "merge_method" not in found:

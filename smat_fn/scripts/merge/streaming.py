@@ -286,18 +286,14 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
     """Manifest and model card of a merged model."""
     facts = facts_of(order.base, list(order.experts.values()), order.manifests, order.seed)
     hashed = hashes(files, report.inputs, report.hashes)
-    for name, known in facts["experts"].items():  # of others' experts that of their files
-        read = hashed["inputs"][f"expert {name!r}"]
-        facts["experts"][name] = known or hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
-    with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
-        fingerprint = pool.submit(lambda: checkpoint.fingerprint(leaves_of(order.base)))
-        merged = checkpoint.fingerprint(leaves_of(files[0].parent))
+    facts["experts"] = expert_prints(facts["experts"], hashed)
+    origin, merged = fingerprints_of(order.base, files[0].parent)
     manifest = checkpoint.describe(
         {},
         **facts,
         **_settings(config, order),
         **_stacks(order),
-        base_fingerprint=fingerprint.result(),
+        base_fingerprint=origin,
         **({"scales": open_several(files[0].parent).scales} if of_all_tasks(config) else {}),
         dev={},
         dev_curve=[],
@@ -313,6 +309,23 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         checkpoint.SOURCES: sources_text(report.inputs | _whose(order), places),
         checkpoint.RECIPE: _recipe(config, order),
     }
+
+
+def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) -> dict[str, str]:
+    """Fingerprints of experts: of those that other tools made, the hash of their files' hashes."""
+    return {
+        name: known
+        or hashlib.sha256(json.dumps(hashed["inputs"][f"expert {name!r}"], sort_keys=True).encode()).hexdigest()
+        for name, known in experts.items()
+    }
+
+
+def fingerprints_of(base: Path, merged: Path) -> tuple[str, str]:
+    """The fingerprints of a base and of what was merged with it, computed at the same time."""
+    with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
+        origin = pool.submit(lambda: checkpoint.fingerprint(leaves_of(base)))
+        made = checkpoint.fingerprint(leaves_of(merged))
+    return origin.result(), made
 
 
 def _by_name(value: Any) -> Any:

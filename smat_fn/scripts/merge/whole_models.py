@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ... import errors
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
@@ -63,10 +62,7 @@ def whole_base(suite: Suite) -> dict[str, Tensor] | None:
     """All leaves of the model that a suite trains a part of; None for suites without a model's folder."""
     if "model" not in suite.recipe:
         return None
-    problems = list[str]()
-    base, _ = read_inputs(Path(suite.recipe["model"]), {}, problems, [])
-    errors.raise_problems(problems)
-    return base
+    return read_inputs(Path(suite.recipe["model"]), {}, [])[0]
 
 
 def of_whole_models(suite: Suite, part: Part) -> Suite:

@@ -245,3 +245,15 @@ def test_fingerprints_of_inputs_are_of_the_weights_and_in_order(runs):
     assert told["experts"][0][1] == loaded.manifests[TWO[0]]["fingerprint"]
     moved = loaded._replace(base={path: leaf + 1 for path, leaf in loaded.base.items()})
     assert choosing.about(moved)["base"] != told["base"]
+
+
+def test_experts_of_a_search_are_hashed_once(tmp_path, monkeypatch):
+    base, expert = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    for name, kind, params in (("base", "base", base), ("a", "expert", expert)):
+        manifest = checkpoint.describe(params, kind=kind, task=name, base_fingerprint=checkpoint.fingerprint(base))
+        checkpoint.save_expert(tmp_path / name, params, manifest)
+    hashed, true = [], checkpoint.fingerprint
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda tree: hashed.append(tree) or true(tree))
+    loaded = load_inputs(tmp_path / "base", [tmp_path / "a"])
+    assert choosing.about(loaded)["experts"] == [["a", true(expert)]]
+    assert sum(bool(tree["w"].any()) for tree in hashed) == 1

@@ -198,6 +198,13 @@ def test_a_calibrated_run_merges_at_the_chosen_sparsity(runs, tmp_path):
     assert same(model.params, merge.ties(base, experts, coef=0.6, keep=keep))
 
 
+def test_a_sparsity_that_calibration_cannot_try_is_told_before_any_is_scored(tmp_path):
+    della, inputs = Della(drop_prob=0.1, window=0.2), (tmp_path / "base", [tmp_path / "expert"])
+    told = "calibration of della: drop_prob 0.9 and window 0.2 give keep probabilities from .* take a smaller window; "
+    with pytest.raises(ValueError, match=told):  # what is missing follows
+        merge_run([della], *inputs, out=tmp_path, search=False, calibration={"della": 1.0}, seed=0)
+
+
 def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
     def save(name, params, **facts):
         checkpoint.save_expert(tmp_path / name, params, {"kind": "expert", "task": name, **facts})

@@ -202,6 +202,8 @@ def test_all_fields_that_are_not_supported_are_refused_by_name_at_once(tmp_path)
         (tmp_path / "bad.yml").write_text(text)
         with pytest.raises(ValueError, match=told):
             moe.load(tmp_path / "bad.yml")
+    with pytest.raises(ValueError, match=r"gone\.yml cannot be read \(No such file or directory\): give a mixture"):
+        moe.load(tmp_path / "gone.yml")
 
 
 def change(folder, **fields):

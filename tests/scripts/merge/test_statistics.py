@@ -129,6 +129,18 @@ def test_statistics_that_are_not_finite_are_refused_in_memory_and_on_disk(config
     assert not (tmp_path / "disk" / config.name).exists()
 
 
+def test_fishers_of_different_labels_are_refused_in_memory_and_on_disk(known, tmp_path):
+    run = shutil.copytree(known, tmp_path / "run")
+    facts = checkpoint.statistics_facts(file := run / "rot90" / "fisher.safetensors") | {"labels": "data"}
+    checkpoint.save_statistics(run / "rot90", facts.pop("kind"), checkpoint.load_statistics(file), facts)
+    base, experts = find_inputs(run)
+    told = r"computed with different labels \(mirror: model, rot90: data\): compute all with the same ones"
+    with pytest.raises(ValueError, match=told):
+        merge_run([Fisher(coef=0.8)], base, experts, out=tmp_path / "memory", search=False, seed=0)
+    with pytest.raises(ValueError, match=told):
+        list(streaming.stream_run([Fisher(coef=0.8)], streaming.order(base, experts, out=tmp_path / "disk", seed=0)))
+
+
 def test_experts_run_in_the_dtypes_of_base(known, suite, tmp_path):
     params = checkpoint.load_leaves(known / "rot90")[0]
     params = {path: leaf.double() if leaf.ndim == 2 else leaf for path, leaf in params.items()}
