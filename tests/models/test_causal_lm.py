@@ -92,7 +92,7 @@ def test_tied_weights_are_one_leaf_and_both_places_get_it(folders):
     assert not tied.where(name, tied.params[name])
     # with a zero embedding all logits are zero if the head follows it
     loss, _ = tied.loss_fn(tied.params | {name: torch.zeros_like(tied.params[name])}, make_batch(tied.tokenizer))
-    torch.testing.assert_close(loss.item(), math.log(20))
+    torch.testing.assert_close(loss.item(), math.log(20), rtol=1e-6, atol=0)
 
 
 def test_the_loss_is_the_token_mean_over_shifted_labels(lm):
@@ -117,10 +117,52 @@ def test_only_labelled_tokens_count(lm):
     loss, count = lm.loss_fn(lm.params, batch)
     # answers and EOS
     assert count == (1 + 1) + (2 + 1)
-    assert loss == lm.module(**batch).loss
+    torch.testing.assert_close(loss, lm.module(**batch).loss.detach(), rtol=1e-6, atol=0)
     # what stands under the padding does not matter
     other = batch | {"input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 7)}
     assert lm.loss_fn(lm.params, other)[0] == loss
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_the_head_runs_where_a_token_is_predicted(folders, kind, engine, monkeypatch):
+    lm, seen = causal_lm.load(folders(kind)), []
+    examples = text.encode([("abcd", "c"), ("d", "ab")], lm.tokenizer, vocabulary=20, mask_prompt=True)
+    batch = text.collate(examples, lm.tokenizer.pad_token_id)
+    lm.module.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape)))
+    gradient = grad.value_and_grad(lm.loss_fn, engine=engine)
+    (loss, count), grads = gradient(lm.params, batch)
+    monkeypatch.setattr(causal_lm, "FEW", -1)
+    (wanted, every), expected = gradient(lm.params, batch)
+    size = tuple(batch["input_ids"].shape)
+    # torch.func transforms values that are not there yet: all logits
+    assert seen == [(1, 5, 20) if engine == "autograd" else (*size, 20), (*size, 20)]
+    assert count == every == 5
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_head_of_other_states_or_of_a_compiled_module_gives_all_logits(lm):
+    examples = text.encode([("abcd", "c"), ("d", "ab")], lm.tokenizer, vocabulary=20, mask_prompt=True)
+    batch, seen = text.collate(examples, lm.tokenizer.pad_token_id), []
+    head = lm.module.get_output_embeddings()
+    hooks = [head.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape)))]
+    wanted = lm.loss_fn(lm.params, batch)[0]
+    lm.module._compiled_call_impl = lm.module._call_impl
+    try:
+        whole = lm.loss_fn(lm.params, batch)[0]
+    finally:
+        lm.module._compiled_call_impl = None
+    hooks.append(head.register_forward_pre_hook(lambda _, args: (args[0][:, :, None],)))  # before that of the loss
+    hooks.append(head.register_forward_hook(lambda _, args, out: out[:, :, 0]))
+    other = lm.loss_fn(lm.params, batch)[0]
+    for hook in hooks:
+        hook.remove()
+    rows, length = batch["input_ids"].shape
+    assert seen == [(1, 5, 20), (rows, length, 20), (rows, length, 1, 20)]
+    for found in (whole, other):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert not head._forward_pre_hooks
 
 
 def test_bfloat16_weights_have_a_float32_loss(folders):
