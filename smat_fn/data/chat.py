@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, TypeAlias
 
 from ..errors import raise_problems
-from ..models.causal_lm import IGNORED
+from ..models.head import IGNORED
 from ..models.pretrained import check_tokenizer
 from .text import Cut, Example, Truncate, fit_problems, kept_places
 

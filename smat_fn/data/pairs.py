@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import raise_problems
-from ..models.causal_lm import IGNORED
+from ..models.head import IGNORED
 from ..models.pretrained import check_tokenizer
 from ..types import Micro
 from . import text

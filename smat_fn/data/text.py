@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from torch import Tensor
 
 from ..errors import raise_problems
-from ..models.causal_lm import IGNORED
+from ..models.head import IGNORED
 from ..models.modules import filled
 from ..models.pretrained import NO_EOS, check_tokenizer
 from ..types import Micro

@@ -7,9 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import errors, tree
+from .. import errors
 from ..types import Batch
-from .causal_lm import IGNORED
+from .head import IGNORED, cross_entropy
 from .modules import sent, train_only
 from .pretrained import LanguageModel, check_tokenizer, checkpoint_blocks, language_model, read
 
@@ -63,18 +63,15 @@ def load(
 def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """``-1/n sum log p(target_t | source, targets before t)`` over the n labels that are not -100.
 
-    Cross entropy of float32 logits (float64 stays float64).
+    `head.cross_entropy`: float32 logits (float64 stays float64), of the predicted positions alone where these are few.
 
     Args: batch: as `data.pairs.collate` gives it, moved to the module's device.
     Returns: (loss, n).
     """
     device = next(module.parameters()).device
     ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
-    before = _before(module, labels)
-    logits = module(input_ids=ids, attention_mask=mask, decoder_input_ids=before, use_cache=False).logits
-    logits = logits.to(tree.compute_dtype(logits))
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    return loss, (labels != IGNORED).sum()
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": _before(module, labels)}
+    return cross_entropy(module, lambda: module(**given, use_cache=False), batch["labels"])
 
 
 def _before(module: Any, labels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..types import Batch
-from .causal_lm import IGNORED, head_at
+from .head import IGNORED, head_at
 from .modules import FullLoss, sent
 from .pretrained import LanguageModel
 from .top import FAILURES, Cut, closeness, cut_of

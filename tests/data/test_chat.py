@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from smat_fn.data import chat, rows
-from smat_fn.models.causal_lm import IGNORED
+from smat_fn.models.head import IGNORED
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from smat_fn import grad, testing, where
 from smat_fn.data import text
-from smat_fn.models import causal_lm, pretrained
+from smat_fn.models import causal_lm, head, pretrained
 
 SIZES = {
     **{"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -132,7 +132,7 @@ def test_the_head_runs_where_a_token_is_predicted(folders, kind, engine, monkeyp
     lm.module.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape)))
     gradient = grad.value_and_grad(lm.loss_fn, engine=engine)
     (loss, count), grads = gradient(lm.params, batch)
-    monkeypatch.setattr(causal_lm, "FEW", -1)
+    monkeypatch.setattr(head, "FEW", -1)
     (wanted, every), expected = gradient(lm.params, batch)
     size = tuple(batch["input_ids"].shape)
     # torch.func transforms values that are not there yet: all logits
@@ -145,16 +145,16 @@ def test_the_head_runs_where_a_token_is_predicted(folders, kind, engine, monkeyp
 def test_a_head_of_other_states_or_of_a_compiled_module_gives_all_logits(lm):
     examples = text.encode([("abcd", "c"), ("d", "ab")], lm.tokenizer, vocabulary=20, mask_prompt=True)
     batch, seen = text.collate(examples, lm.tokenizer.pad_token_id), []
-    head = lm.module.get_output_embeddings()
-    hooks = [head.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape)))]
+    own = lm.module.get_output_embeddings()
+    hooks = [own.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape)))]
     wanted = lm.loss_fn(lm.params, batch)[0]
     lm.module._compiled_call_impl = lm.module._call_impl
     try:
         whole = lm.loss_fn(lm.params, batch)[0]
     finally:
         lm.module._compiled_call_impl = None
-    hooks.append(head.register_forward_pre_hook(lambda _, args: (args[0][:, :, None],)))  # before that of the loss
-    hooks.append(head.register_forward_hook(lambda _, args, out: out[:, :, 0]))
+    hooks.append(own.register_forward_pre_hook(lambda _, args: (args[0][:, :, None],)))  # before that of the loss
+    hooks.append(own.register_forward_hook(lambda _, args, out: out[:, :, 0]))
     other = lm.loss_fn(lm.params, batch)[0]
     for hook in hooks:
         hook.remove()
@@ -162,7 +162,7 @@ def test_a_head_of_other_states_or_of_a_compiled_module_gives_all_logits(lm):
     assert seen == [(1, 5, 20), (rows, length, 20), (rows, length, 1, 20)]
     for found in (whole, other):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-    assert not head._forward_pre_hooks
+    assert not own._forward_pre_hooks
 
 
 def test_bfloat16_weights_have_a_float32_loss(folders):

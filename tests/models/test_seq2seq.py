@@ -102,8 +102,11 @@ def test_batches_are_sources_and_targets_each_with_its_end(tokenizer):
 
 def test_the_loss_is_the_mean_over_target_tokens(model, tokenizer):
     module, bundle = model
-    batch = batch_of(ROWS, tokenizer)
+    batch, seen = batch_of(ROWS, tokenizer), []
+    hook = module.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out.shape[:2]))
     loss, count = bundle.loss_fn(bundle.params, batch)
+    hook.remove()
+    assert seen == [(1, count)]  # the head runs where a token is predicted
     total = 0.0
     for row in ROWS:  # every row alone, unpadded
         one = batch_of([row], tokenizer)

@@ -7,7 +7,8 @@ from torch.func import vmap
 
 from smat_fn.data import text
 from smat_fn.grad import value_and_grad
-from smat_fn.models.causal_lm import IGNORED, next_token_loss
+from smat_fn.models.causal_lm import next_token_loss
+from smat_fn.models.head import IGNORED
 from smat_fn.models.modules import train_only
 from smat_fn.models.pretrained import language_model
 from smat_fn.models.top_language import TopLanguage, top_language
