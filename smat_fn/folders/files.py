@@ -74,8 +74,9 @@ class Hashing:
 
     def know(self, file: Path, digest: str) -> None:
         """Take over the digest of a file."""
-        found = self._found[file.absolute(), identity(file)] = Future()
+        found: Future[str] = Future()
         found.set_result(digest)
+        self._found[file.absolute(), identity(file)] = found
 
     def digests(self, files: Iterable[Path]) -> dict[Path, str]:
         """SHA-256 of files, waited for. Raises: OSError for one that cannot be read."""

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Unpack
@@ -153,7 +153,7 @@ def write_job(
     begin = time.perf_counter()
     errors.raise_problems(memory_problems(job))
     folder, recipe = work_folder(out), _recipe(job, shards, more)
-    shared = Hashing(job.workers) if hashing is None else nullcontext(hashing)
+    shared: AbstractContextManager[Hashing] = Hashing(job.workers) if hashing is None else nullcontext(hashing)
     with exclusive(out), shared as hashing, kept_if_full(folder):
         recover(out)
         checkpoint.refuse_existing(out, overwrite=overwrite)  # what another merge has put there
