@@ -44,10 +44,10 @@ def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
     mean = math.fsum(values) / n
     if n == 1:
         return Estimate(values, mean, None, None)
-    from scipy.stats import t
+    from scipy.special import stdtrit  # the quantile behind scipy.stats.t, which takes a second to import
 
     sd = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = float(t.ppf((1 + level) / 2, n - 1)) * sd / math.sqrt(n)
+    half = float(stdtrit(n - 1, (1 + level) / 2)) * sd / math.sqrt(n)
     return Estimate(values, mean, sd, (mean - half, mean + half))
 
 

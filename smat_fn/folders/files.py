@@ -44,11 +44,14 @@ def changed(seen: Mapping[Path, Identity | None]) -> list[str]:
 
 
 class Hashing:
-    """SHA-256 of files in threads beside other work; at the end of the block what is not asked for is given up."""
+    """SHA-256 of files in threads beside other work, of a file that does not change once.
+
+    At the end of the block what is not asked for is given up.
+    """
 
     def __init__(self, workers: int) -> None:
         self._pool, self._stopped = ThreadPoolExecutor(workers), Event()
-        self._found: dict[Path, Future[str]] = {}
+        self._found: dict[tuple[Path, Identity | None], Future[str]] = {}
 
     def __enter__(self) -> "Hashing":
         return self
@@ -59,22 +62,25 @@ class Hashing:
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, files: Iterable[Path]) -> None:
-        """Start on files that have not been started."""
+    def begin(self, files: Iterable[Path]) -> dict[Path, Future[str]]:
+        """Start on files that have not been started as they are now."""
+        begun = {}
         for file in files:
-            if file not in self._found:
-                self._found[file] = self._pool.submit(self._digest, file)
+            key = file.absolute(), identity(file)
+            if key not in self._found:
+                self._found[key] = self._pool.submit(self._digest, file)
+            begun[file] = self._found[key]
+        return begun
 
     def know(self, file: Path, digest: str) -> None:
         """Take over the digest of a file."""
-        self._found[file] = Future()
-        self._found[file].set_result(digest)
+        found: Future[str] = Future()
+        found.set_result(digest)
+        self._found[file.absolute(), identity(file)] = found
 
     def digests(self, files: Iterable[Path]) -> dict[Path, str]:
         """SHA-256 of files, waited for. Raises: OSError for one that cannot be read."""
-        files = list(files)
-        self.begin(files)
-        return {file: self._found[file].result() for file in files}
+        return {file: digest.result() for file, digest in self.begin(files).items()}
 
     def _digest(self, file: Path) -> str:
         digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
@@ -87,7 +93,7 @@ class Hashing:
 def digests(files: Iterable[Path], workers: int) -> dict[Path, str]:
     """SHA-256 of every file, each file once, in several threads. Raises: OSError for one that cannot be read."""
     with Hashing(workers) as hashing:
-        return hashing.digests(dict.fromkeys(files))
+        return hashing.digests(files)
 
 
 def sampled(file: Path) -> str:

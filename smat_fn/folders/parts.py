@@ -108,8 +108,7 @@ def merge_part(
             progress["done"] = False
             save()
         progress["shards"] = whole(folder, progress["shards"], mine, job.workers)
-        if describe is not None and "inputs" not in progress:
-            hashing.begin(files)
+        begun = hashing.begin(files) if describe is not None and "inputs" not in progress else None
         try:
             survey = Survey(job, progress, save, {path for shard in mine for path in shard.offsets})
             merge_shards(job, survey, mine, folder, progress, save, hashing)
@@ -117,8 +116,8 @@ def merge_part(
             with exclusive(out, wait=WAIT):
                 _discard(folder, part, mine)  # it would fail again
             raise
-        if describe is not None and "inputs" not in progress:
-            progress["inputs"] = list(hashing.digests(files).values())
+        if begun is not None:
+            progress["inputs"] = [digest.result() for digest in begun.values()]
         progress["done"] = True
         save()
         running.close()

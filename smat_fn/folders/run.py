@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Unpack
@@ -80,6 +80,7 @@ def merge_folders(
     out: Path,
     *,
     describe: Describe | None = None,
+    hashing: Hashing | None = None,
     **options: Unpack[Options],
 ) -> Report:
     """Merge checkpoint folders on disk, bit-identical to the merger of ``config`` in memory.
@@ -95,6 +96,7 @@ def merge_folders(
             of an expert decides random masks.
         describe: given the files of the finished checkpoint and the report, the texts of more files by name, which
             appear with it; default: a manifest that names the merger, its settings and the files.
+        hashing: shared by several merges, so that each of their inputs is hashed once; default: its own.
         coef: γ, or {glob: γ} as in `coefs_of`, else ``config.coef``.
         key: int64 (2,), for random masks.
         out_dtype: of the floating-point leaves, "same" as base's.
@@ -129,7 +131,7 @@ def merge_folders(
     out = checkpoint.follow(out)
     job, shards = prepare(config, base, experts, out, **options)
     overwrite, rows = options.get("overwrite", False), options.get("vocabulary")
-    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=rows)
+    return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=rows)
 
 
 def write_job(
@@ -138,18 +140,21 @@ def write_job(
     out: Path,
     *,
     describe: Describe | None,
+    hashing: Hashing | None = None,
     overwrite: bool,
     more: str | None = None,
     write: Write | None = None,
 ) -> Report:
     """Merge what is prepared, as `merge_folders`.
 
-    Args: more: what else decides the bytes, of a resumed merge; write: instead of `merge_shards`.
+    Args: hashing: as of `merge_folders`; more: what else decides the bytes, of a resumed merge; write: instead of
+        `merge_shards`.
     """
     begin = time.perf_counter()
     errors.raise_problems(memory_problems(job))
     folder, recipe = work_folder(out), _recipe(job, shards, more)
-    with exclusive(out), Hashing(job.workers) as hashing, kept_if_full(folder):
+    shared: AbstractContextManager[Hashing] = Hashing(job.workers) if hashing is None else nullcontext(hashing)
+    with exclusive(out), shared as hashing, kept_if_full(folder):
         recover(out)
         checkpoint.refuse_existing(out, overwrite=overwrite)  # what another merge has put there
         errors.raise_problems(room_problems(folder, shards))
@@ -208,6 +213,7 @@ def completed(
     """Write all files beside finished shards. Raises: ValueError if an input changed while it was read."""
     size = sum(shard.size - len(shard.header) for shard in shards)
     files = fill(folder, job.beside, shards)
+    errors.raise_problems(changed(job.seen))  # a file that is gone cannot be hashed
     report = _report(job, survey, progress, files, hashing, described=describe is not None)
     report = report._replace(bytes=size, seconds=time.perf_counter() - begin)
     for name, text in (describe or partial(_manifest, job))(files, report).items():

@@ -146,6 +146,7 @@ def merge_several(
     out: Path,
     *,
     describe: Describe | None = None,
+    hashing: Hashing | None = None,
     **options: Unpack[Options],
 ) -> Report:
     """Merge checkpoint folders into one folder that holds a model for each task (`export_task`), as `merge_folders`.
@@ -160,7 +161,7 @@ def merge_several(
     job, shards = prepare_several(config, base, experts, out, **options)
     overwrite, rows = options.get("overwrite", False), options.get("vocabulary")
     more = f"several {rows}"
-    return write_job(job, shards, out, describe=describe, overwrite=overwrite, more=more, write=_write)
+    return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=more, write=_write)
 
 
 def plan_several(

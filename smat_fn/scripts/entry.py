@@ -22,6 +22,7 @@ COMMANDS = {
 EXTRAS = {
     "huggingface_hub": "hub",
     **dict.fromkeys(("transformers", "datasets", "PIL", "einops", "sklearn", "rouge", "sacrebleu"), "train"),
+    "scikit-learn": "train",  # whose version is read without importing it
     **dict.fromkeys(("tqdm", "rich"), "train"),
     **dict.fromkeys(("matplotlib", "scipy", "markdown_it"), "eval"),
 }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import random
 from ..data.batching import permutation
+from ..data.cache import cached, versions
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..models import FullLoss, tiny_vit
@@ -88,14 +89,20 @@ class DigitsOptions(SuiteOptions):
 
 def splits(seed: int) -> dict[str, Examples]:
     """Train, dev and test examples of a seed: disjoint, together all 1,797 digits."""
+    # scikit-learn takes more than a second to import
+    images, labels = cached("digits", versions("scikit-learn"), _stored).values()
+    order = permutation(random.fold_in(random.key(seed), "split"), len(labels))
+    parts = order.split(list(SIZES.values()))
+    return {name: Examples(images[part], labels[part]) for name, part in zip(SIZES, parts, strict=True)}
+
+
+def _stored() -> dict[str, Tensor]:
+    """All digits in scikit-learn's order."""
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
     images = rearrange(torch.tensor(pixels, dtype=torch.float32), "n (h w) -> n h w", h=8) / 16
-    labels = torch.tensor(digits, dtype=torch.int64)
-    order = permutation(random.fold_in(random.key(seed), "split"), len(labels))
-    parts = order.split(list(SIZES.values()))
-    return {name: Examples(images[part], labels[part]) for name, part in zip(SIZES, parts, strict=True)}
+    return {"images": images, "labels": torch.tensor(digits, dtype=torch.int64)}
 
 
 def class_means(module: nn.Module, examples: Examples) -> Tensor:

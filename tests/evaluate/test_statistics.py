@@ -1,6 +1,7 @@
 """Intervals against scipy and closed forms, pairs against hand-made differences."""
 
 import math
+import sys
 
 import pytest
 from scipy import stats
@@ -18,6 +19,15 @@ def test_the_interval_is_that_of_a_paired_t_test():
     assert got.sd == pytest.approx(stats.tstd(got.values), rel=1e-12)
     assert got.signs == (3, 0, 1)
     assert not got.settled
+
+
+def test_quantiles_are_those_of_scipy_stats_which_is_not_imported(monkeypatch):
+    quantiles = {(n, level): stats.t.ppf((1 + level) / 2, n - 1) for n in range(2, 40) for level in (0.5, 0.9, 0.95)}
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    for (n, level), quantile in quantiles.items():
+        got = estimate(range(n), level=level)
+        half = quantile * got.sd / math.sqrt(n)
+        assert got.interval == (got.mean - half, got.mean + half)
 
 
 def test_two_values_have_the_interval_of_cauchy():

@@ -85,7 +85,7 @@ def test_an_input_that_changes_during_a_merge_is_told(inputs, tmp_path, monkeypa
     file = next((base if which == "base" else experts["sum"]).glob("*.safetensors"))
     monkeypatch.setattr(run, "write_chunk", at(call, lambda: CHANGES[change](file)))
     with pytest.raises(ValueError, match=rf"{file} (is gone|was written|has \d+ bytes).*nothing is written"):
-        merge_folders(TA, *inputs, tmp_path / "out", **OPTIONS)
+        merge_folders(TA, *inputs, tmp_path / "out", describe=lambda files, report: {}, **OPTIONS)
     assert not (tmp_path / "out").exists()
     assert leftovers(tmp_path) == []
 

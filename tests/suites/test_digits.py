@@ -1,11 +1,13 @@
 """Digits: splits, transforms, pretraining, heads, and what may not leak."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 
 from smat_fn import random
 from smat_fn.grad import value_and_grad
@@ -31,6 +33,19 @@ def test_splits_are_disjoint_and_complete():
     assert stacked.shape == (1797, 8, 8)
     assert stacked.min() == 0
     assert stacked.max() == 1
+
+
+def test_images_are_scikit_learns_own_which_is_imported_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMAT_FN_CACHE", str(tmp_path))
+    first = splits(0)
+    pixels, labels = load_digits(return_X_y=True)
+    known = {(image / 16).astype(np.float32).tobytes(): label for image, label in zip(pixels, labels, strict=True)}
+    for part in first.values():
+        assert [known[image.numpy().tobytes()] for image in part.images] == part.labels.tolist()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    again = splits(0)
+    assert all(torch.equal(first[name].images, again[name].images) for name in SIZES)
+    assert all(torch.equal(first[name].labels, again[name].labels) for name in SIZES)
 
 
 def test_splits_follow_the_seed_and_keep_labels_with_images():
@@ -159,7 +174,7 @@ def test_cache_tells_seeds_settings_and_training_images_apart(tmp_path, monkeypa
         (other, 3, PRETRAINING),
     ):
         digits_base.base(examples, seed, **settings)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.glob("digits-base-*"))) == 4
 
 
 def test_nothing_of_dev_and_test_reaches_base_heads_or_batches(suite, few, monkeypatch):

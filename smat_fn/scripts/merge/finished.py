@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__, checkpoint
-from ...folders.files import digests
+from ...folders.files import Hashing, digests
 
 
 def is_merged(folder: Path) -> bool:
@@ -42,12 +42,12 @@ def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
     return [f"it was made of experts in the order {', '.join(made)}"] if made != list(experts) else []
 
 
-def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
+def verify(path: Path, *, hashing: Hashing | None = None) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 
     Where the inputs lie stands in a file of this machine, `SOURCES`; without it they are not looked for.
 
-    Args: path: folder of the merged model, or its README.md.
+    Args: path: folder of the merged model, or its README.md; hashing: where some of the files were hashed before.
     Returns: the number of files, and a line for every file that has changed or is missing.
     Raises: ValueError for a folder without a manifest, and for one that is malformed.
     """
@@ -65,7 +65,8 @@ def verify(path: Path, *, workers: int = 1) -> tuple[int, list[str]]:
     for label, read in manifest.get("inputs", {}).items():
         known = places.get(label, {})
         named |= {Path(known[name]): print_ for name, print_ in read.items() if name in known}
-    found = digests([file for file in named if file.is_file()], workers)
+    there = [file for file in named if file.is_file()]
+    found = digests(there, 1) if hashing is None else hashing.digests(there)
     return len(named), [
         f"{file} has changed: SHA-256 {found[file]}, it was {print_}" if file in found else f"{file} is missing"
         for file, print_ in named.items()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors, random
 from ...folders import Report, chunk_of, local_folder
-from ...folders.files import digests, size_text
+from ...folders.files import Hashing, size_text
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
@@ -202,13 +202,14 @@ def _others(out: Path, facts: Mapping[str, Any], models: Models, workers: int) -
     if found := differences(out, wanted):
         return found
     inputs, made = _inputs(models), checkpoint.load_manifest(out).get("inputs", {})
-    read = hashes([], inputs, digests([file for own in inputs.values() for file in own], workers))["inputs"]
-    if read != made:
-        return ["it was made of other inputs"]
-    if found := other_order(out, facts["experts"]):
-        return found
-    files = beside(models, out_dtypes(facts["out_dtype"]))
-    return other_files(out, files) or verify(out, workers=workers)[1]
+    with Hashing(workers) as hashing:
+        read = hashes([], inputs, hashing.digests(file for own in inputs.values() for file in own))["inputs"]
+        if read != made:
+            return ["it was made of other inputs"]
+        if found := other_order(out, facts["experts"]):
+            return found
+        files = beside(models, out_dtypes(facts["out_dtype"]))
+        return other_files(out, files) or verify(out, hashing=hashing)[1]
 
 
 def _texts(

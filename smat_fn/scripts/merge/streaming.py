@@ -27,7 +27,7 @@ from ...folders import (
     plan,
     prepare,
 )
-from ...folders.files import UNITS, digests, size_text
+from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
 from ...folders.several import is_several, merge_several, of_all_tasks, open_several, plan_several, prepare_several
@@ -112,27 +112,29 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
 
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
-    kept = _check(configs, order)
-    for config in configs:
-        folder = order.out / config.name
-        if config in kept:
-            with exclusive(folder):  # the lock file of a merge that was killed at its end goes
-                yield folder, None
-            continue
-        options, describe = _options(config, order), partial(_texts, config, order)
-        inputs = config, order.base, order.experts, folder
-        if of_all_tasks(config):
-            yield folder, merge_several(*inputs, describe=describe, **options)
-        elif order.part is None:
-            yield folder, merge_folders(*inputs, describe=describe, **options)
-        else:
-            decided = {"seed": order.seed, **_settings(config, order)}
-            yield folder, merge_part(*inputs, order.part, describe=describe, facts=decided, **options)
+    with _hashing(order) as hashing:
+        kept = _check(configs, order, hashing)
+        for config in configs:
+            folder = order.out / config.name
+            if config in kept:
+                with exclusive(folder):  # the lock file of a merge that was killed at its end goes
+                    yield folder, None
+                continue
+            options, describe = _options(config, order), partial(_texts, config, order)
+            inputs = config, order.base, order.experts, folder
+            if of_all_tasks(config):
+                yield folder, merge_several(*inputs, describe=describe, hashing=hashing, **options)
+            elif order.part is None:
+                yield folder, merge_folders(*inputs, describe=describe, hashing=hashing, **options)
+            else:
+                decided = {"seed": order.seed, **_settings(config, order)}
+                yield folder, merge_part(*inputs, order.part, describe=describe, facts=decided, **options)
 
 
 def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan | None]:
     """Memory, disk and time of `stream_run`, None for a merge that is done; nothing is written. Raises: the same."""
-    kept = _check(configs, order)
+    with _hashing(order) as hashing:
+        kept = _check(configs, order, hashing)
     return {
         order.out / config.name: None
         if config in kept
@@ -207,7 +209,12 @@ def plan_text(folder: Path, found: Plan | None) -> str:
     )
 
 
-def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
+def _hashing(order: Order) -> Hashing:
+    """For all mergers of a call, which have the same inputs."""
+    return Hashing(order.options.get("workers", 1))
+
+
+def _check(configs: Sequence[MergerConfig], order: Order, hashing: Hashing) -> list[MergerConfig]:
     """The mergers whose merge is done already. Raises: as `stream_run` before any merging."""
     problems, kept = list[str](), list[MergerConfig]()
     if order.coefs and not any(hasattr(config, "coef") for config in configs):
@@ -215,7 +222,7 @@ def _check(configs: Sequence[MergerConfig], order: Order) -> list[MergerConfig]:
     for config in configs:
         folder = order.out / config.name
         if folder.exists() and not order.options.get("overwrite"):
-            if not (others := _other_merge(config, order, folder)):
+            if not (others := _other_merge(config, order, folder, hashing)):
                 kept.append(config)
                 continue
             problems += [f"{folder} holds another merge: {others[0]}"] if is_merged(folder) else []
@@ -240,7 +247,7 @@ def _prepared(config: MergerConfig, order: Order, options: Options) -> tuple[Job
     return found
 
 
-def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
+def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hashing) -> list[str]:
     """Reasons why ``folder`` does not hold this very merge; none if it does."""
     if found := differences(folder, {"merge_seed": order.seed, **_settings(config, order)}):
         return found
@@ -248,15 +255,15 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path) -> list[str]:
         job, _ = _prepared(config, order, _options(config, order) | {"overwrite": True})
     except ValueError as error:
         return [str(error)]
-    manifest, workers = checkpoint.load_manifest(folder), order.options.get("workers", 1)
+    manifest = checkpoint.load_manifest(folder)
     inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
-    read = hashes([], inputs, digests(job.seen, workers))["inputs"]
+    read = hashes([], inputs, hashing.digests(job.seen))["inputs"]
     made_of = manifest.get("inputs", {})
     if others := [label for label in [*read, *(made_of.keys() - read)] if made_of.get(label) != read.get(label)]:
         return [f"it was made of another {label}" for label in others]
     if others := other_order(folder, order.experts):
         return others
-    return other_files(folder, job.beside) or verify(folder, workers=workers)[1]
+    return other_files(folder, job.beside) or verify(folder, hashing=hashing)[1]
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:

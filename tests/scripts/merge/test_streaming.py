@@ -31,6 +31,7 @@ from smat_fn.config import (
     Wudi,
 )
 from smat_fn.folders import writing
+from smat_fn.folders.files import Hashing
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge import finished, streaming
 from smat_fn.scripts.merge.choosing import merge_one
@@ -231,6 +232,23 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     assert when(folder) == before
     again = order._replace(options=order.options | {"overwrite": True})
     assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
+
+
+def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path, monkeypatch):
+    weights = [folder / "model.safetensors" for folder in (copied[0], *copied[1])]
+    read, digest = [], Hashing._digest
+    monkeypatch.setattr(Hashing, "_digest", lambda own, file: read.append(file) or digest(own, file))
+    order = streaming.order(*copied, out=tmp_path / "out", seed=0)
+    run = streaming.stream_run([TA, WeightAverage(), MagMax(coef=0.4)], order)
+    next(run), next(run)
+    assert [read.count(file) for file in weights] == [1, 1, 1]
+    read.clear()
+    assert [report for _, report in streaming.stream_run([TA, WeightAverage()], order)] == [None, None]
+    assert [read.count(file) for file in weights] == [1, 1, 1]
+    flip(weights[2])
+    folder, _ = next(run)
+    found = checkpoint.load_manifest(folder)["inputs"][f"expert {copied[1][1].name!r}"]
+    assert found == {"model.safetensors": hashlib.sha256(weights[2].read_bytes()).hexdigest()}
 
 
 @pytest.mark.parametrize(
