@@ -145,14 +145,7 @@ def by_merger(test: Scores) -> str:
 def digits_mergers(result: dict[str, Any]) -> str:
     """Every merger by the methods of the one-pass study, a line for each merger; then those with data beside others."""
     test, sees = with_data(result["test"])
-    names = [name for name in ordered(test) if name in sees]
-    having = {name: [x for x, own in test.items() if name in own and "Muon" not in x] for name in names}
-    beside_ = [
-        (name, *(of_pair(mean_of(test, own, other), mean_of(test, own, name)) for other in RIVALS), str(len(own)))
-        for name, own in having.items()
-    ]
-    head, commands = ("Merger with data", *(f"- {other} (95 %)" for other in RIVALS), "Methods"), [result["command"]]
-    commands += [stored(DATA)["command"]] if sees else []
+    commands = [result["command"]] + ([stored(DATA)["command"]] if sees else [])
     return (
         f"{every_merger(test, sees)}\n"
         f"Test score on digits, mean over four tasks and {seeds(result)}, at the choices of the one-pass study; lines "
@@ -160,12 +153,25 @@ def digits_mergers(result: dict[str, Any]) -> str:
         "dev, AdaMerging's coefficients by entropy alone; nothing else is tuned. Where there is no number a merger was "
         "not run, or, with Muon, there are no moments to merge by. "
         f"From {' and '.join(f'`{command}`' for command in commands)} on {result['hardware']}.\n"
-    ) + (
-        f"\n{table(head, beside_)}\n"
+        f"{from_others(test, sees, result)}"
+    )
+
+
+def from_others(test: Scores, sees: Mapping[str, str], result: dict[str, Any]) -> str:
+    """Differences of mergers with data from two without, over the methods with Adam; nothing where there are none."""
+    names = [name for name in ordered(test) if name in sees]
+    having = {name: [x for x, own in test.items() if name in own and "Muon" not in x] for name in names}
+    lines = [
+        (name, *(of_pair(mean_of(test, own, other), mean_of(test, own, name)) for other in RIVALS), str(len(own)))
+        for name, own in having.items()
+    ]
+    if not lines:
+        return ""
+    head = "Merger with data", *(f"- {other} (95 %)" for other in RIVALS), "Methods"
+    return (
+        f"\n{table(head, lines)}\n"
         "The same scores as differences, averaged over the methods with Adam that have them, paired by seed, with the "
         f"95 % t interval over {seeds(result)}.\n"
-        if beside_
-        else ""
     )
 
 
@@ -193,6 +199,7 @@ def text_data_mergers(result: dict[str, Any]) -> str:
         f"The same with mergers that need data, and two that need none, mean over five tasks and {seeds(result)}. "
         "Coefficients are chosen on dev, AdaMerging's by entropy alone; nothing else is tuned. "
         f"From `{result['command']}` on {result['hardware']}.\n"
+        f"{from_others(test, result['sees'], result)}"
     )
 
 

@@ -175,3 +175,4 @@ def test_of_the_text_encoder_whole_seeds_are_published_beside_mergers_without_da
     assert "| FISHER | 256 training rows a task | 60.5 | 60.5 |" in text
     assert "| TA | - | 65.0 | 65.0 |" in text
     assert "mean over five tasks and 2 of 3 planned seeds" in text
+    assert "| FISHER | -4.50 (-10.85 to +1.85) | -12.50 (-18.85 to -6.15) | 2 |" in text
