@@ -5,6 +5,7 @@ Other options are the preset's, the defaults, or those of the sources. The seeds
 so the table compares mergers and is no new evidence for a method.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -33,7 +34,7 @@ from smat_fn.report.tables import MainTable, cell_of
 
 from .digits_onepass import GRIDS, STUDY
 from .methods import evaluate
-from .readme import ROOT, ordered, stored, with_data
+from .readme import ROOT, Scores, ordered, stored, with_data
 from .study.grids import stored_choices
 
 FIGURE = ROOT / "docs/results/digits_mergers.png"
@@ -75,15 +76,15 @@ def main(folder: Positional[Path], *, jobs: int = 2, seeds: int = 3) -> None:
 
 def draw() -> None:
     """The heat map of the stored scores, of mergers that need data too; these say what they see."""
-    stored_ = stored("digits_mergers")
-    lines, sees = with_data(stored_["test"])
+    found = stored("digits_mergers")
+    heat_map(FIGURE, found["seeds"], *with_data(found["test"]))
+
+
+def heat_map(file: Path, seeds: Sequence[int], lines: Scores, sees: Mapping[str, str]) -> None:
+    """Means by method and merger, over these seeds or the first of them; ``sees`` stands behind a merger's name."""
     names = {name: f"{name} ({sees[name]})" if name in sees else name for name in ordered(lines) if name != "Expert"}
     cells = {
-        label: {
-            names[name]: cell_of(dict(zip(stored_["seeds"], scores, strict=True)))
-            for name, scores in line.items()
-            if name in names
-        }
+        label: {names[x]: cell_of(dict(zip(seeds, scores, strict=False))) for x, scores in line.items() if x in names}
         for label, line in lines.items()
     }
-    write_bytes(FIGURE, merger_plot(MainTable("test", cells), list(names.values())))
+    write_bytes(file, merger_plot(MainTable("test", cells), list(names.values())))

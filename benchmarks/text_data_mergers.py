@@ -11,7 +11,9 @@ from tyro.conf import Positional
 from smat_fn import machine
 
 from .digits_data_mergers import write
+from .digits_mergers import heat_map
 from .methods import say
+from .readme import ROOT, stored, without_means
 from .studies import study
 from .study.by_data import CONFIGS, adapt_trial, is_adapted, run_by_data
 from .study.by_data import SEES as SEES_ON_DIGITS
@@ -19,6 +21,7 @@ from .study.grids import stored_choices
 from .study.trial import Trial
 from .study.trials import Outcome, run_trials
 
+FIGURE = ROOT / "docs/results/text_mergers.png"
 DEV = "200 dev rows a task, no labels"
 SEES = {name: DEV if name.startswith("ADAMERGING") else rows for name, rows in SEES_ON_DIGITS.items()}
 
@@ -47,6 +50,17 @@ def main(folder: Positional[Path], *, model: str, data: str, jobs: int = 1, seed
         whole = tuple(seed for seed in planned if all((label, seed) in found for label in choices))
         if whole:
             write(protocol, [found[label, seed] for label in choices for seed in whole], whole, facts, SEES)
+            draw()
+
+
+def draw() -> None:
+    """The heat map of the stored scores of the study's experts, by mergers without data and with."""
+    whole, found = stored("text_onepass"), stored("text_data_mergers")
+    lines = without_means(whole["test"])
+    for label, line in found["test"].items():
+        lines[label] |= {name: scores for name, scores in line.items() if name != "Expert"}
+    sees = {name: f"{rows}; {len(found['seeds'])} seeds" for name, rows in found["sees"].items()}
+    heat_map(FIGURE, whole["seeds"], lines, sees)
 
 
 def run_and_adapt(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:

@@ -166,7 +166,15 @@ def test_of_the_text_encoder_whole_seeds_are_published_beside_mergers_without_da
     monkeypatch.setattr(text_data_mergers, "stored_choices", lambda protocol, grids: kept)
     monkeypatch.setattr(methods.Protocol, "trial", lambda self, label, candidate, seed: Trial(label, seed))
     monkeypatch.setattr(text_data_mergers, "run_trials", run_trials)
+    monkeypatch.setattr(text_data_mergers, "FIGURE", tmp_path / "text.png")
+    drawn = []
+    monkeypatch.setattr(digits_mergers, "merger_plot", lambda table, names: drawn.append((table, names)) or b"figure")
     text_data_mergers.main(tmp_path / "work", model="m", data="d", seeds=3)
+    table, names = drawn[-1]
+    assert names[:2] == ["TSV_MERGE", "REG_MEAN (256 training rows a task; 2 seeds)"]
+    assert (table.cells["FT"]["TA"].mean, table.cells["FT"][names[1]].mean) == (64.0, 70.5)
+    assert names[1] not in table.cells["ASAM"]
+    assert (tmp_path / "text.png").read_bytes() == b"figure"
     assert asked == [(label, seed) for seed in (241, 242, 243) for label in ("FT", "SMAT")]
     result = json.loads((place / "text_data_mergers.json").read_text())
     assert (result["seeds"], result["planned_seeds"]) == ([241, 242], [241, 242, 243])
