@@ -97,10 +97,9 @@ def main() -> None:
 
 def runs(folder: Path) -> Iterator[Run]:
     """All runs whose results are stored in a folder."""
-    again = "digits_mergers_runs.jsonl", "digits_data_mergers_runs.jsonl"  # experts of digits_onepass once more
     for file in sorted(folder.glob("*_runs.jsonl")):
-        if file.name in again:
-            continue
+        if file.name.endswith("_mergers_runs.jsonl"):
+            continue  # experts of another study once more
         yield from _evaluated(folder, file.name.removesuffix("_runs.jsonl"), lines(file))
     for file in sorted(folder.glob("*_tuning.json")):
         yield from _tuned(file.name.removesuffix("_tuning.json"), json.loads(file.read_text())["runs"])

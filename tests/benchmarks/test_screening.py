@@ -36,6 +36,7 @@ def few(part, name):
     return part if name == "train" else Examples(part.images[:60], part.labels[:60])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small")
 def test_a_stopped_screening_resumes_and_writes_tables(tmp_path, capsys):
     words = [str(tmp_path), "--seeds", "112", "--rates", "1e-3", "--jobs", "1", "--families"]

@@ -41,7 +41,7 @@ def as_numpy(tree):
     return jax.tree.map(lambda leaf: leaf.detach().numpy(), tree)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("noise", ["uniform", "gaussian"])
 def test_states_and_gradients_in_every_argument_equal_jax(noise, dtype, jit):

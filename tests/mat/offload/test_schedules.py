@@ -95,7 +95,7 @@ def assert_same(one, other):
         assert mine.simulated == theirs.simulated
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2)), 3])
 @pytest.mark.parametrize("options", [{"period": 1}, {"period": 2}, {"period": 4}, {"lam": 0.3}, {"lam": 1.0}], ids=str)
 @each_mode
 def test_any_schedule_from_any_step_ending_on_any_step(runtime, network, offload, options, first):
