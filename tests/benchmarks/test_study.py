@@ -95,6 +95,7 @@ def chosen(work):
     }
 
 
+@pytest.mark.slow
 def test_every_choice_is_made_without_the_test_split(first, tmp_path, monkeypatch):
     work, study = first
     inputs = load_inputs(*find_inputs(preset_trial("small", "smat", 1e-3, 21).folder(work)))

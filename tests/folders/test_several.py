@@ -50,7 +50,7 @@ def blocks(monkeypatch):
     monkeypatch.setattr(arithmetic, "BLOCK", 32)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_task_has_the_bits_of_its_own_merge(name, dtype, count, family, folders, tmp_path, blocks):

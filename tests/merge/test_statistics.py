@@ -145,6 +145,7 @@ def test_drawn_labels_follow_the_predictions():
     assert not torch.equal(labels, other)
 
 
+@pytest.mark.slow
 def test_drawn_labels_give_the_fisher_matrix_on_average():
     params, inputs = {"w": normal(2, 1)}, torch.full((4000, 1), 0.7)
     batch = drawn_labels(logistic, params, (inputs, torch.zeros(4000, dtype=torch.int64)), random.key(1))

@@ -30,11 +30,13 @@ def compiled():
     return {name.strip(): [float(cell or "nan") for cell in cells] for name, *cells in lines}
 
 
+@pytest.mark.slow
 def test_all_kernels_compile_for_sm_90(compiled):
     assert {re.split(r"[ ,]", name)[0] for name in compiled} == {"simulate", "reweight", "climb"}
     assert {"simulate bf16, masked, aligned", "reweight bf16, masked, norm, aligned"} <= set(compiled)
 
 
+@pytest.mark.slow
 def test_instructions_per_coordinate_stay_below_what_memory_hides(compiled):
     limits = {
         "simulate bf16, masked, aligned": 37,
@@ -46,6 +48,7 @@ def test_instructions_per_coordinate_stay_below_what_memory_hides(compiled):
     assert not over
 
 
+@pytest.mark.slow
 def test_nothing_is_spilled(compiled):
     assert {name: cells[2] for name, cells in compiled.items() if cells[2] > 0} == {}
 

@@ -65,7 +65,7 @@ def assert_same(runs):
             assert_trees_equal([info.loss, info.grad_norm, info.aux], [expected.loss, expected.grad_norm, expected.aux])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama tied", pytest.param("gpt2 tied", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize(
     ("options", "dtype"),

@@ -16,7 +16,9 @@ def same(a, b):
     return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
-@pytest.mark.parametrize("config", [TaskArithmetic(), TsvMerge()], ids=["ta", "tsv_merge"])
+@pytest.mark.parametrize(
+    "config", [TaskArithmetic(), pytest.param(TsvMerge(), marks=pytest.mark.slow)], ids=["ta", "tsv_merge"]
+)
 def test_every_block_gets_the_coefficient_of_the_best_dev_score(config, runs, suite, tmp_path):
     base, experts = find_inputs(runs["ft"])
     experts = [path for path in experts if path.name in ("rot90", "mirror")]

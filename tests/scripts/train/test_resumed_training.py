@@ -76,9 +76,9 @@ def kill():
         {},
         {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
         {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
-        {"precision": "bf16", "lora": Adapters(3, 6.0)},
+        pytest.param({"precision": "bf16", "lora": Adapters(3, 6.0)}, marks=pytest.mark.slow),
         {"optimizer": "adamw", "weight_decay": 0.1, "decay_matrices": True, "schedule": "linear", "warmup": 6},
-        {"average": "ema:0.5"},
+        pytest.param({"average": "ema:0.5"}, marks=pytest.mark.slow),
         {"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"},
     ],
     ids=[
@@ -467,6 +467,7 @@ def kill_after(out, process, lines, number):
     return process.wait() != 0
 
 
+@pytest.mark.slow
 def test_a_process_ended_by_signals_ends_with_the_same_weights_and_log(suite, tmp_path, monkeypatch, capsys):
     more = ("--tasks", "rot90", "--steps", "40", "--save-every-steps", "8")
     before = signal.getsignal(signal.SIGINT)
