@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..types import Batch
-from .head import IGNORED, head_at
+from .head import IGNORED
 from .modules import FullLoss, sent
 from .pretrained import LanguageModel
 from .top import FAILURES, Cut, closeness, cut_of
@@ -38,20 +38,23 @@ def top_language(lm: LanguageModel, example: Batch) -> TopLanguage | str:
     """
     if isinstance(cut := cut_of(lm.module), str):
         return cut
+    places: list[Tensor] = []
     head: Any = cut.module.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         return "it has no output head of its own"
+    # for good: a compiled module keeps the hooks of its first call, and reads the list anew
+    head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1).index_select(0, places[0]), *args[1:]))
 
     def states(batch: Batch) -> Tensor:
         device = next(lm.module.parameters()).device
         ids, mask = (sent(batch[name], device) for name in ("input_ids", "attention_mask"))
         return cut.states(lambda: lm.module(input_ids=ids, attention_mask=mask, use_cache=False))
 
-    made = TopLanguage(FullLoss(cut.module, _loss_of(cut, head)), states)
+    made = TopLanguage(FullLoss(cut.module, _loss_of(cut, places)), states)
     return made if not (reason := _unlike(made, lm, example)) else reason
 
 
-def _loss_of(cut: Cut, head: nn.Module) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
+def _loss_of(cut: Cut, places: list[Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
     """`causal_lm.next_token_loss` from states, up to rounding."""
 
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -59,11 +62,10 @@ def _loss_of(cut: Cut, head: nn.Module) -> Callable[[nn.Module, Batch], tuple[Te
         ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
         predicted = (targets != IGNORED).nonzero()[:, 0]
-        cut.given[:] = [sent(batch["states"], device)]
-        with head_at(head, predicted, ids.shape):
-            logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        cut.given[:], places[:] = [sent(batch["states"], device)], [predicted]
+        logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
         # the mean of nothing is nan, as it is for the whole model
-        return F.cross_entropy(logits.to(tree.compute_dtype(logits))[0], targets[predicted]), (targets != IGNORED).sum()
+        return F.cross_entropy(logits.to(tree.compute_dtype(logits)), targets[predicted]), (targets != IGNORED).sum()
 
     return loss
 

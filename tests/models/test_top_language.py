@@ -96,7 +96,7 @@ def test_the_head_runs_where_a_token_is_predicted(model):
     head = top.loss_fn.module.get_output_embeddings()
     head.register_forward_hook(lambda _, args, out: sizes.append(tuple(out.shape)))
     top.loss_fn(lm.params, {**given, "states": top.states(given)})
-    assert sizes == [(1, 3 + 24, 61)]
+    assert sizes == [(3 + 24, 61)]
 
 
 def test_models_that_need_more_say_why(model):
