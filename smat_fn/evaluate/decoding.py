@@ -77,7 +77,7 @@ def generator(
                     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                     texts[i] = text.strip()
 
-        with torch.no_grad(), evaluating(module):
+        with torch.no_grad(), evaluating(module), _contiguous(module):
             model.within(params, run)
         return texts
 
@@ -236,6 +236,20 @@ def _is_pair(module: Any) -> bool:
 def _until(stops: frozenset[int], tokens: Sequence[int]) -> list[int]:
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
     return list(tokens[:end])
+
+
+@contextmanager
+def _contiguous(module: Any) -> Iterator[None]:
+    """The output head gets contiguous states: for a slice of them, torch copies the weight once for each row."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]) if args else None)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

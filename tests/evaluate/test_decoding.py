@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import ModuleLoss, random
 from smat_fn.evaluate import decoding
@@ -238,6 +239,20 @@ def test_the_eos_of_the_generation_config_ends_a_row_too(module, tokenizer):
     talk = Recorder(module, {a: [b, c, b, 1]})
     talk.generation_config = type(module.generation_config)(eos_token_id=[c, 2])
     assert generator(ModuleLoss(talk, None), tokenizer, {})(["a"], Decoding(9), 0) == ["b"]
+
+
+def test_no_step_copies_the_heads_weight_for_each_row(make):
+    class Copies(TorchDispatchMode):
+        batched = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.batched += func is torch.ops.aten.bmm.default and args[1].shape[-1] == 30  # the vocabulary
+            return func(*args, **kwargs or {})
+
+    run = make(batch_size=3)
+    with Copies() as copies:
+        run(PROMPTS, Decoding(3), 0)
+    assert copies.batched == 0
 
 
 def test_other_weights_by_reference_and_the_own_ones_back(module, tokenizer):
