@@ -1,6 +1,6 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md and smollm2_top.md of docs/protocols.
+The protocols are backbones.md, vit_blocks.md, text.md and smollm2_text.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -19,6 +19,7 @@ from smat_fn.config import PRESETS, IsoC, Msam, Training, TsvMerge, Wudi
 from . import timing
 from .digits_mergers import MERGERS
 from .methods import Candidate, Options, Protocol, Stage, replaced, say
+from .study import asked
 from .study.grids import Axis, Grid, Widening, widening
 from .study.trial import time_kinds
 
@@ -41,6 +42,7 @@ class Backbone(NamedTuple):
     others: bool = False  # evaluation scores every merger that needs no data
     methods: tuple[str, ...] = ()  # some of the labels; none: all
     mergers: tuple[str, ...] = ()  # some of the names; none: all
+    asks: bool = False  # the data are labelled texts, whose classes a language model is asked for
 
 
 BACKBONES = {
@@ -80,26 +82,37 @@ BACKBONES = {
         tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
         others=True,
     ),
-    "smollm2_top": Backbone(
+    "smollm2_text": Backbone(
         "llama-3.2-1b",
-        Training(steps=75, lr=2e-4, optimizer="adamw", schedule="cosine", weight_decay=1e-3, max_grad_norm=1.0),
-        lr=2e-4,
+        Training(
+            steps=125,
+            lr=1e-3,
+            optimizer="adamw",
+            schedule="cosine",
+            weight_decay=1e-3,
+            max_grad_norm=1.0,
+            precision="mixed",
+        ),
+        lr=1e-3,
         sigma=2e-3,
-        tuning=(251,),
-        evaluation=(261, 262, 263),
+        tuning=(271,),
+        evaluation=(281, 282, 283),
         options=(
-            ("tasks", ("C-STANCE", "FOMC", "NumGLUE-cm", "NumGLUE-ds")),
-            ("train_layers", 2),
+            ("tasks", tuple(asked.TASKS)),
+            ("train_layers", 4),
             ("dtype", "float32"),
-            ("batch_size", 8),
+            ("batch_size", 16),
             ("mask_prompt", True),
-            ("max_new_tokens", 8),
-            ("decode_batch", 64),
+            ("metric", "exact"),
+            ("max_new_tokens", 10),
+            ("decode_batch", 100),
         ),
         coefs=(0.3, 0.6, 1.0),
         candidates=3,
+        tuned_on=(("tasks", ("trec", "banking77")),),
         methods=("FT", "SMAT", "SMAT climbing", "ASAM"),
         mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
+        asks=True,
     ),
     "smollm2": Backbone(
         "llama-3.2-1b",
@@ -111,7 +124,7 @@ BACKBONES = {
         options=(("dtype", "bfloat16"), ("max_length", 512), ("batch_size", 8), ("max_new_tokens", 32)),
     ),
 }
-Name = Literal["vit", "vit_blocks", "text", "smollm2_top", "smollm2"]
+Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2"]
 
 
 def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Widening:
@@ -216,6 +229,8 @@ def main(
         tasks: a trial run: some of the tasks.
     """
     tried = {key: value for key, value in {"rows": rows, "tasks": tasks}.items() if value}
+    if BACKBONES[name].asks:
+        data = str(asked.write_rows(data, folder / "rows"))
     own = study(name, model, data, tried)
     facts = timing.describe(f"python -m benchmarks studies FOLDER --name {name} --model MODEL --data DATA")
     if steps is not None or tried:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import digits_onepass, methods, studies
 from benchmarks.methods import Candidate
-from benchmarks.study import grids
+from benchmarks.study import asked, grids
 from benchmarks.study.grids import Axis, Grid
 from smat_fn.config import DIGITS, Training
 from smat_fn.evaluate import Result
@@ -123,14 +123,36 @@ def test_mergers_beside_the_eight_are_scored_in_the_evaluation_and_enter_no_mean
 
 
 def test_a_backbone_may_have_some_of_the_methods_and_mergers():
-    found = studies.study("smollm2_top", "/model", "/data", {}).protocol
+    found = studies.study("smollm2_text", "/model", "/data", {}).protocol
     assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM"]
     for candidates in found.grids.values():
-        assert [one.training.lr for one in candidates] == [1e-4, 2e-4, 4e-4]
+        assert [one.training.lr for one in candidates] == [5e-4, 1e-3, 2e-3]
         assert len({(one.method, one.training.steps) for one in candidates}) == 1
     assert [getattr(own[0].method, "rho", None) for own in found.grids.values()] == [None, None, 0.5, 0.5]
     assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
     assert found.others == ()
+
+
+def test_labelled_texts_are_asked_for_their_class(tmp_path, monkeypatch):
+    given = {"codes": (["b", "a"], [1, 0]), "names": (["x ", "y"], ["first_one", "other"])}
+    for task, (texts, labels) in given.items():
+        (tmp_path / task).mkdir()
+        rows = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+        for split in ("train", "dev", "test"):
+            (tmp_path / task / f"{split}.json").write_text(json.dumps(rows * 2))
+    monkeypatch.setattr(asked, "TASKS", {"codes": asked.Asked("Kind", ("no", "yes")), "names": asked.Asked("Name")})
+    monkeypatch.setattr(asked, "ROWS", {"dev": 3})
+    made = asked.write_rows(str(tmp_path), tmp_path / "made")
+    found = {
+        (task, split): json.loads((made / task / f"{split}.json").read_text())
+        for task in given
+        for split in ("train", "dev", "eval")
+    }
+    codes = [{"prompt": "Text: b\nKind:", "answer": "yes"}, {"prompt": "Text: a\nKind:", "answer": "no"}]
+    names = [{"prompt": "Text: x\nName:", "answer": "first one"}, {"prompt": "Text: y\nName:", "answer": "other"}]
+    assert found["codes", "train"] == found["codes", "eval"] == codes * 2
+    assert found["codes", "dev"] == (codes * 2)[:3]
+    assert found["names", "train"] == names * 2
 
 
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
