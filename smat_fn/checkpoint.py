@@ -260,22 +260,28 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     target = follow(Path(path))
     refuse_existing(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("new", "old"))
+    fresh = target.parent / f".{target.name}.new-{os.getpid()}"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
         yield fresh
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
+        take_place(fresh, target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def take_place(fresh: Path, target: Path) -> None:
+    """A finished folder takes the place of ``target``; the one that is there returns if that fails, else it goes."""
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    if target.exists():
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(path: Path) -> None:

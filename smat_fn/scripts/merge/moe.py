@@ -18,8 +18,8 @@ from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
-from .card import CARD, card
-from .finished import differences, hashes, other_files, other_order, sources_text, verify
+from .card import card
+from .finished import differences, hashes, other_inputs, texts
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, fields_of, folders_beside, placed
 from .recipe_write import folder_name, placed_by_name
@@ -158,8 +158,8 @@ def make(args: Moe) -> Iterator[str]:
         yield f"kept: {args.out}: already finished"
         return
     router = router_of(asked, base, models, seed)
-    notes = [f"layers {', '.join(map(str, alike))}: router rows are nearly dependent, prompts may be too similar"
-             for alike in [degenerate(router)] if alike]  # fmt: skip
+    alike = ", ".join(map(str, degenerate(router)))
+    notes = [f"layers {alike}: router rows are nearly dependent, prompts may be too similar"] if alike else []
 
     def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
         return _texts(asked, seed, paths, base, models, facts, files, report)
@@ -201,15 +201,9 @@ def _others(out: Path, facts: Mapping[str, Any], models: Models, workers: int) -
     wanted = {name: value for name, value in facts.items() if name != "experts"}
     if found := differences(out, wanted):
         return found
-    inputs, made = _inputs(models), checkpoint.load_manifest(out).get("inputs", {})
     with Hashing(workers) as hashing:
-        read = hashes([], inputs, hashing.digests(file for own in inputs.values() for file in own))["inputs"]
-        if read != made:
-            return ["it was made of other inputs"]
-        if found := other_order(out, facts["experts"]):
-            return found
         files = beside(models, out_dtypes(facts["out_dtype"]))
-        return other_files(out, files) or verify(out, hashing=hashing)[1]
+        return other_inputs(out, _inputs(models), facts["experts"], files, hashing)
 
 
 def _texts(
@@ -225,7 +219,6 @@ def _texts(
         {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
         dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
-    manifest, places = checkpoint.without_places(manifest)
     experts = [
         {"source_model": placed_by_name(Path(own.source)), "positive_prompts": own.positive,
          "negative_prompts": own.negative, "residual_scale": own.residual_scale}
@@ -236,12 +229,8 @@ def _texts(
         "experts_per_token": asked.per_token, "seed": seed,
         "experts": [{name: value for name, value in own.items() if value not in (None, [])} for own in experts],
     }  # fmt: skip
-    return {
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
-        CARD: card(manifest),
-        checkpoint.SOURCES: sources_text(inputs, places),
-        checkpoint.RECIPE: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
-    }
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    return texts(manifest, card, inputs) | {checkpoint.RECIPE: text}
 
 
 def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:

@@ -35,8 +35,8 @@ from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from .. import outcome
-from .card import CARD, card, rounding
-from .finished import differences, hashes, is_merged, other_files, other_order, seconds_to_hash, sources_text, verify
+from .card import card, rounding
+from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .recipe_write import OWN, placed_by_name, written
 
@@ -255,15 +255,8 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hash
         job, _ = _prepared(config, order, _options(config, order) | {"overwrite": True})
     except ValueError as error:
         return [str(error)]
-    manifest = checkpoint.load_manifest(folder)
-    inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
-    read = hashes([], inputs, hashing.digests(job.seen))["inputs"]
-    made_of = manifest.get("inputs", {})
-    if others := [label for label in [*read, *(made_of.keys() - read)] if made_of.get(label) != read.get(label)]:
-        return [f"it was made of another {label}" for label in others]
-    if others := other_order(folder, order.experts):
-        return others
-    return other_files(folder, job.beside) or verify(folder, hashing=hashing)[1]
+    inputs = {opened.label: opened.stores for opened in (job.base, *job.experts.values())}
+    return other_inputs(folder, inputs, order.experts, job.beside, hashing)
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
@@ -309,13 +302,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         notes=list(report.notes),
         **hashed,
     ) | {"fingerprint": merged}
-    manifest, places = checkpoint.without_places(manifest)
-    return {
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
-        CARD: card(manifest),
-        checkpoint.SOURCES: sources_text(report.inputs | _whose(order), places),
-        checkpoint.RECIPE: _recipe(config, order),
-    }
+    return texts(manifest, card, report.inputs | _whose(order)) | {checkpoint.RECIPE: _recipe(config, order)}
 
 
 def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) -> dict[str, str]:
