@@ -18,7 +18,7 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import parts_of
 from ...folders.prepare import buffers_note
-from ...suites import SUITES, Suite, describe_options, load_suite
+from ...suites import Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
@@ -26,7 +26,7 @@ from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
-from .whole_models import of_whole_models, part_of
+from .whole_models import of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
@@ -318,7 +318,7 @@ def common_suite(
         )
     errors.raise_problems(problems)
     assert first is not None
-    asked = {**first, **_dtype(inputs, {**first, **options}), **options}
+    asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
     suite = known or load_suite(**asked)
     errors.raise_problems(
         [
@@ -348,13 +348,6 @@ def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """An implied suite, if it has a model, with that of base."""
     has = "name" in implied and "model" in describe_options(implied["name"])
     return {**implied, **({"model": str(base)} if has else {})}
-
-
-def _dtype(inputs: Inputs, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The option dtype of a suite that has one: that of base, where its leaves have but one."""
-    found = {str(leaf.dtype).removeprefix("torch.") for leaf in inputs.base.values() if leaf.is_floating_point()}
-    known = recipe.get("name") in SUITES and "dtype" in describe_options(recipe["name"])
-    return {"dtype": found.pop()} if known and len(found) == 1 else {}
 
 
 def sources_of(
