@@ -41,7 +41,7 @@ def merge_adapters(
 ) -> Combined:
     """Write the adapter that ``combine`` makes of adapters; base is not read, the folder is written atomically.
 
-    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; modules of unlike ranks stand in
+    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; unequal ranks of modules are in
     ``rank_pattern`` and ``alpha_pattern``. Tensors have the widest dtype of the adapters'.
 
     Args:

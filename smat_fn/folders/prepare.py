@@ -40,7 +40,7 @@ SHARD_SIZE = 5 * 10**9
 
 
 class Options(TypedDict, total=False):
-    """How `merge_folders` and `plan` merge: see there. Defaults stand in `prepare`."""
+    """How `merge_folders` and `plan` merge: see there. `prepare` has the defaults."""
 
     coef: Rules | None
     key: Tensor | None

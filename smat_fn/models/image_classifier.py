@@ -1,7 +1,7 @@
 """Image models of ``transformers`` other than CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
 
-The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are told
-apart by a frozen head of its own on the features that the checkpoint's own head gets.
+The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are
+separated by a frozen head of its own on the features that the checkpoint's own head gets.
 """
 
 from collections.abc import Callable, Sequence

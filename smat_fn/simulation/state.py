@@ -253,7 +253,7 @@ def reweight(
         tree of grads' structure, shapes and dtypes; ``out`` if given.
 
     Raises:
-        ValueError: for leaves that are no floating-point tensors.
+        ValueError: for leaves that are not floating-point tensors.
 
     Source: paper section 4.2.
     """

@@ -296,8 +296,8 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     """The leaves of an expert of another tool, as a merge in memory reads them. Raises: ValueError as `read_inputs`."""
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
-    told = list[str]()
-    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, told)
+    notes = list[str]()
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes)
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
         short(suite.base[path])
@@ -305,8 +305,8 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
         if leaf.is_floating_point() and path in suite.base
         if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
     }
-    told += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
-    for line in told:
+    notes += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
+    for line in notes:
         report(f"note: {line}")
     return {
         path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf

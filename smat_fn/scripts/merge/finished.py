@@ -65,7 +65,7 @@ def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
 def verify(path: Path, *, hashing: Hashing | None = None) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 
-    Where the inputs lie stands in a file of this machine, `SOURCES`; without it they are not looked for.
+    The paths of inputs are in a file of this machine, `SOURCES`; without it they are not looked for.
 
     Args: path: folder of the merged model, or its README.md; hashing: where some of the files were hashed before.
     Returns: the number of files, and a line for every file that has changed or is missing.

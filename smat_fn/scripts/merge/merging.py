@@ -71,7 +71,7 @@ def merge_run(
         coefs: that a search tries (default: the merger's own, `Merger.grid`).
         widen: try more as long as the best one is at an edge of those, ten at most.
         snapshots: with a search, folders of the same experts by number, ``experts`` the last (`find_snapshots`): the
-            number is chosen on dev too, by each merger, and stands in its manifest.
+            number is chosen on dev too, by each merger, and is in its manifest.
         sweeps: over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`); 0: none.
         lines: factors of coefficients by depth, at the first and at the last block (LiNeS).
         report: called with each line of `summary` as soon as its model is done.
