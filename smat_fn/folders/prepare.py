@@ -110,11 +110,7 @@ def prepare(
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)
-        notes += [
-            f"skip {glob!r} matches no parameter"
-            for glob in getattr(config, "skip", ())
-            if not any(fnmatchcase(path, glob) for path in floating)
-        ]
+        notes += skip_notes(config, floating)
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
             if config.coef is not None and any(not matches(path, rules) for path in floating):
                 rules = {**rules, "*": config.coef}
@@ -219,6 +215,13 @@ def _device_problems(device: str) -> list[str]:
         return [f"device is {device!r}: give cpu or cuda"]
     missing = kind == "cuda" and not torch.cuda.is_available()
     return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
+
+
+def skip_notes(config: Merger, floating: Collection[str]) -> list[str]:
+    """Notes on globs of a merger's ``skip`` without a match among its parameters."""
+    globs = getattr(config, "skip", ())
+    unmatched = (glob for glob in globs if not any(fnmatchcase(path, glob) for path in floating))
+    return [f"skip {glob!r} matches no parameter" for glob in unmatched]
 
 
 def buffers_note(paths: Collection[str], how: str = "differs among the experts") -> str:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from ...evaluate import Records, Scorer, score_bar
 from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import parts_of
-from ...folders.prepare import buffers_note
+from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
@@ -153,8 +152,7 @@ def merge_run(
 def notes_of(config: MergerConfig, inputs: Inputs) -> list[str]:
     """The notes of a merge of these inputs on disk by one merger: buffers, and globs without a match."""
     floating = [path for path, leaf in inputs.base.items() if leaf.is_floating_point()]
-    globs = [glob for glob in getattr(config, "skip", ()) if not any(fnmatchcase(path, glob) for path in floating)]
-    notes = [f"skip {glob!r} matches no parameter" for glob in globs]
+    notes = skip_notes(config, floating)
     if not config.based:
         return [*notes, *filter(None, [with_buffers(inputs)[1]])]
     unlike = {
