@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from ... import checkpoint, errors
@@ -30,14 +31,16 @@ from ...folders import (
 from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
-from ...folders.several import is_several, merge_several, of_all_tasks, open_several, plan_several, prepare_several
+from ...folders.several import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
+from ...merge.parts.masked import of_all_tasks
 from .. import outcome
 from .card import card, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
+from .pushing import pushed
 from .recipe_write import OWN, placed_by_name, written
 
 BESIDE = (
@@ -143,6 +146,20 @@ def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan |
         )
         for config in configs
     }
+
+
+def run(
+    configs: Sequence[MergerConfig], order: Order, *, dry_run: bool, push: str | None, public: bool
+) -> Iterator[str]:
+    """`stream_run`, each model pushed where ``push`` names a repository, or `plan_run`; yields the printed lines."""
+    torch.set_num_threads(1)  # of each worker
+    if dry_run:
+        yield from (plan_text(*planned) for planned in plan_run(configs, order).items())
+        return
+    with_push = pushed(push, public=public, count=len(configs))
+    for config, merged in zip(configs, stream_run(configs, order), strict=True):
+        yield from summary(config, *merged, order.coefs)
+        yield from with_push(merged[0])
 
 
 def bytes_of(size: str) -> int:
