@@ -142,7 +142,7 @@ def write_job(
     describe: Describe | None,
     hashing: Hashing | None = None,
     overwrite: bool,
-    more: str | None = None,
+    more: str | None,
     write: Write | None = None,
 ) -> Report:
     """Merge what is prepared, as `merge_folders`.

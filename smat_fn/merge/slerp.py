@@ -55,9 +55,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
     return merge_weights(experts, flat, fuse)
 
 
-def along_arc(
-    products: list[list[float]], coef: float, arc: Arc = "slerp", zeros: bool = False
-) -> Callable[[Tensor, Tensor], Tensor]:
+def along_arc(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The function that interpolates coordinates of two leaves whose inner products are those of `gram`."""
     if arc == "leaf":
         near, far = shares_of(products, coef)

@@ -348,9 +348,7 @@ def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return {**implied, **({"model": str(base)} if has else {})}
 
 
-def sources_of(
-    base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None = None
-) -> dict[str, Any]:
+def sources_of(base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None) -> dict[str, Any]:
     """Facts of a merged model beside its settings; ``suite`` is the one it was searched on."""
     facts = facts_of(base, experts, inputs.manifests, seed)
     prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}
