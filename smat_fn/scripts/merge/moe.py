@@ -71,8 +71,14 @@ def load(file: Path) -> Mixture:
         )
         for own in found["experts"]
     ]
-    rest = found.get("gate_mode", "hidden"), found.get("dtype"), found.get("experts_per_token", 2), found.get("seed")
-    return Mixture(found["base_model"], experts, *rest)
+    return Mixture(
+        found["base_model"],
+        experts,
+        mode=found.get("gate_mode", "hidden"),
+        dtype=found.get("dtype"),
+        per_token=found.get("experts_per_token", 2),
+        seed=found.get("seed"),
+    )
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
@@ -130,20 +136,20 @@ def _expert_problems(place: int, own: Any, *, prompts: bool) -> Iterator[str]:
 def make(args: Moe) -> Iterator[str]:
     """Write the mixture that a file describes; yields the printed lines."""
     asked, places = load(args.file), folders_beside(args.file.parent)
-    seed = asked.seed or 0 if args.seed is None else args.seed
+    seed = (asked.seed or 0) if args.seed is None else args.seed
     paths = {
         name: placed(own.source, places.get(f"expert {name!r}", ())) for name, own in _named(asked.experts).items()
     }
-    base = placed(asked.base, places.get("base", ()))
-    base = local_folder("base", base)
+    base = local_folder("base", placed(asked.base, places.get("base", ())))
     models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
+    prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
     facts = {
         **facts_of(base, list(paths.values()), {name: manifest_of(path) for name, path in paths.items()}, seed),
         "merger": "moe",
         "hyperparameters": {
             "gate_mode": asked.mode,
             "experts_per_token": asked.per_token,
-            "prompts": hashlib.sha256(json.dumps([own[1:3] for own in asked.experts]).encode()).hexdigest(),
+            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
             "residual_scales": [own.residual_scale for own in asked.experts],
         },
         "out_dtype": asked.dtype or "same",
