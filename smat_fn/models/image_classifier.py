@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import tree
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent, train_only
@@ -96,7 +97,7 @@ def unit_features(module: nn.Module, values: Tensor) -> Tensor:
     weight = next(module.parameters())
     out = module(pixel_values=values.to(weight.device, weight.dtype))
     found = (out.logits if hasattr(out, "logits") else out.pooler_output).flatten(1)
-    return F.normalize(found.to(torch.promote_types(weight.dtype, torch.float32)), dim=-1)
+    return F.normalize(found.to(tree.compute_dtype(weight)), dim=-1)
 
 
 def classify(head: Tensor, values: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:
