@@ -317,6 +317,11 @@ def compute_dtype(*leaves: Tensor) -> torch.dtype:
     return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
 
+def dtype_name(leaf: Tensor) -> str:
+    """The dtype of a leaf without its module, "float32"."""
+    return str(leaf.dtype).removeprefix("torch.")
+
+
 def counter(number: int | Tensor, params: Params) -> int | Tensor:
     """Steps done, as a state holds them: an integer, and 0-d int64 beside params inside vmap and torch.compile."""
     if isinstance(number, Tensor) or not valueless():

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checkpoint, errors, random
 from ..errors import problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
-from ..merge.parts.inputs import coef_problems, short
+from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .inputs.beside import Files
@@ -238,7 +238,7 @@ def _overlap(out: Path, path: Path) -> bool:
 def _buffer_problems(start: Folder, experts: Mapping[str, Folder]) -> list[str]:
     """Mergers without a base take non-floating leaves from the experts."""
     return [
-        f"leaf {path!r} is {short(folder.leaves[path])} in {folder.label} but {short(leaf)} in base: cast one of them"
+        of_two_dtypes(path, folder.leaves[path], folder.label, leaf, "base")
         for folder in experts.values()
         for path, leaf in start.leaves.items()
         if not leaf.is_floating_point() and path in folder.leaves

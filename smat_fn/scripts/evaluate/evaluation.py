@@ -19,7 +19,6 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
-from ...merge.parts.inputs import short
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
@@ -282,7 +281,7 @@ def _models(
         yield suite.tasks, lora.load_expert(folder, suite.base)[0]
         return
     if narrow := _narrower(leaves, suite.base):
-        names = ", ".join(sorted({short(leaf) for leaf in narrow.values()}))
+        names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
         report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
     leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
     tree.check_same(suite.base, "the base", **{str(folder): leaves})
@@ -300,7 +299,7 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes)
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
-        short(suite.base[path])
+        tree.dtype_name(suite.base[path])
         for path, leaf in leaves.items()
         if leaf.is_floating_point() and path in suite.base
         if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype

@@ -12,7 +12,6 @@ from ... import tree
 from ...analyses.diagnose import unmoved
 from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
-from ...merge.parts.inputs import short
 from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems
@@ -88,7 +87,7 @@ def _notes(suite: Suite) -> list[str]:
 def _rounded(suite: Suite) -> list[str]:
     """A phrase on the float32 weights of a folder that are loaded in a narrower dtype, or nothing."""
     config = Path(suite.recipe.get("model") or ".") / "config.json"
-    own = short(next(iter(suite.base.values())))
+    own = tree.dtype_name(next(iter(suite.base.values())))
     if own == "float32" or not config.is_file():
         return []
     facts = json.loads(config.read_text(encoding="utf-8"))
