@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ def fisher_vector(
     """Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, _problems(experts, floor, weights))
     leaves = InMemory(start, flat, flat_statistics("fisher", start, list(flat), fishers))
-    rule = Fisher(normalize=normalize, floor=floor, weights=weights).rule(leaves)
-    return vector_by_rule(rule, start, flat)
+    own: Any = {"normalize": normalize, "floor": floor, "weights": weights}  # the option has no weights by leaf
+    return vector_by_rule(Fisher(**own).rule(leaves), start, flat)
 
 
 class _Leaf:
