@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import errors, machine, tree
+from .tree import dtype_name
 from .types import Params
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "manifest.json"
@@ -101,7 +102,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
     leaves, manifest = load_leaves(path)
     expected = tree.flatten(like)
     problems = [
-        f"leaf {name!r} of {path} is {_name(leaves[name].dtype)}, expected {_name(leaf.dtype)}: cast it first"
+        f"leaf {name!r} of {path} is {dtype_name(leaves[name])}, expected {dtype_name(leaf)}: cast it first"
         for name, leaf in expected.items()
         if name in leaves and leaves[name].dtype != leaf.dtype
     ]
@@ -223,7 +224,7 @@ def fingerprint(params: Params) -> str:
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(tree.flatten(params).items()):
-        digest.update(f"{path}\0{_name(leaf.dtype)}\0{tuple(leaf.shape)}\0".encode())
+        digest.update(f"{path}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -260,22 +261,28 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     target = follow(Path(path))
     refuse_existing(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("new", "old"))
+    fresh = target.parent / f".{target.name}.new-{os.getpid()}"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
         yield fresh
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
+        take_place(fresh, target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def take_place(fresh: Path, target: Path) -> None:
+    """A finished folder takes the place of ``target``; the one that is there returns if that fails, else it goes."""
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    if target.exists():
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(path: Path) -> None:
@@ -339,10 +346,6 @@ def _strangers(path: Path) -> list[str]:
     if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
         return there
     return [name for name in there if name not in _OURS and name not in (named or {})]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _own_version() -> str:

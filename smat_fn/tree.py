@@ -24,7 +24,7 @@ NORM_BLOCK = 4096
 def flatten(tree: Params) -> dict[str, Tensor]:
     """Leaves of a tree by path, in the tree's own order.
 
-    Raises: ValueError for a leaf that is no tensor and for two leaves of one path.
+    Raises: ValueError for a leaf that is not a tensor and for two leaves of one path.
     """
     leaves: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -148,7 +148,7 @@ def predicate(where: Where | None) -> Predicate | None:
         raise_problems([
             f"where is a {type(where).__name__}: give a function (path, leaf) -> bool, a tree of bools that is like "
             "the parameters, or None for every leaf",
-            *shortened(problems, "{} more leaves of where are no bools"),
+            *shortened(problems, "{} more leaves of where are not bools"),
         ])  # fmt: skip
 
     def picks(path: str, leaf: Tensor) -> bool:
@@ -160,7 +160,7 @@ def predicate(where: Where | None) -> Predicate | None:
 
 
 def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[str, Tensor]) -> None:
-    """All leaves of every other flat tree stand in ``reference`` with the same shape, and the other way round.
+    """All leaves of every other flat tree are in ``reference`` with the same shape, and the other way round.
 
     Raises: ValueError that lists missing, unknown and misshapen leaves of every tree at once (`shortened`).
     """
@@ -315,6 +315,11 @@ def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:
 def compute_dtype(*leaves: Tensor) -> torch.dtype:
     """float64 where a leaf is float64, else float32: the dtype of all arithmetic on parameters."""
     return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+
+
+def dtype_name(leaf: Tensor) -> str:
+    """The dtype of a leaf without its module, "float32"."""
+    return str(leaf.dtype).removeprefix("torch.")
 
 
 def counter(number: int | Tensor, params: Params) -> int | Tensor:

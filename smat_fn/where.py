@@ -151,7 +151,7 @@ def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     alike = len(children) > 1 and len({type(child) for child in children}) == 1
     if isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and alike):
         blocks = _blocks(module)
-        # an nn.Sequential runs its modules one after the other: they are no heads
+        # an nn.Sequential runs its modules one after the other: they are not heads
         if blocks and not (isinstance(module, nn.ModuleList) and _are_heads(path, blocks)):
             yield path, module
     else:

@@ -61,7 +61,7 @@ def run_by_data(trial: Trial, work: Path, test: bool, keep: bool) -> Outcome:
     run = RunOptions(folder, suite.tasks, trial.seed, label=trial.label, keep_moments=moments)
     places = train_run(suite, trial.method, trial.training, run)
     seconds = sum(checkpoint.load_manifest(path)["seconds"] for path in places)
-    for _ in statistics_of_run(suite, folder, places, kinds=("fisher", "gram"), seed=0):
+    for _ in statistics_of_run(suite, places, kinds=("fisher", "gram"), seed=0):
         pass
     models = searched(trial, folder, moments=moments)
     for _ in regress(RegMeanPlus(folder, folder / "merged")):

@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 def cyclic_subsets(tasks: Sequence[str], count: int) -> list[tuple[str, ...]]:
     """The N windows of ``count`` neighbours in a cyclic order of N tasks, or the whole order for count N.
 
-    Every task is in ``count`` of the N windows, so that all tasks weigh alike. The tasks of a window stand in the
+    Every task is in ``count`` of the N windows, so that all tasks weigh alike. The tasks of a window are in the
     given order. Count 0 is one empty window.
 
     Raises: ValueError for a count outside 0 to N, and for tasks named twice.

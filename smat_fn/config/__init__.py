@@ -1,6 +1,6 @@
 """Methods, mergers and presets as frozen dataclasses and plain values.
 
-A merger's options stand beside its arithmetic in `smat_fn.merge`. A field that is ``None`` takes the preset's value;
+A merger's options are beside its arithmetic in `smat_fn.merge`. A field that is ``None`` takes the preset's value;
 `resolve` fills them in.
 """
 

@@ -16,7 +16,7 @@ from ..errors import complain, name_rows
 log = logging.getLogger(__name__)
 
 PICTURES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-_BESIDE = (".txt", ".md", ".json", ".csv", ".xml", ".db", ".ini")  # files that stand beside images
+_BESIDE = (".txt", ".md", ".json", ".csv", ".xml", ".db", ".ini")  # files that may be beside images
 _SHOWN = 10
 
 
@@ -53,7 +53,7 @@ def npz_rows(file: Path, names: Mapping[str, str]) -> ImageRows:
     """The rows of an .npz. Raises: ValueError that lists what is missing or of another shape or dtype."""
     wanted = (names["image"], names["label"], "class_names")
     try:
-        with file.open("rb") as stream:  # np.load leaves a file open that is no archive
+        with file.open("rb") as stream:  # np.load leaves a file open that is not an archive
             store = np.load(stream, allow_pickle=False)
             there = getattr(store, "files", [])
             if absent := [name for name in wanted if name not in there]:

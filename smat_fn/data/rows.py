@@ -63,9 +63,7 @@ def load_rows(source: str | Path, task: str, split: str, *, columns: Mapping[str
             f'{task}/{split}.json (a list of {{"prompt": ..., "answer": ...}}), for images {task}/{split}.npz (images, '
             "labels, class_names)"
         )
-        part = f"split {split!r} of config {task!r} of "
-        data = _hub_split(str(source), part=part, instead=instead, name=task, split=split)
-        return _dataset(data, names, f"{source} ({task}, {split})")
+        return _dataset(_hub_split(str(source), task, split, instead), names, f"{source} ({task}, {split})")
     file = _find(path, task, split) if path.is_dir() else path
     if is_saved(file):
         return _dataset(read_saved(file), names, str(file))
@@ -95,8 +93,7 @@ def load_conversations(
     path = Path(source).expanduser()
     if not path.exists():
         instead = f'{task}/{split}.jsonl (objects {{"messages": [{{"role": ..., "content": ...}}, ...]}})'
-        part = f"split {split!r} of config {task!r} of "
-        where, found = str(source), list(_hub_split(str(source), part=part, instead=instead, name=task, split=split))
+        where, found = str(source), list(_hub_split(str(source), task, split, instead))
     else:
         file = _find(path, task, split) if path.is_dir() else path
         if file.suffix not in TABLES and not is_saved(file):
@@ -238,17 +235,18 @@ def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) ->
         ) from error
 
 
-def _hub_split(source: str, *, split: str, **where: Any) -> Any:
+def _hub_split(source: str, task: str, split: str, instead: str) -> Any:
     """`read_hub` of a split by the first of its names that the dataset has. Raises: the first name's ValueError."""
+    own = {"part": f"split {split!r} of config {task!r} of ", "instead": instead, "name": task}
     first, *others = SPELLINGS.get(split, (split,))
     try:
-        return read_hub(source, split=first, **where)
+        return read_hub(source, split=first, **own)
     except ValueError as error:
         if "unknown split" not in str(error).lower():
             raise
         for name in others:
             with suppress(ValueError):
-                return read_hub(source, split=name, **where)
+                return read_hub(source, split=name, **own)
         raise
 
 

@@ -43,7 +43,7 @@ def generator(
 ) -> Generate:
     """`Generate` with given weights: rows of similar length together, with a key-value cache.
 
-    The weights stand in the module by reference while it decodes, and its own are back afterwards, exceptions
+    The module holds the weights by reference while it decodes, and its own again afterwards, exceptions
     included: the next set of weights costs nothing but another call. A row ends at EOS: the tokenizer's, or one of the
     model's generation config. Other settings of that config (top_p and so on) are not used.
 

@@ -87,7 +87,7 @@ def label_accuracy(predictions: Sequence[str], references: Sequence[str], prompt
 def first_letter_accuracy(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
     """`label_accuracy` of the predictions' first characters alone (ScienceQA: a letter, then the reasons).
 
-    The first character counts whatever follows it: "B" and "Because" are both B, "The answer is B" is no label.
+    The first character counts whatever follows it: "B" and "Because" are both B, "The answer is B" has no label.
     """
     return _mean(predictions, references, lambda p, r: float(extract_label(p[:1]) == r[:1].upper() != ""))
 
@@ -95,7 +95,7 @@ def first_letter_accuracy(predictions: Sequence[str], references: Sequence[str],
 def numeric_accuracy(predictions: Sequence[str], references: Sequence[str], prompts: Sequence[str] = ()) -> float:
     """Share of rows whose `extract_number` is the reference, as strings: 7.0 is not 7 (NumGLUE).
 
-    A reference that is no number must be the whole prediction.
+    A reference that is not a number must be the whole prediction.
     """
 
     def row(prediction: str, reference: str) -> float:

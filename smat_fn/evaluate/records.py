@@ -44,7 +44,7 @@ class Records:
     """Scores and answers by key: in memory, and with a folder in its ``scores.jsonl`` and ``answers.jsonl`` too.
 
     What is added is a line at once, so that a program that is ended finds it the next time. A last line that was
-    broken off is cut away; other lines that are no record are passed over, with a warning in the log. Nothing is
+    broken off is cut away; other lines that are not records are passed over, with a warning in the log. Nothing is
     written, nor the folder made, before the first record.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import __version__, checkpoint, errors
 from ..merge.around.factors import Factors
-from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, weights_of
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, Held, read_adapter, stored_halves, weights_of
 from .inputs.hub import local_folder
 from .prepare import place_problems
 from .writing import exclusive
@@ -41,7 +41,7 @@ def merge_adapters(
 ) -> Combined:
     """Write the adapter that ``combine`` makes of adapters; base is not read, the folder is written atomically.
 
-    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; modules of unlike ranks stand in
+    ``lora_alpha`` is the rank, and ``use_rslora`` off, so that ΔW = BA; unequal ranks of modules are in
     ``rank_pattern`` and ``alpha_pattern``. Tensors have the widest dtype of the adapters'.
 
     Args:
@@ -89,7 +89,7 @@ def _stored(merged: Mapping[str, Factors], held: Mapping[str, Held]) -> dict[str
     stored = {
         PREFIX + path: half.to(kind).contiguous().clone()
         for module, factors in merged.items()
-        for path, half in _named(module, factors, module in embeddings).items()
+        for path, half in stored_halves(module, factors.a, factors.b, embedding=module in embeddings).items()
     }
     wide = [path for path, half in stored.items() if not bool(half.isfinite().all())]
     if wide:
@@ -190,9 +190,3 @@ def _config(held: Mapping[str, Held], merged: Mapping[str, Factors], base: str |
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-
-
-def _named(module: str, factors: Factors, embedding: bool) -> dict[str, Tensor]:
-    if embedding:
-        return {f"{module}.lora_embedding_A": factors.a, f"{module}.lora_embedding_B": factors.b}
-    return {f"{module}.lora_A.weight": factors.a, f"{module}.lora_B.weight": factors.b}

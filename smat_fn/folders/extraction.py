@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import __version__, checkpoint, errors
 from .files import digests
-from .inputs.adapters import CONFIG, PREFIX, WEIGHTS
+from .inputs.adapters import CONFIG, PREFIX, WEIGHTS, stored_halves
 from .inputs.naming import namings
 from .inputs.opening import open_inputs
 from .inputs.reading import Folder, config_of
@@ -39,7 +39,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     """B A = argmin over matrices of rank ``rank`` of ‖Δ − B A‖_F, for every changed 2-D weight: a folder for peft.
 
     Δ V Vᵀ, V the eigenvectors of the float64 ΔᵀΔ with the largest eigenvalues; both factors share the singular values,
-    float32, scaling 1. Modules that are no linear layers or embeddings (norms, the experts of a mixture) are stored
+    float32, scaling 1. Modules that are not linear layers or embeddings (norms, the experts of a mixture) are stored
     whole as ``modules_to_save`` where they changed. All names are those of the module that ``from_pretrained`` makes
     of base. The folder appears whole or not at all. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its
     short side.
@@ -220,10 +220,8 @@ def _inside(path: str, modules: Collection[str]) -> bool:
 
 def _named(module: str, left: Tensor, right: Tensor, kind: str) -> dict[str, Tensor]:
     """The factors of Δ = left @ right under peft's names."""
-    if kind == "embedding":
-        return {f"{module}.lora_embedding_A": left.T, f"{module}.lora_embedding_B": right.T}
-    b, a = (right.T, left.T) if kind == "conv1d" else (left, right)
-    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    a, b = (right, left) if kind == "linear" else (left.T, right.T)
+    return stored_halves(module, a, b, embedding=kind == "embedding")
 
 
 def _delta(path: str, base: Folder, expert: Folder) -> Tensor:

@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import NamedTuple
 
 BLOCK = 1 << 16  # bytes that are read at a time
@@ -56,9 +55,7 @@ class Hashing:
     def __enter__(self) -> "Hashing":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checkpoint, errors, random
 from ..errors import problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
-from ..merge.parts.inputs import coef_problems, short
+from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
 from ..merge.registry import tried
 from .inputs.beside import Files
@@ -40,7 +40,7 @@ SHARD_SIZE = 5 * 10**9
 
 
 class Options(TypedDict, total=False):
-    """How `merge_folders` and `plan` merge: see there. Defaults stand in `prepare`."""
+    """How `merge_folders` and `plan` merge: see there. `prepare` has the defaults."""
 
     coef: Rules | None
     key: Tensor | None
@@ -110,11 +110,7 @@ def prepare(
         if not config.based:
             problems += _buffer_problems(start, found)
         problems += _absence_problems(config, start, found)
-        notes += [
-            f"skip {glob!r} matches no parameter"
-            for glob in getattr(config, "skip", ())
-            if not any(fnmatchcase(path, glob) for path in floating)
-        ]
+        notes += skip_notes(config, floating)
         if isinstance(rules, Mapping) and hasattr(config, "coef"):
             if config.coef is not None and any(not matches(path, rules) for path in floating):
                 rules = {**rules, "*": config.coef}
@@ -221,6 +217,13 @@ def _device_problems(device: str) -> list[str]:
     return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
 
 
+def skip_notes(config: Merger, floating: Collection[str]) -> list[str]:
+    """Notes on globs of a merger's ``skip`` without a match among its parameters."""
+    globs = getattr(config, "skip", ())
+    unmatched = (glob for glob in globs if not any(fnmatchcase(path, glob) for path in floating))
+    return [f"skip {glob!r} matches no parameter" for glob in unmatched]
+
+
 def buffers_note(paths: Collection[str], how: str = "differs among the experts") -> str:
     """Note on non-floating-point leaves that differ; without a base to change, those among the experts count."""
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -235,7 +238,7 @@ def _overlap(out: Path, path: Path) -> bool:
 def _buffer_problems(start: Folder, experts: Mapping[str, Folder]) -> list[str]:
     """Mergers without a base take non-floating leaves from the experts."""
     return [
-        f"leaf {path!r} is {short(folder.leaves[path])} in {folder.label} but {short(leaf)} in base: cast one of them"
+        of_two_dtypes(path, folder.leaves[path], folder.label, leaf, "base")
         for folder in experts.values()
         for path, leaf in start.leaves.items()
         if not leaf.is_floating_point() and path in folder.leaves

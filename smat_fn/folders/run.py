@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
-from ..merge.parts.masked import Masked
+from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
@@ -142,7 +142,7 @@ def write_job(
     describe: Describe | None,
     hashing: Hashing | None = None,
     overwrite: bool,
-    more: str | None = None,
+    more: str | None,
     write: Write | None = None,
 ) -> Report:
     """Merge what is prepared, as `merge_folders`.
@@ -233,7 +233,7 @@ def _report(
     known = {file: progress["shards"][name]["sha256"] for name, file in named.items() if name in progress["shards"]}
     hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
     mixture = any(folder is job.base for folder in job.experts.values())
-    several = isinstance(job.config, Masked) and job.config.task is None  # a vector is written, no change is measured
+    several = of_all_tasks(job.config)  # a vector is written, no change is measured
     notes = job.notes if change or mixture or several else (*job.notes, "no parameter differs from base's")
     return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, notes)
 

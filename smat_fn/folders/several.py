@@ -22,10 +22,10 @@ from .. import checkpoint, errors
 from ..merge.emr import magnitudes
 from ..merge.parts import arithmetic
 from ..merge.parts.arithmetic import zeroed
-from ..merge.parts.inputs import short
-from ..merge.parts.masked import Masked
+from ..merge.parts.masked import Masked, of_all_tasks
 from ..merge.parts.merger import Merger
 from ..merge.weight_average import WeightAverage
+from ..tree import dtype_name
 from .files import Hashing, changed, identity
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
@@ -90,11 +90,6 @@ class Several(NamedTuple):
         stores = {**self.stores, self.root / TASKS: None}  # what is base's is among base's
         leaves = {path: self.leaves.get(path, leaf) for path, leaf in base.leaves.items()}
         return Folder(f"task {task!r}", leaves, {}, stores, self.root, {path: reader(path) for path in leaves})
-
-
-def of_all_tasks(config: object) -> bool:
-    """Whether a merger makes one folder for all tasks: it could make a model for one of them, and none is named."""
-    return isinstance(config, Masked) and config.task is None
 
 
 def is_several(path: Path) -> bool:
@@ -281,7 +276,7 @@ def open_several(path: Path) -> Several:
 
 
 def _said(leaf: Tensor) -> str:
-    return f"{short(leaf)} {tuple(leaf.shape)}"
+    return f"{dtype_name(leaf)} {tuple(leaf.shape)}"
 
 
 def export_task(

@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from .. import checkpoint
 from ..checkpoint import WEIGHTS, write_text
 from .files import Hashing, digests, identity
 from .inputs.reading import DTYPES
@@ -282,16 +283,7 @@ def recover(out: Path) -> None:
 
 
 def take_place(folder: Path, out: Path) -> None:
-    """The finished folder takes the place of ``out``."""
+    """The finished folder takes the place of ``out`` (`checkpoint.take_place`), without what a merge keeps in it."""
     for file in (folder / PROGRESS, *folder.glob(".*"), *folder.rglob("*.part")):  # the others: of killed merges
         file.unlink(missing_ok=True)
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
-    if out.exists():
-        out.rename(old)
-    try:
-        folder.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    checkpoint.take_place(folder, out)

@@ -30,7 +30,7 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
         and dtypes of params, zero for leaves that the loss does not touch. Nothing that comes back holds the graph of
         this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
         graph of transforms and leaves outside.
-    Raises: ValueError for an unknown engine, for leaves that are no floating-point tensors, and for a loss function
+    Raises: ValueError for an unknown engine, for leaves that are not floating-point tensors, and for a loss function
         that does not return a pair (0-d loss, aux).
     """
     if engine not in get_args(Engine):
@@ -49,7 +49,7 @@ def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Par
             parts[:] = pytree.tree_flatten(aux)
             return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
 
-        # torch refuses leaves that are no tensors, in params and in aux
+        # torch refuses leaves that are not tensors, in params and in aux
         grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(flat, *args)
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in parts[0]]

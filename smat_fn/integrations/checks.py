@@ -25,7 +25,7 @@ __all__ = ["Options", "leaves_of", "mask_problems"]
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
-_SAMPLED = 64  # values of a parameter by which another theta_0 is told
+_SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

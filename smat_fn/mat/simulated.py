@@ -37,9 +37,7 @@ class SimulatedGradient:
 EitherGradient: TypeAlias = Callable[[Params, Batch, Draw, Tensor], Result]
 
 
-def either_gradient(
-    loss_fn: LossFn, base: Params, *, where: Where | None = None, engine: Engine = "autograd"
-) -> EitherGradient:
+def either_gradient(loss_fn: LossFn, base: Params, *, where: Where | None, engine: Engine) -> EitherGradient:
     """``(params, batch, draw, simulated) -> (loss, aux, gradient in params)`` at theta~ or theta, as a 0-d bool says.
 
     One program for both kinds of step: one pass, and alpha m included where the step is simulated.

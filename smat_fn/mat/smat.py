@@ -289,9 +289,9 @@ def build_from(
         else:
             drawn = drawn_for(key, state.step)  # alpha, m, epsilon
             loss, aux, grads = simulated(point, batch, drawn)  # grad L(theta~)
-        weights = None if simulated.reweighted else drawn
         # alpha m (.) grad L(theta~), then the clip
-        grads, norm = reweight_and_clip(grads, weights, where=where, max_norm=max_grad_norm, donate=donate)
+        undone = None if simulated.reweighted else drawn
+        grads, norm = reweight_and_clip(grads, undone, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
         scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
         return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))

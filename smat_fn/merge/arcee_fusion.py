@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
+from .parts.arithmetic import largest
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 from .parts.merger import Mapped, Merger, Rule
@@ -73,4 +74,4 @@ class ArceeFusion(Merger):
         return Rule(fuse, whole=lambda _: True)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return 64 * max((leaf.numel() for leaf in leaves.values()), default=0)
+        return 64 * largest(leaves)

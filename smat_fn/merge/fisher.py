@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..types import Params
 from .parts import arithmetic
 from .parts.arithmetic import halved
-from .parts.chunks import Piece, merge_pieces
+from .parts.chunks import Piece
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
-from .parts.merger import UNKNOWN, WIDE, Mapped, Rule
+from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Rule, vector_by_rule
 from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
 from .parts.vectors import apply_vector
 
@@ -66,16 +66,10 @@ def fisher_vector(
     weights: Numbers = NONE,
 ) -> Leaves:
     """Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i: flat, floating-point leaves only, for `apply_vector`."""
-    problems = _problems(experts, floor, weights)
-    start, flat = check(base, experts, problems)
-    found = flat_statistics("fisher", start, list(flat), fishers)
-    floating = [path for path, leaf in start.items() if leaf.is_floating_point()]
-    scales = [scale_of(own[path] for path in floating) if normalize else 1.0 for own in found.values()]
-    of_leaf = {
-        path: _Leaf([own[path] for own in found.values()], scales, _of(weights, list(flat), path), floor)
-        for path in floating
-    }
-    return merge_pieces(start, flat, lambda piece: of_leaf[piece.path](piece))
+    start, flat = check(base, experts, _problems(experts, floor, weights))
+    leaves = InMemory(start, flat, flat_statistics("fisher", start, list(flat), fishers))
+    own: Any = {"normalize": normalize, "floor": floor, "weights": weights}  # the option has no weights by leaf
+    return vector_by_rule(Fisher(**own).rule(leaves), start, flat)
 
 
 class _Leaf:

@@ -48,7 +48,7 @@ def model_stock_ratios(base: Params, experts: Experts, *, clamp: bool = True) ->
     }
 
 
-def ratio_of(products: list[list[float]], *, clamp: bool = True) -> float:
+def ratio_of(products: list[list[float]], *, clamp: bool) -> float:
     """t of a leaf, from the inner products of its task vectors."""
     count = len(products)
     pairs = [_cosine(products, i, j, clamp=clamp) for i, j in combinations(range(count), 2)]

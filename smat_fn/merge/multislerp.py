@@ -17,7 +17,7 @@ _EPS = 1e-8
 def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: Weights = ()) -> Params:
     """θ₀ + γ (Σ_i w_i ‖Δ_i‖) m / ‖m‖ per leaf, m = Σ_i w_i Δ_i / ‖Δ_i‖, Σ_i w_i = 1.
 
-    mergekit's method goes on from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
+    mergekit's method continues from m along the mean of the tangent vectors at m; that mean is 0, for the weights are
     the same. Norms count as 1e-8 more than they are, as there. One expert is itself.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import weighted
+from .parts.arithmetic import largest, weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -98,7 +98,7 @@ class NuSlerp(Merger):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         if self.along == "leaf":
             return super().memory(leaves, experts)
-        return 64 * max((leaf.numel() for leaf in leaves.values()), default=0)
+        return 64 * largest(leaves)
 
 
 nuslerp_vector = vector_function(NuSlerp)

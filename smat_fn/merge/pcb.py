@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import arithmetic
-from .parts.arithmetic import add
+from .parts.arithmetic import add, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
@@ -158,8 +158,7 @@ class Pcb(Merger):
         return Rule(lambda _: lambda piece: fuse(piece, found))
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        largest = min(max((leaf.numel() for leaf in leaves.values()), default=0), arithmetic.BLOCK)
-        return 64 * experts * largest + 32 * experts * _BINS
+        return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 32 * experts * _BINS
 
 
 pcb_vector = vector_function(Pcb)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..types import Params
 from .parts.arithmetic import add
-from .parts.chunks import Fuse, merge_leaves
+from .parts.chunks import Fuse
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
-from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule
+from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Merger, Rule, vector_by_rule
 from .parts.spectral import Others, other_problems, rest
 from .parts.vectors import apply_vector
 
@@ -53,14 +53,8 @@ def reg_mean_vector(
 ) -> Leaves:
     """τ, or the mean: flat, floating-point leaves only, for `apply_vector`."""
     start, flat = check(base, experts, [*scale_problems(scale), *other_problems(others, ())])
-    found = flat_statistics("gram", start, list(flat), grams)
-
-    def fuse(path: str, deltas: object) -> Tensor:
-        every = [delta.contiguous() for delta in deltas]  # type: ignore[attr-defined]
-        own = [grams[path] for grams in found.values() if path in grams]
-        return regressed(every, own, scale=scale) if own and every[0].numel() else rest(every, others)
-
-    return merge_leaves(start, flat, fuse)
+    leaves = InMemory(start, flat, flat_statistics("gram", start, list(flat), grams))
+    return vector_by_rule(RegMean(scale=scale, others=others).rule(leaves), start, flat)
 
 
 def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) -> Tensor:

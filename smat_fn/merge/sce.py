@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add, elected
+from .parts.arithmetic import add, elected, largest
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -95,7 +95,7 @@ class Sce(Merger):
         return Rule(fuse, whole=lambda _: True)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return (8 * experts + 48) * max((leaf.numel() for leaf in leaves.values()), default=0)
+        return (8 * experts + 48) * largest(leaves)
 
 
 sce_vector = vector_function(Sce)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import all_at_once
 from ..types import Params
 from .nuslerp import between, shares_of
-from .parts.arithmetic import cosine, gram
+from .parts.arithmetic import cosine, gram, largest
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 from .parts.merger import Mapped, Merger, Rule
@@ -55,9 +55,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
     return merge_weights(experts, flat, fuse)
 
 
-def along_arc(
-    products: list[list[float]], coef: float, arc: Arc = "slerp", zeros: bool = False
-) -> Callable[[Tensor, Tensor], Tensor]:
+def along_arc(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The function that interpolates coordinates of two leaves whose inner products are those of `gram`."""
     if arc == "leaf":
         near, far = shares_of(products, coef)
@@ -105,7 +103,7 @@ class Slerp(Merger):
         least = super().memory(leaves, experts)
         if self.arc not in ("first", "last"):
             return least
-        return max(least, 64 * max((leaf.numel() for leaf in leaves.values()), default=0))
+        return max(least, 64 * largest(leaves))
 
     def settings(self) -> dict[str, Any]:
         plain = {"arc": "slerp", "zeros": False}

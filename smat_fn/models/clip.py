@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor, nn
 
+from .. import tree
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent, train_only
@@ -149,7 +150,7 @@ def classify(
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         pixels, labels = batch
         found = pooled(module, values(sent(pixels, next(module.parameters()).device)))
-        unit = F.normalize(projection(found.to(torch.promote_types(found.dtype, torch.float32))), dim=-1)
+        unit = F.normalize(projection(found.to(tree.compute_dtype(found))), dim=-1)
         logits = unit @ head.to(unit).T
         return F.cross_entropy(logits, sent(labels, logits.device)), logits
 

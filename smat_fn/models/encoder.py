@@ -21,7 +21,7 @@ from ..where import block_linear
 from .modules import FullLoss, blocks, check_choice, check_layers, sent, train_only
 from .packing import pooled, texts
 from .pretrained import facts_of, fetch, floating
-from .top import CLOSE, FAILURES, Passed, Reached
+from .top import CLOSE, FAILURES, Passed, input_of
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
 
@@ -232,26 +232,15 @@ def _features(model: nn.Module, ids: Sequence[Tensor], pad: int, normalize: bool
 
 
 def _states(model: nn.Module, layer: nn.Module, ids: Sequence[Tensor], pad: int, progress: bool | None) -> Tensor:
-    def reached(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        raise Reached(args[0] if args else options["hidden_states"])
-
     found: dict[int, Tensor] = {}
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # equal lengths need no padding
-    hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
-    parts = bar(-(-len(order) // _TOGETHER), desc="states of frozen layers", shown=progress, leave=False)
-    try:
+    steps = -(-len(order) // _TOGETHER)
+    with bar(steps, desc="states of frozen layers", shown=progress, leave=False) as parts:
         for start in range(0, len(order), _TOGETHER):
             places = order[start : start + _TOGETHER]
             some = texts([ids[i] for i in places], torch.zeros(len(places)))
-            try:
-                with torch.no_grad():
-                    pooled(model, some, normalize=False, pad=pad)
-                raise AssertionError("the layer was not reached")
-            except Reached as stopped:
-                for place, states in zip(places, stopped.args[0], strict=True):
-                    found[place] = states[: len(ids[place])].cpu().clone()
+            rows = input_of(layer, partial(pooled, model, some, normalize=False, pad=pad))
+            for place, states in zip(places, rows, strict=True):
+                found[place] = states[: len(ids[place])].cpu().clone()
             parts.update()
-    finally:
-        hook.remove()
-        parts.close()
     return torch.cat([found[i] for i in range(len(ids))])

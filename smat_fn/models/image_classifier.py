@@ -1,7 +1,7 @@
 """Image models of ``transformers`` other than CLIP (ViT, Swin, DINOv2, ConvNeXt) as losses of all but their head.
 
-The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are told
-apart by a frozen head of its own on the features that the checkpoint's own head gets.
+The head of a checkpoint is left out: experts that are to be merged share all leaves, so that a task's classes are
+separated by a frozen head of its own on the features that the checkpoint's own head gets.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import tree
 from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, sent, train_only
@@ -96,7 +97,7 @@ def unit_features(module: nn.Module, values: Tensor) -> Tensor:
     weight = next(module.parameters())
     out = module(pixel_values=values.to(weight.device, weight.dtype))
     found = (out.logits if hasattr(out, "logits") else out.pooler_output).flatten(1)
-    return F.normalize(found.to(torch.promote_types(weight.dtype, torch.float32)), dim=-1)
+    return F.normalize(found.to(tree.compute_dtype(weight)), dim=-1)
 
 
 def classify(head: Tensor, values: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:

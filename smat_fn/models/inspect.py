@@ -39,7 +39,7 @@ def describe_leaves(module: nn.Module, where: Where | None) -> list[Leaf]:
             name,
             tuple(p.shape),
             p.numel(),
-            str(p.dtype).removeprefix("torch."),
+            tree.dtype_name(p),
             p.requires_grad,
             p.requires_grad and (picks is None or picks(name, p)),
             tuple(other for other in names[id(p)] if other != name),

@@ -141,16 +141,16 @@ def fetch(
 def _no_table() -> Iterator[None]:
     """Withholds the table of missing and unused weights of ``transformers``, which calls unused weights random."""
 
-    def told(record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         return "LOAD REPORT" not in text or any(kind in text for kind in ("MISMATCH", "CONVERSION"))
 
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(told)
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.removeFilter(told)
+        logger.removeFilter(passes)
 
 
 def _check_placed(module: nn.Module) -> None:

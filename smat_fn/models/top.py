@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ class Passed(nn.Module):
         return hidden_states
 
 
-class Reached(Exception):
-    """Carries the input of the first trained layer."""
+class _Reached(Exception):
+    """Carries the input of a layer out of a call of its model."""
 
 
 class Top(NamedTuple):
@@ -71,22 +72,25 @@ def cut_of(module: nn.Module) -> Cut | str:
         hidden = given[0].to((args[0] if args else options["hidden_states"]).dtype)  # of the weights in this call
         return ((hidden, *args[1:]), options) if args else ((), {**options, "hidden_states": hidden})
 
-    def reached(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        raise Reached(args[0] if args else options["hidden_states"])
-
-    def states(call: Callable[[], Any]) -> Tensor:
-        hook = own[first].register_forward_pre_hook(reached, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                call()
-            raise AssertionError("the layer was not reached")
-        except Reached as stopped:
-            return stopped.args[0]
-        finally:
-            hook.remove()
-
     blocks(top)[first].register_forward_pre_hook(swap, with_kwargs=True)
-    return Cut(top, given, states)
+    return Cut(top, given, partial(input_of, own[first]))
+
+
+def input_of(layer: nn.Module, call: Callable[[], Any]) -> Tensor:
+    """The states that a layer gets in a call of its model, which runs no further than to it."""
+
+    def reached(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        raise _Reached(args[0] if args else options["hidden_states"])
+
+    hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            call()
+        raise AssertionError("the layer was not reached")
+    except _Reached as stopped:
+        return stopped.args[0]
+    finally:
+        hook.remove()
 
 
 def top_of(module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> Top | str:

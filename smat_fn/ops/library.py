@@ -191,6 +191,7 @@ def _ways(numbers: Numbers, *trees: list[Tensor]) -> dict[ModuleType, list[int]]
     return found
 
 
+@torch.no_grad()
 def reweight_and_clip(
     grads: Mapping[str, Tensor],
     numbers: Numbers | None,
@@ -205,26 +206,12 @@ def reweight_and_clip(
     `smat_fn.tree.global_norm`. On the kernels one pass reweights and sums squares; with a clip that pass only sums, and
     a second one draws the mask again, reweights and clips.
 
-    Inside transforms the same operations one by one, differentiable, without a write.
+    Not inside transforms, where `autograd.reweight_and_clip` does the same without a write.
 
     Args: max_norm: None only measures; donate: may write into grads, bit-identical.
     Returns: (leaves by path, 0-d float32 norm); nothing waits for the device.
     """
-    if transformed():
-        from . import autograd  # made of this module's operations
-
-        return autograd.reweight_and_clip(grads, numbers, masked, max_norm=max_norm)
-    with torch.no_grad():
-        return _reweight_and_clip(grads, numbers, masked, max_norm, donate)
-
-
-def _reweight_and_clip(
-    grads: Mapping[str, Tensor],
-    numbers: Numbers | None,
-    masked: Sequence[bool],
-    max_norm: float | None,
-    donate: bool,
-) -> tuple[dict[str, Tensor], Tensor]:
+    assert not transformed(), "derivatives would be lost"
     raw = {path: g if g.is_contiguous() else g.contiguous() for path, g in grads.items()}
     if numbers is None and max_norm is None:
         out = dict(grads)

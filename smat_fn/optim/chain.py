@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from .. import ops, tree
 from ..compiled import no_grad, refuse_donation
+from ..simulation import reweight_and_clip
 from ..types import Optimizer, Params
 
 Transform: TypeAlias = Callable[[Params], Params]
@@ -43,8 +43,7 @@ def clip(grads: Params, max_norm: float | None, *, donate: bool = False) -> tupl
     """
     check_max_norm(max_norm)
     refuse_donation("clip", donate)
-    leaves, norm = ops.reweight_and_clip(tree.flatten(grads), None, [], max_norm=max_norm, donate=donate)
-    return tree.unflatten(grads, leaves), norm
+    return reweight_and_clip(grads, None, max_norm=max_norm, donate=donate)
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:

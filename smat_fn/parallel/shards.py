@@ -26,7 +26,7 @@ def starts_of(module: nn.Module) -> dict[str, int]:
     Rows are dealt out as ``torch.chunk`` does, uneven and empty shards included; parameters that are whole start at 0.
 
     Raises: ValueError that lists parameters sharded in another dimension than the first, or over several mesh
-        dimensions: their shard is no run of coordinates.
+        dimensions: their shard is not contiguous.
     """
     problems, starts = [], {}
     for path, p in _leaves(module).items():

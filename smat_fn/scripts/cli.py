@@ -32,7 +32,7 @@ Options = TypeVar("Options")
 First: TypeAlias = Mapping[type, Sequence[str]]
 
 
-def _registry(instances: Sequence[Any] = (), first: First = MappingProxyType({})) -> ConstructorRegistry:
+def _registry(instances: Sequence[Any], first: First) -> ConstructorRegistry:
     """tyro's rules for options that may be left out, for help texts, and for other defaults: those of ``instances``.
 
     Args: first: of a dataclass, the options that it has; all of those that are not there.

@@ -49,7 +49,7 @@ def called(words: Sequence[str], call: Callable[[list[str]], None]) -> None:
             call(left)
     except SystemExit as error:
         if error.code:
-            status = f"status {error.code}, what is wrong stands on stderr"  # a number where words do not parse
+            status = f"status {error.code}, the error is on stderr"  # a number where words do not parse
             ended = {"error": status if isinstance(error.code, int) else str(error.code)}
         raise
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""A stand-in for torch while ``--help`` is printed: options stand beside the arithmetic, which nothing calls then."""
+"""A stand-in for torch while ``--help`` is printed: options are beside the arithmetic, which nothing calls then."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, random, tree
-from ..compiled import constant, refuse_donation, unread
+from ..compiled import constant, refuse_donation, transformed, unread
 from ..errors import raise_problems, shortened
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
@@ -253,7 +253,7 @@ def reweight(
         tree of grads' structure, shapes and dtypes; ``out`` if given.
 
     Raises:
-        ValueError: for leaves that are no floating-point tensors.
+        ValueError: for leaves that are not floating-point tensors.
 
     Source: paper section 4.2.
     """
@@ -300,9 +300,11 @@ def reweight_and_clip(
         for part in parts:
             made = ops.reweight([leaves[path] for path in part.paths], part.numbers, part.masked, part.starts)
             weighted.update(zip(part.paths, made, strict=True))
-        result, norm = ops.reweight_and_clip(weighted, None, [], max_norm=max_norm, donate=True)
+        leaves, parts, donate = weighted, [], True
+    numbers, masked = (parts[0].numbers, parts[0].masked) if parts else (None, [])
+    if transformed():
+        result, norm = ops.autograd.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm)
     else:
-        numbers, masked = (parts[0].numbers, parts[0].masked) if parts else (None, [])
         result, norm = ops.reweight_and_clip(leaves, numbers, masked, max_norm=max_norm, donate=donate)
     return tree.unflatten(grads, result), norm
 

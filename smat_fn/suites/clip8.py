@@ -214,8 +214,8 @@ class Clip8(EncoderSuite):
         hashes = {split: pixels.each(rows.images) for split, rows in own.items()}
         labels = {split: set(rows.labels.tolist()) for split, rows in own.items()}
         new = [names[label] for label in sorted((labels["dev"] | labels["test"]) - labels["train"])]
-        told = [f"no train row of {task} is of class {', '.join(new[:10])}, which dev or test have"] if new else []
-        return [*shared_rows(task, hashes), *two_labels(task, hashes["train"], own["train"].labels.tolist()), *told]
+        unseen = [f"no train row of {task} is of class {', '.join(new[:10])}, which dev or test have"] if new else []
+        return [*shared_rows(task, hashes), *two_labels(task, hashes["train"], own["train"].labels.tolist()), *unseen]
 
     def _states_of(self, model: clip.Clip | ImageClassifier) -> Top | None:
         """The top layers alone, where only these are trained and need nothing but states."""

@@ -141,9 +141,9 @@ class ShortText(EncoderSuite):
             device=self.device,
         )  # fmt: skip
         splits = {task: self._data[task].splits for task in chosen}
-        told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
-        told += [two_labels(task, *found["train"]) for task, found in splits.items()]
-        self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(told))
+        notes = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
+        notes += [two_labels(task, *found["train"]) for task, found in splits.items()]
+        self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(notes))
         longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(

@@ -53,7 +53,7 @@ def test_json_of_a_command_that_fails_has_its_error(call, models, tmp_path):
     assert json.loads(said.out)["error"] == code
     code, said = call("ties", "--keep", "many", "--json")
     assert code == 2
-    assert json.loads(said.out) == {"error": "status 2, what is wrong stands on stderr"}
+    assert json.loads(said.out) == {"error": "status 2, the error is on stderr"}
 
 
 def test_json_lists_files_that_changed(call, models, tmp_path):

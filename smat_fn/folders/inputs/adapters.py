@@ -223,15 +223,9 @@ def read_adapter(label: str, path: Path) -> Held:
             )
         elif known:
             try:
-                rank, scale = _scaling(label, config, module)
+                found[module] = Factors(a, b, _scale(label, config, module, len(a)))
             except ValueError as error:
                 problems.append(str(error))
-                continue
-            if rank != len(a):
-                problems.append(
-                    f"{label}: {module!r} has rank {len(a)}, its {CONFIG} says {rank}: of different adapters?"
-                )
-            found[module] = Factors(a, b, scale)
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)
@@ -254,6 +248,12 @@ def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled, li
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
         raise ValueError(f"{problem}: merge it into its base with peft, and give the result")
     return config, store, list(config_problems(label, config))
+
+
+def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
+    """A and B of a module under the names that peft stores them as, without `PREFIX`."""
+    names = (ending for ending, (_, of_embedding) in _PARTS.items() if of_embedding == embedding)
+    return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
 
 
 def config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
@@ -324,10 +324,7 @@ def _pair(
             f"{label}: B A of {module!r} has shape {(b[0], a[1])}, leaf {leaf!r} of base {wanted}: "
             "was it trained from another base?"
         )
-    name = module.removeprefix(PREFIX)
-    rank, scale = _scaling(label, config, name)
-    if rank != a[0]:
-        raise ValueError(f"{label}: {module!r} has rank {a[0]}, its {CONFIG} says {rank}: of different adapters?")
+    scale = _scale(label, config, module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
     return leaf, _Pair(names["A"], names["B"], swapped, scale)
 
@@ -383,13 +380,18 @@ def _stored_transposed(base: Folder) -> frozenset[str] | None:
     return frozenset(name for name, owner in owners.items() if type(owner).__name__ == "Conv1D")
 
 
-def _scaling(label: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and scale of a module: alpha / rank, or alpha / √rank. Raises: ValueError for a rank that is not above 0."""
-    rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
-    if not rank > 0:
-        raise ValueError(f"{label}: {module!r} has rank {rank} in its {CONFIG}, must be above 0: save it again")
+def _scale(label: str, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The scale of a module's factors: alpha / rank, or alpha / √rank.
+
+    Raises: ValueError where the configuration gives another rank, or one that is not above 0.
+    """
+    given = _of_pattern(config.get("rank_pattern"), module, config["r"])
+    if not given > 0:
+        raise ValueError(f"{label}: {module!r} has rank {given} in its {CONFIG}, must be above 0: save it again")
+    if given != rank:
+        raise ValueError(f"{label}: {module!r} has rank {rank}, its {CONFIG} says {given}: of different adapters?")
     alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
-    return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given
 
 
 def _tied(name: str) -> str:

@@ -32,7 +32,7 @@ TOKENIZER = (
 )
 OTHERS = (
     "*processor_config.json",
-    "modules.json",  # of sentence-transformers, and what stands in the folders that it names
+    "modules.json",  # of sentence-transformers, and the files in the folders that it names
     "*sentence*.json",
     "[0-9]_*/*",
 )
@@ -123,7 +123,7 @@ def template_of(root: Path) -> str | None:
 def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     """The text that ``chat_template`` asks for; "auto" is the most frequent one of these checkpoints, or the first.
 
-    Raises: ValueError for what is no template.
+    Raises: ValueError for a text that is not a template.
     """
     if asked == "auto":
         found = Counter(text.strip() for root in roots if (text := template_of(root)))

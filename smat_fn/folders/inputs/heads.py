@@ -16,7 +16,7 @@ FOLDER = "heads"
 def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
     """An expert with base's leaves, and the leaves of its head, outside base's layers, by name.
 
-    A head's leaves are those that base has not, or has in another shape; base's own head stands in for them.
+    A head's leaves are those that base has not, or has in another shape; base's own head takes their place.
     """
     rows = _rows(base)
 

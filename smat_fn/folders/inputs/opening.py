@@ -24,10 +24,10 @@ from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
 
-def read_inputs(base: Path, experts: Mapping[str, Path], told: list[str]) -> tuple[Leaves, dict[str, Leaves]]:
+def read_inputs(base: Path, experts: Mapping[str, Path], notes: list[str]) -> tuple[Leaves, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed.
 
-    Notes on experts go into ``told``: other configurations and tokenizers than base's, by which they then run.
+    Appends to ``notes`` which experts have other configurations and tokenizers than base: they run by base's.
 
     Raises: ValueError that lists all problems.
     """
@@ -36,10 +36,10 @@ def read_inputs(base: Path, experts: Mapping[str, Path], told: list[str]) -> tup
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
-    wrong, notes = differences(start.root, roots, chosen=False, template=True)
+    wrong, unlike = differences(start.root, roots, chosen=False, template=True)
     errors.raise_problems(wrong)
-    told += [*tokenizer_notes(start.root, roots), *notes, *strangers(start, found)]
-    told += [folder.note for folder in (start, *found.values()) if folder.note]
+    notes += [*tokenizer_notes(start.root, roots), *unlike, *strangers(start, found)]
+    notes += [folder.note for folder in (start, *found.values()) if folder.note]
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model
     return _values(start, modules), {name: _values(folder, modules) for name, folder in found.items()}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS
 from ...errors import first_line
-from ...merge.parts.inputs import short
+from ...tree import dtype_name
 from ..files import Identity, identity
 
 DTYPES = {
@@ -91,7 +91,7 @@ class Pickled:
 
     def code(self, name: str) -> str:
         """How a tensor is stored: "bfloat16"."""
-        return short(self._leaves[name])
+        return dtype_name(self._leaves[name])
 
     def header(self, name: str) -> Tensor | None:
         """Shape and dtype of a leaf, as `Store.header`."""
@@ -337,5 +337,5 @@ def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator
     for name, leaf in leaves.items():
         packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
         if packed or name.rpartition(".")[2] in _QUANTISED:
-            yield f"{label}: {path} is quantised (it holds leaf {name!r}, {short(leaf)}): {out}"
+            yield f"{label}: {path} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {out}"
             return

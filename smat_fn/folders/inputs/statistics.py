@@ -84,9 +84,9 @@ def of_other_labels(labels: Mapping[str, object]) -> list[str]:
     known = {name: own for name, own in labels.items() if own is not None}
     if len({*known.values()}) < 2:
         return []
-    told = ", ".join(f"{name}: {own}" for name, own in known.items())
+    each = ", ".join(f"{name}: {own}" for name, own in known.items())
     return [
-        f"the experts' fisher.safetensors were computed with different labels ({told}): compute all with the same "
+        f"the experts' fisher.safetensors were computed with different labels ({each}): compute all with the same "
         "ones, `python merge.py statistics EXPERTS --kinds fisher --labels data --overwrite`"
     ]
 

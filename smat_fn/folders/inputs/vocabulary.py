@@ -49,7 +49,7 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
         embeddings = _embeddings(folder)
         first, second = (folder, base) if HEAD in folder.leaves else (base, folder)
         if second.leaves.keys() - first.leaves.keys():
-            continue  # another kind of head, such as a score: it is no question of ties, and the leaves are compared
+            continue  # another kind of head, such as a score: it is not tied, and the leaves are compared
         if HEAD in folder.leaves and _is_copy(folder):
             fitted[name] = folder.without(HEAD)
         elif HEAD in folder.leaves:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
+from ...tree import dtype_name
 from ...types import Params
-from ..parts.inputs import Experts, short
+from ..parts.inputs import Experts
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PARTS = {"mlp.gate_proj.weight": "w1", "mlp.down_proj.weight": "w2", "mlp.up_proj.weight": "w3"}
@@ -128,7 +129,9 @@ def router_problems(found: Mapping[str, Origin], base: Mapping[str, Tensor], exp
     first = next((leaf for path, leaf in base.items() if path.endswith("mlp.gate_proj.weight")), None)
     wanted = layers, experts, 0 if first is None else first.shape[1]
     if tuple(router.shape) != wanted or not router.is_floating_point():
-        return [f"router is {short(router)} {tuple(router.shape)}, must be floats {wanted}: layers, experts, width"]
+        return [
+            f"router is {dtype_name(router)} {tuple(router.shape)}, must be floats {wanted}: layers, experts, width"
+        ]
     return [] if bool(router.isfinite().all()) else ["router holds values that are NaN or infinite"]
 
 

@@ -88,9 +88,14 @@ def halved(rows: Tensor) -> Tensor:
     return rows[:, 0]
 
 
+def largest(leaves: Mapping[str, Tensor]) -> int:
+    """The number of coordinates of the largest leaf."""
+    return max((leaf.numel() for leaf in leaves.values()), default=0)
+
+
 def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
     """`Merger.memory` of what calls `Mapped.gram`."""
-    return 32 * experts * min(max((leaf.numel() for leaf in leaves.values()), default=0), BLOCK)
+    return 32 * experts * min(largest(leaves), BLOCK)
 
 
 def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:

@@ -82,18 +82,6 @@ def pieces(
             yield Piece(paths[index], start, deltas, [f.to(origin.device) for f in field])
 
 
-def merge_leaves(
-    base: Leaves, experts: Mapping[str, Leaves], fuse: Callable[[str, Iterator[Tensor]], Tensor]
-) -> Leaves:
-    """A merged task vector: ``fuse(path, task vectors)`` of every floating-point leaf; they are made one by one."""
-
-    def deltas(path: str) -> Iterator[Tensor]:
-        dtype = compute_dtype(path, base, experts)
-        return (delta_of(leaves[path], base[path], dtype) for leaves in experts.values())
-
-    return {path: fuse(path, deltas(path)) for path, leaf in base.items() if leaf.is_floating_point()}
-
-
 def row_length(shape: Sequence[int]) -> int:
     """Length of the rows of a leaf: its last axis; a vector, or a 0-d tensor, is one row."""
     return shape[-1] if shape else 1

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ... import errors, tree
 from ...errors import problems_of
+from ...tree import dtype_name
 from ...types import Params
 
 Experts: TypeAlias = Mapping[str, Params] | Sequence[Params]
@@ -68,8 +69,8 @@ def batch_problems(trees: Mapping[str, Leaves]) -> list[str]:
 def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     """Errors for complex leaves: as leaves that are not floating-point they would stay base's."""
     return [
-        f"leaf {path!r} of {label} is {short(leaf)}, which is not merged: merge torch.view_as_real(leaf), and make the "
-        "result complex again by torch.view_as_complex"
+        f"leaf {path!r} of {label} is {dtype_name(leaf)}, which is not merged: merge torch.view_as_real(leaf), and "
+        "make the result complex again by torch.view_as_complex"
         for path, leaf in leaves.items()
         if leaf.is_complex()
     ]
@@ -241,10 +242,15 @@ def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> 
 def kind_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
     """Leaves that are floating-point in one tree and not in the other, as error messages."""
     return [
-        f"leaf {path!r} is {short(leaves[path])} in {name} but {short(leaf)} in {start_name}: cast one of them"
+        of_two_dtypes(path, leaves[path], name, leaf, start_name)
         for path, leaf in start.items()
         if path in leaves and leaves[path].is_floating_point() != leaf.is_floating_point()
     ]
+
+
+def of_two_dtypes(path: str, leaf: Tensor, name: str, origin: Tensor, start_name: str) -> str:
+    """The error for a leaf that must have one dtype in two trees."""
+    return f"leaf {path!r} is {dtype_name(leaf)} in {name} but {dtype_name(origin)} in {start_name}: cast one of them"
 
 
 def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -> list[str]:
@@ -254,19 +260,12 @@ def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -
         if other is None or other.is_floating_point() != leaf.is_floating_point():
             continue
         if other.dtype != leaf.dtype:
-            problems.append(
-                f"leaf {path!r} is {short(other)} in {name} but {short(leaf)} in {start_name}: cast one of them"
-            )
+            problems.append(of_two_dtypes(path, other, name, leaf, start_name))
         elif (
             not leaf.is_floating_point() and other.shape == leaf.shape and not torch.equal(other.to(leaf.device), leaf)
         ):
             problems.append(
-                f"leaf {path!r} ({short(leaf)}) differs between {start_name} and {name}: only floating-point leaves "
-                "are averaged, make it equal"
+                f"leaf {path!r} ({dtype_name(leaf)}) differs between {start_name} and {name}: only floating-point "
+                "leaves are averaged, make it equal"
             )
     return problems
-
-
-def short(leaf: Tensor) -> str:
-    """The dtype of a leaf, "float32"."""
-    return str(leaf.dtype).removeprefix("torch.")

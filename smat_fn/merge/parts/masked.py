@@ -26,4 +26,9 @@ class Masked(Merger):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         if not self.scaled and self.task is not None:
             return 0
-        return (8 * experts + 64) * min(max((leaf.numel() for leaf in leaves.values()), default=0), arithmetic.BLOCK)
+        return (8 * experts + 64) * min(arithmetic.largest(leaves), arithmetic.BLOCK)
+
+
+def of_all_tasks(config: object) -> bool:
+    """Whether a merger makes one folder for all tasks: it could make a model for one of them, and none is named."""
+    return isinstance(config, Masked) and config.task is None

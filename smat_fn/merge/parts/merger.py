@@ -142,8 +142,10 @@ class Merger:
 class InMemory:
     """`Mapped` leaves of trees in memory."""
 
-    def __init__(self, base: Leaves, experts: Mapping[str, Leaves]) -> None:
-        self.base, self.trees = base, experts
+    def __init__(
+        self, base: Leaves, experts: Mapping[str, Leaves], statistics: Mapping[str, Leaves] = MappingProxyType({})
+    ) -> None:
+        self.base, self.trees, self.statistics = base, experts, statistics
         self.experts: Mapping[str, object] = experts
         self.coefs: Mapping[str, float] = {path: 1.0 for path, leaf in base.items() if leaf.is_floating_point()}
         self.cuts: Mapping[str, list[Cut]] = {}
@@ -153,7 +155,7 @@ class InMemory:
         return self.base[path].shape
 
     def statistic(self, name: str, path: str) -> Any:
-        raise NotImplementedError("a merger with statistics takes them as an argument in memory")
+        return self.statistics[name].get(path)
 
     def gram(self, path: str) -> list[list[float]]:
         return gram([leaves[path] for leaves in self.trees.values()], self.base[path])

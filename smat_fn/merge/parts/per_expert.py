@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .arithmetic import add, elected, halved, zeroed
+from .arithmetic import add, elected, halved, largest, zeroed
 from .chunks import BYTES_PER_COORDINATE, Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
@@ -180,4 +180,4 @@ class Sparse(Weighted):
         least = super().memory(leaves, experts)
         if not (self.rescale or (self.special() and self.whole)):
             return least
-        return max(least, BYTES_PER_COORDINATE * experts * max((leaf.numel() for leaf in leaves.values()), default=0))
+        return max(least, BYTES_PER_COORDINATE * experts * largest(leaves))

@@ -19,7 +19,7 @@ Options with "default: preset" take the value of --preset.
 
 import faulthandler
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -219,8 +219,8 @@ def main(args: Merge) -> None:
         raise ValueError("svc takes a merged model first, --run has none: pass --base BASE --experts MERGED EXPERT...")
     import torch
 
-    from smat_fn.folders.several import of_all_tasks
     from smat_fn.merge import CALIBRATION_COEFS
+    from smat_fn.merge.parts.masked import of_all_tasks
     from smat_fn.scripts.merge.inputs import all_inputs, manifests_of, trained_by, weight_of, weighted
 
     torch.set_num_threads(args.machine.threads)
@@ -342,13 +342,10 @@ def in_memory(
     return ()
 
 
-def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterator[str]:
-    """Merge folders chunk by chunk, or print with --dry-run what that takes; yields the printed lines."""
-    import torch
-
+def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path, experts: list[Path]) -> Iterable[str]:
+    """Merge folders chunk by chunk, or plan that with --dry-run; yields the printed lines."""
     from smat_fn.folders import chunk_of
     from smat_fn.scripts.merge import streaming
-    from smat_fn.scripts.merge.pushing import pushed
 
     lines, coefs = args.choice.lines, args.choice.coefs
     if lines is not None and coefs:
@@ -374,14 +371,8 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         chat_template=args.output.chat_template,
         heads=args.inputs.heads,
     )
-    torch.set_num_threads(1)  # of each worker
-    if args.output.dry_run:
-        yield from (streaming.plan_text(*planned) for planned in streaming.plan_run(configs, order).items())
-    else:
-        with_push = pushed(args.output.push_to_hub, public=args.output.public, count=len(configs))
-        for config, merged in zip(configs, streaming.stream_run(configs, order), strict=True):
-            yield from streaming.summary(config, *merged, order.coefs)
-            yield from with_push(merged[0])
+    own = args.output
+    return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)
 
 
 def command(script: str, launch: Sequence[str]) -> None:

@@ -167,7 +167,7 @@ def train(args: Train, world: "parallel.World") -> None:
         report(f"expert: {folder}")
         outcome.add("experts", {"folder": folder, "task": folder.name, "method": method.name, "seed": run.seed})
     if run.statistics and world.leads:
-        for line in statistics_of_run(suite, run.out, folders, kinds=run.statistics, seed=run.seed):
+        for line in statistics_of_run(suite, folders, kinds=run.statistics, seed=run.seed):
             report(line)
 
 

@@ -20,10 +20,10 @@ from ...folders.inputs.opening import local_folder, read_inputs
 from ...folders.inputs.reading import open_folder
 from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
-from ...suites import SUITES, Suite, describe_options, load_suite
+from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import manifest_of, named, unreplaced
-from ..merge.whole_models import part_of, whole_base
+from ..merge.whole_models import own_dtype, part_of, whole_base
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -248,13 +248,11 @@ def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """The suite asked for where a checkpoint names none, in the dtype of the checkpoint's leaves if they have one."""
     if "name" not in options:
         return None
-    known = options["name"] in SUITES and "dtype" in describe_options(options["name"])
     try:
-        leaves = open_folder(str(folder), local_folder(str(folder), folder)).leaves if known else {}
+        leaves = open_folder(str(folder), local_folder(str(folder), folder)).leaves
     except ValueError:  # a folder of several models, or an adapter
         leaves = {}
-    found = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves.values() if leaf.is_floating_point()}
-    return {"seed": 0, **options, **({"dtype": found.pop()} if len(found) == 1 else {})}
+    return {"seed": 0, **options, **own_dtype(options["name"], leaves)}
 
 
 def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
@@ -283,7 +281,7 @@ def _models(
         yield suite.tasks, lora.load_expert(folder, suite.base)[0]
         return
     if narrow := _narrower(leaves, suite.base):
-        names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in narrow.values()}))
+        names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
         report(f"note: {folder} has parameters in {names}: scored in the wider dtype of its suite")
     leaves |= {path: leaf.to(suite.base[path].dtype) for path, leaf in narrow.items()}
     tree.check_same(suite.base, "the base", **{str(folder): leaves})
@@ -297,17 +295,17 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     """The leaves of an expert of another tool, as a merge in memory reads them. Raises: ValueError as `read_inputs`."""
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
-    told = list[str]()
-    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, told)
+    notes = list[str]()
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes)
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
-        str(suite.base[path].dtype).removeprefix("torch.")
+        tree.dtype_name(suite.base[path])
         for path, leaf in leaves.items()
         if leaf.is_floating_point() and path in suite.base
         if torch.promote_types(leaf.dtype, suite.base[path].dtype) != suite.base[path].dtype
     }
-    told += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
-    for line in told:
+    notes += [f"{folder} is rounded to {', '.join(sorted(rounded))}, the dtype of its suite"] if rounded else []
+    for line in notes:
         report(f"note: {line}")
     return {
         path: leaf.to(suite.base[path].dtype) if leaf.is_floating_point() and path in suite.base else leaf

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ... import __version__, checkpoint, errors, random
+from ... import __version__, errors, random
 from ... import merge as mergers
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, preset_of, resolve
 from ...folders import Combined
@@ -17,8 +17,8 @@ from ...folders import merge_adapters as write
 from ...folders.files import digests
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
-from .card import CARD, adapter_card
-from .finished import hashes, sources_text
+from .card import adapter_card
+from .finished import hashes, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
 
@@ -135,8 +135,4 @@ def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str,
         "versions": {"smat_fn": __version__},
     }
     manifest = {"adapter": "merged", **facts, **about, **hashes(files, inputs, found)}
-    return {
-        CARD: adapter_card(manifest),
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
-        checkpoint.SOURCES: sources_text(inputs, {}),
-    }
+    return texts(manifest, adapter_card, inputs)

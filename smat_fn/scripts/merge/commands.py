@@ -131,11 +131,8 @@ def _some(paths: Sequence[str]) -> str:
 
 def from_recipe(args: FromRecipe) -> None:
     """Merge, and print a summary."""
-    import torch
-
     from ...folders import chunk_of
     from . import streaming
-    from .pushing import pushed
     from .recipe import load
 
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
@@ -158,16 +155,10 @@ def from_recipe(args: FromRecipe) -> None:
         part=part,
         **given,
     )
-    torch.set_num_threads(1)  # of each worker
     for note in found.notes:
         print(f"note: {note}")
-    if args.dry_run:
-        for planned in streaming.plan_run([found.config], order).items():
-            print(streaming.plan_text(*planned))
-        return
-    with_push = pushed(args.push_to_hub, public=args.public, count=1)
-    for merged in streaming.stream_run([found.config], order):
-        print("\n".join([*streaming.summary(found.config, *merged, coefs), *with_push(merged[0])]))
+    for line in streaming.run([found.config], order, dry_run=args.dry_run, push=args.push_to_hub, public=args.public):
+        print(line, flush=True)
 
 
 def printing(module: str, name: str) -> Callable[[Any], None]:

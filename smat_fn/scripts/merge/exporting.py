@@ -1,7 +1,7 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -13,8 +13,8 @@ from ...folders import Options, Report, local_folder, merge_folders, open_folder
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
-from .card import CARD, exported_card
-from .finished import hashes, sources_text
+from .card import exported_card
+from .finished import hashes, texts
 from .inputs import manifest_of, model_names
 from .recipe_write import folder_name
 from .streaming import leaves_of
@@ -58,12 +58,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
             "rounding_ratio": report.rounding,
             **hashes(files, report.inputs, report.hashes),
         }
-        facts, places = checkpoint.without_places(facts)
-        return {
-            checkpoint.MANIFEST: json.dumps(facts, indent=2) + "\n",
-            CARD: exported_card(model, facts),
-            checkpoint.SOURCES: sources_text(report.inputs, places),
-        }
+        return texts(facts, partial(exported_card, model), report.inputs)
 
     if several:
         return export_task(model, base, task, out, describe=describe, **options)

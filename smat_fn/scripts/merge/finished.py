@@ -3,12 +3,13 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ... import __version__, checkpoint
 from ...folders.files import Hashing, digests
+from .card import CARD
 
 
 def is_merged(folder: Path) -> bool:
@@ -36,6 +37,25 @@ def differences(folder: Path, wanted: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def other_inputs(
+    folder: Path,
+    inputs: Mapping[str, Iterable[Path]],
+    experts: Iterable[str],
+    beside: Mapping[str, Path | bytes],
+    hashing: Hashing,
+) -> list[str]:
+    """Reasons why a folder of the same settings was not made of these inputs, or has changed; none if it is theirs.
+
+    Args: inputs: files by label; experts: their names in order; beside: the files beside its weights.
+    """
+    own = {label: list(files) for label, files in inputs.items()}
+    read = hashes([], own, hashing.digests(file for files in own.values() for file in files))["inputs"]
+    made = checkpoint.load_manifest(folder).get("inputs", {})
+    if others := [label for label in [*read, *(made.keys() - read)] if made.get(label) != read.get(label)]:
+        return [f"it was made of another {label}" for label in others]
+    return other_order(folder, experts) or other_files(folder, beside) or verify(folder, hashing=hashing)[1]
+
+
 def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
     """The order of experts that ``folder`` was made of, if it is another one: SLERP takes γ of the second."""
     made = list(checkpoint.load_manifest(folder).get("experts", {}))
@@ -45,7 +65,7 @@ def other_order(folder: Path, experts: Iterable[str]) -> list[str]:
 def verify(path: Path, *, hashing: Hashing | None = None) -> tuple[int, list[str]]:
     """Hash again all files that the manifest of a merged model names.
 
-    Where the inputs lie stands in a file of this machine, `SOURCES`; without it they are not looked for.
+    The paths of inputs are in a file of this machine, `SOURCES`; without it they are not looked for.
 
     Args: path: folder of the merged model, or its README.md; hashing: where some of the files were hashed before.
     Returns: the number of files, and a line for every file that has changed or is missing.
@@ -105,6 +125,18 @@ def sources_text(inputs: Mapping[str, Sequence[Path]], suite: Mapping[str, str])
     places = {label: {name: str(file.absolute()) for name, file in named(own).items()} for label, own in inputs.items()}
     places |= {"suite": dict(suite)} if suite else {}
     return json.dumps(places, indent=2) + "\n"
+
+
+def texts(
+    manifest: Mapping[str, Any], card: Callable[[Mapping[str, Any]], str], inputs: Mapping[str, Sequence[Path]]
+) -> dict[str, str]:
+    """The texts beside a model's weights: manifest, model card and `SOURCES`, which alone has paths of this machine."""
+    manifest, places = checkpoint.without_places(manifest)
+    return {
+        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
+        CARD: card(manifest),
+        checkpoint.SOURCES: sources_text(inputs, places),
+    }
 
 
 def sources(folder: Path) -> dict[str, dict[str, str]]:

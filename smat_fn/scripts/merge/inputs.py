@@ -149,7 +149,7 @@ def weighted(
         if not isinstance(config, Weighted)
     ]
     problems += [
-        f"the weight of {name!r} stands in --experts and in --weights: leave one out"
+        f"the weight of {name!r} is in --experts and in --weights: leave one out"
         for name in weights
         for config in configs
         if isinstance(config, Weighted) and name in config.weights
@@ -208,10 +208,10 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
         other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
-    problems, told = [] if experts else ["no experts: give at least one folder"], list[str]()
+    problems, notes = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None
     try:
-        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, told)[0]
+        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, notes)[0]
         tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
@@ -227,7 +227,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
                     prints[name] = checkpoint.fingerprint(loaded[name])
                     problems += [] if prints[name] == known else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
-                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else told)[1][path.name]
+                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else notes)[1][path.name]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -235,7 +235,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     assert origin is not None
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)), prints=prints)
+    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(notes)), prints=prints)
 
 
 def _rewritten(path: Path) -> str:

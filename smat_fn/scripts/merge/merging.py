@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +16,8 @@ from ...evaluate import Records, Scorer, score_bar
 from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import parts_of
-from ...folders.prepare import buffers_note
-from ...suites import SUITES, Suite, describe_options, load_suite
+from ...folders.prepare import buffers_note, skip_notes
+from ...suites import Suite, describe_options, load_suite
 from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
@@ -26,7 +25,7 @@ from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
-from .whole_models import of_whole_models, part_of
+from .whole_models import of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
@@ -71,7 +70,7 @@ def merge_run(
         coefs: that a search tries (default: the merger's own, `Merger.grid`).
         widen: try more as long as the best one is at an edge of those, ten at most.
         snapshots: with a search, folders of the same experts by number, ``experts`` the last (`find_snapshots`): the
-            number is chosen on dev too, by each merger, and stands in its manifest.
+            number is chosen on dev too, by each merger, and is in its manifest.
         sweeps: over the blocks, after a search, to choose a coefficient for each (`merge.select_coefs`); 0: none.
         lines: factors of coefficients by depth, at the first and at the last block (LiNeS).
         report: called with each line of `summary` as soon as its model is done.
@@ -153,8 +152,7 @@ def merge_run(
 def notes_of(config: MergerConfig, inputs: Inputs) -> list[str]:
     """The notes of a merge of these inputs on disk by one merger: buffers, and globs without a match."""
     floating = [path for path, leaf in inputs.base.items() if leaf.is_floating_point()]
-    globs = [glob for glob in getattr(config, "skip", ()) if not any(fnmatchcase(path, glob) for path in floating)]
-    notes = [f"skip {glob!r} matches no parameter" for glob in globs]
+    notes = skip_notes(config, floating)
     if not config.based:
         return [*notes, *filter(None, [with_buffers(inputs)[1]])]
     unlike = {
@@ -318,7 +316,7 @@ def common_suite(
         )
     errors.raise_problems(problems)
     assert first is not None
-    asked = {**first, **_dtype(inputs, {**first, **options}), **options}
+    asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
     suite = known or load_suite(**asked)
     errors.raise_problems(
         [
@@ -350,16 +348,7 @@ def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return {**implied, **({"model": str(base)} if has else {})}
 
 
-def _dtype(inputs: Inputs, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The option dtype of a suite that has one: that of base, where its leaves have but one."""
-    found = {str(leaf.dtype).removeprefix("torch.") for leaf in inputs.base.values() if leaf.is_floating_point()}
-    known = recipe.get("name") in SUITES and "dtype" in describe_options(recipe["name"])
-    return {"dtype": found.pop()} if known and len(found) == 1 else {}
-
-
-def sources_of(
-    base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None = None
-) -> dict[str, Any]:
+def sources_of(base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None) -> dict[str, Any]:
     """Facts of a merged model beside its settings; ``suite`` is the one it was searched on."""
     facts = facts_of(base, experts, inputs.manifests, seed)
     prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}

@@ -18,8 +18,8 @@ from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
-from .card import CARD, card
-from .finished import differences, hashes, other_files, other_order, sources_text, verify
+from .card import card
+from .finished import differences, hashes, other_inputs, texts
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, fields_of, folders_beside, placed
 from .recipe_write import folder_name, placed_by_name
@@ -71,8 +71,14 @@ def load(file: Path) -> Mixture:
         )
         for own in found["experts"]
     ]
-    rest = found.get("gate_mode", "hidden"), found.get("dtype"), found.get("experts_per_token", 2), found.get("seed")
-    return Mixture(found["base_model"], experts, *rest)
+    return Mixture(
+        found["base_model"],
+        experts,
+        mode=found.get("gate_mode", "hidden"),
+        dtype=found.get("dtype"),
+        per_token=found.get("experts_per_token", 2),
+        seed=found.get("seed"),
+    )
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
@@ -130,20 +136,20 @@ def _expert_problems(place: int, own: Any, *, prompts: bool) -> Iterator[str]:
 def make(args: Moe) -> Iterator[str]:
     """Write the mixture that a file describes; yields the printed lines."""
     asked, places = load(args.file), folders_beside(args.file.parent)
-    seed = asked.seed or 0 if args.seed is None else args.seed
+    seed = (asked.seed or 0) if args.seed is None else args.seed
     paths = {
         name: placed(own.source, places.get(f"expert {name!r}", ())) for name, own in _named(asked.experts).items()
     }
-    base = placed(asked.base, places.get("base", ()))
-    base = local_folder("base", base)
+    base = local_folder("base", placed(asked.base, places.get("base", ())))
     models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
+    prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
     facts = {
         **facts_of(base, list(paths.values()), {name: manifest_of(path) for name, path in paths.items()}, seed),
         "merger": "moe",
         "hyperparameters": {
             "gate_mode": asked.mode,
             "experts_per_token": asked.per_token,
-            "prompts": hashlib.sha256(json.dumps([own[1:3] for own in asked.experts]).encode()).hexdigest(),
+            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
             "residual_scales": [own.residual_scale for own in asked.experts],
         },
         "out_dtype": asked.dtype or "same",
@@ -158,8 +164,8 @@ def make(args: Moe) -> Iterator[str]:
         yield f"kept: {args.out}: already finished"
         return
     router = router_of(asked, base, models, seed)
-    notes = [f"layers {', '.join(map(str, alike))}: router rows are nearly dependent, prompts may be too similar"
-             for alike in [degenerate(router)] if alike]  # fmt: skip
+    alike = ", ".join(map(str, degenerate(router)))
+    notes = [f"layers {alike}: router rows are nearly dependent, prompts may be too similar"] if alike else []
 
     def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
         return _texts(asked, seed, paths, base, models, facts, files, report)
@@ -201,15 +207,9 @@ def _others(out: Path, facts: Mapping[str, Any], models: Models, workers: int) -
     wanted = {name: value for name, value in facts.items() if name != "experts"}
     if found := differences(out, wanted):
         return found
-    inputs, made = _inputs(models), checkpoint.load_manifest(out).get("inputs", {})
     with Hashing(workers) as hashing:
-        read = hashes([], inputs, hashing.digests(file for own in inputs.values() for file in own))["inputs"]
-        if read != made:
-            return ["it was made of other inputs"]
-        if found := other_order(out, facts["experts"]):
-            return found
         files = beside(models, out_dtypes(facts["out_dtype"]))
-        return other_files(out, files) or verify(out, hashing=hashing)[1]
+        return other_inputs(out, _inputs(models), facts["experts"], files, hashing)
 
 
 def _texts(
@@ -225,7 +225,6 @@ def _texts(
         {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
         dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
-    manifest, places = checkpoint.without_places(manifest)
     experts = [
         {"source_model": placed_by_name(Path(own.source)), "positive_prompts": own.positive,
          "negative_prompts": own.negative, "residual_scale": own.residual_scale}
@@ -236,12 +235,8 @@ def _texts(
         "experts_per_token": asked.per_token, "seed": seed,
         "experts": [{name: value for name, value in own.items() if value not in (None, [])} for own in experts],
     }  # fmt: skip
-    return {
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
-        CARD: card(manifest),
-        checkpoint.SOURCES: sources_text(inputs, places),
-        checkpoint.RECIPE: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
-    }
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    return texts(manifest, card, inputs) | {checkpoint.RECIPE: text}
 
 
 def router_of(asked: Mixture, base: Path, models: Models, seed: int) -> Tensor:

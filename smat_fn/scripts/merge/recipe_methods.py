@@ -59,23 +59,27 @@ class Resolved(NamedTuple):
     def of(self, name: str) -> Any:
         return self.per_model.get(name, {})
 
+    def of_all(self, name: str, default: float) -> dict[str, Any]:
+        """A parameter of every expert."""
+        return {expert: self.of(name).get(expert, default) for expert in self.names}
+
     def ordered(self, name: str, default: float) -> tuple[Any, ...]:
-        return tuple(self.of(name).get(expert, default) for expert in self.names)
+        return tuple(self.of_all(name, default).values())
 
 
 def _breadcrumbs(found: Resolved, *, elect: bool) -> MergerConfig:
-    densities = {name: found.of("density").get(name, 1.0) for name in found.names}
-    largest = {name: found.of("gamma").get(name, 0.01) for name in found.names}
-    own: Any = {"weights": found.of("weight"), "densities": densities, "largest": largest}
+    largest = found.of_all("gamma", 0.01)
+    own: Any = {"weights": found.of("weight"), "densities": found.of_all("density", 1.0), "largest": largest}
     own |= {"aggregate": found.aggregate(mean=False), "elect": elect, "rescale": found.flag("rescale", False)}
     return Breadcrumbs(0.0, 0.0, coef=1.0, count="kept", **own)
 
 
 def _della(found: Resolved, *, elect: bool) -> MergerConfig:
-    eps = {name: found.of("epsilon").get(name, 0.15) for name in found.names}
-    for name, densities in _densities(found).items():
-        for path in found.paths if isinstance(densities, dict) or isinstance(eps[name], dict) else [""]:
-            density, width = (coef_of(path, rules) for rules in (densities, eps[name]))
+    densities, eps = found.of_all("density", 1.0), found.of_all("epsilon", 0.15)
+    for name in found.names:
+        rules = densities[name], eps[name]
+        for path in found.paths if any(isinstance(own, dict) for own in rules) else [""]:
+            density, width = (coef_of(path, own) for own in rules)
             if 0 < density < 1 and not 1e-12 < density - width <= density + width <= 1 + 1e-12:
                 where = f" at leaf {path!r}" if path else ""
                 raise ValueError(
@@ -86,21 +90,17 @@ def _della(found: Resolved, *, elect: bool) -> MergerConfig:
         name: {path: 2 * v for path, v in value.items()} if isinstance(value, dict) else 2 * value
         for name, value in eps.items()
     }
-    own: Any = {"weights": found.of("weight"), "densities": _densities(found), "windows": windows, "rescale": True}
+    own: Any = {"weights": found.of("weight"), "densities": densities, "windows": windows, "rescale": True}
     return Della(coef=1.0, drop_prob=0.0, window=0.0, aggregate=found.aggregate(mean=elect), elect=elect, **own)
 
 
 def _dare(found: Resolved, *, elect: bool) -> MergerConfig:
-    own: Any = {"weights": found.of("weight"), "densities": _densities(found), "rescale": True}
+    own: Any = {"weights": found.of("weight"), "densities": found.of_all("density", 1.0), "rescale": True}
     return (DareTies if elect else Dare)(coef=1.0, drop_prob=0.0, aggregate=found.aggregate(mean=False), **own)
 
 
-def _densities(found: Resolved) -> dict[str, Any]:
-    return {name: found.of("density").get(name, 1.0) for name in found.names}
-
-
 def _ties(found: Resolved) -> MergerConfig:
-    own: Any = {"weights": found.of("weight"), "densities": _densities(found)}
+    own: Any = {"weights": found.of("weight"), "densities": found.of_all("density", 1.0)}
     return Ties(
         coef=1.0,
         keep=1.0,

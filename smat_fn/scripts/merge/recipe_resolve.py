@@ -3,7 +3,6 @@
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,8 +88,10 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         few = " and ".join(name_of(source.ref) for source in slices[-1].experts if source.absent)
         notes += (f"the last norm and the head are merged without {few}, as in mergekit: slices[0] has fewer models",)
     options = {"semantics": "mergekit", "out_dtype": found.get("out_dtype") or found.get("dtype") or "same"}
-    models = {model.ref: key_of(name) for name, model in zip(names, slices[0].experts, strict=True)} if whole else {}
-    models |= {} if whole else {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
+    if whole:
+        models = {model.ref: key_of(name) for name, model in zip(names, slices[0].experts, strict=True)}
+    else:
+        models = {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
 
@@ -116,11 +117,7 @@ def _slices(found: Mapping[str, Any], method: Method, *, based: bool) -> list[Sl
     parts, sliced = found.get("slices") or [{"sources": found["models"]}], bool(found.get("slices"))
     for place, part in enumerate(parts):
         sources = [
-            Source(
-                entry["model"],
-                tuple(entry["layer_range"]) if found.get("slices") else None,
-                entry.get("parameters") or {},
-            )
+            Source(entry["model"], tuple(entry["layer_range"]) if sliced else None, entry.get("parameters") or {})
             for entry in part["sources"]
         ]
         if not sliced and not based and origin is not None and all(s.ref != origin for s in sources):
@@ -209,14 +206,12 @@ def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
 def _whole_spots(paths: Iterable[str]) -> dict[str, Spot]:
     own = {path: layer_of(path) for path in paths}
     last = max((found[1] for found in own.values() if found), default=0)
-    return {
-        path: Spot(0, found[1] / last if found and last else float(bool(found)), partial(_same, path))
-        for path, found in own.items()
-    }
 
+    def spot(path: str) -> Spot:
+        found = own[path]
+        return Spot(0, found[1] / last if found and last else float(bool(found)), lambda start: path)
 
-def _same(path: str, start: int) -> str:
-    return path
+    return {path: spot(path) for path in own}
 
 
 def _spots(paths: Iterable[str], slices: Sequence[Slice]) -> dict[str, Spot]:

@@ -61,9 +61,7 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
         yield from write_statistics(suite, places_of[task], task, params, asked)
 
 
-def statistics_of_run(
-    suite: Suite, out: Path, folders: Sequence[Path], *, kinds: Sequence[str], seed: int
-) -> Iterator[str]:
+def statistics_of_run(suite: Suite, folders: Sequence[Path], *, kinds: Sequence[str], seed: int) -> Iterator[str]:
     """`make_statistics` of experts just trained on a suite, with its defaults."""
     for folder in folders:
         params = lora.load_expert(folder, suite.base)[0]

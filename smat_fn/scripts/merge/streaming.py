@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from ... import checkpoint, errors
@@ -30,14 +31,16 @@ from ...folders import (
 from ...folders.files import UNITS, Hashing, size_text
 from ...folders.inputs.opening import open_input
 from ...folders.inputs.stacks import parts_of
-from ...folders.several import is_several, merge_several, of_all_tasks, open_several, plan_several, prepare_several
+from ...folders.several import is_several, merge_several, open_several, plan_several, prepare_several
 from ...folders.streaming.chunks import Job
 from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
+from ...merge.parts.masked import of_all_tasks
 from .. import outcome
-from .card import CARD, card, rounding
-from .finished import differences, hashes, is_merged, other_files, other_order, seconds_to_hash, sources_text, verify
+from .card import card, rounding
+from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
+from .pushing import pushed
 from .recipe_write import OWN, placed_by_name, written
 
 BESIDE = (
@@ -143,6 +146,20 @@ def plan_run(configs: Sequence[MergerConfig], order: Order) -> dict[Path, Plan |
         )
         for config in configs
     }
+
+
+def run(
+    configs: Sequence[MergerConfig], order: Order, *, dry_run: bool, push: str | None, public: bool
+) -> Iterator[str]:
+    """`stream_run`, each model pushed where ``push`` names a repository, or `plan_run`; yields the printed lines."""
+    torch.set_num_threads(1)  # of each worker
+    if dry_run:
+        yield from (plan_text(*planned) for planned in plan_run(configs, order).items())
+        return
+    with_push = pushed(push, public=public, count=len(configs))
+    for config, merged in zip(configs, stream_run(configs, order), strict=True):
+        yield from summary(config, *merged, order.coefs)
+        yield from with_push(merged[0])
 
 
 def bytes_of(size: str) -> int:
@@ -255,15 +272,8 @@ def _other_merge(config: MergerConfig, order: Order, folder: Path, hashing: Hash
         job, _ = _prepared(config, order, _options(config, order) | {"overwrite": True})
     except ValueError as error:
         return [str(error)]
-    manifest = checkpoint.load_manifest(folder)
-    inputs = {opened.label: list(opened.stores) for opened in (job.base, *job.experts.values())}
-    read = hashes([], inputs, hashing.digests(job.seen))["inputs"]
-    made_of = manifest.get("inputs", {})
-    if others := [label for label in [*read, *(made_of.keys() - read)] if made_of.get(label) != read.get(label)]:
-        return [f"it was made of another {label}" for label in others]
-    if others := other_order(folder, order.experts):
-        return others
-    return other_files(folder, job.beside) or verify(folder, hashing=hashing)[1]
+    inputs = {opened.label: opened.stores for opened in (job.base, *job.experts.values())}
+    return other_inputs(folder, inputs, order.experts, job.beside, hashing)
 
 
 def _settings(config: MergerConfig, order: Order) -> dict[str, Any]:
@@ -309,13 +319,7 @@ def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Re
         notes=list(report.notes),
         **hashed,
     ) | {"fingerprint": merged}
-    manifest, places = checkpoint.without_places(manifest)
-    return {
-        checkpoint.MANIFEST: json.dumps(manifest, indent=2, allow_nan=False) + "\n",
-        CARD: card(manifest),
-        checkpoint.SOURCES: sources_text(report.inputs | _whose(order), places),
-        checkpoint.RECIPE: _recipe(config, order),
-    }
+    return texts(manifest, card, report.inputs | _whose(order)) | {checkpoint.RECIPE: _recipe(config, order)}
 
 
 def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
 from ...folders.inputs.reading import Folder
 from ...merge.parts.inputs import Leaves
-from ...suites import Suite
+from ...suites import SUITES, Suite, describe_options
+from ...tree import dtype_name
 
 
 class Part(NamedTuple):
@@ -63,6 +64,13 @@ def whole_base(suite: Suite) -> dict[str, Tensor] | None:
     if "model" not in suite.recipe:
         return None
     return read_inputs(Path(suite.recipe["model"]), {}, [])[0]
+
+
+def own_dtype(suite: Any, leaves: Leaves) -> dict[str, str]:
+    """The option dtype for a suite of this name, if it has one: that of a model's leaves, where they have but one."""
+    found = {dtype_name(leaf) for leaf in leaves.values() if leaf.is_floating_point()}
+    known = suite in SUITES and "dtype" in describe_options(suite)
+    return {"dtype": found.pop()} if known and len(found) == 1 else {}
 
 
 def of_whole_models(suite: Suite, part: Part) -> Suite:

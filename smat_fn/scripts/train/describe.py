@@ -87,7 +87,7 @@ def _notes(suite: Suite) -> list[str]:
 def _rounded(suite: Suite) -> list[str]:
     """A phrase on the float32 weights of a folder that are loaded in a narrower dtype, or nothing."""
     config = Path(suite.recipe.get("model") or ".") / "config.json"
-    own = str(next(iter(suite.base.values())).dtype).removeprefix("torch.")
+    own = tree.dtype_name(next(iter(suite.base.values())))
     if own == "float32" or not config.is_file():
         return []
     facts = json.loads(config.read_text(encoding="utf-8"))

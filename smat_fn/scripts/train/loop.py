@@ -154,7 +154,7 @@ def train_expert(
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
                 # of several processes the others would wait for the one that ends
                 with stop.at_once(text) if stop is not None and world.size == 1 else nullcontext():
-                    suite.batch(task, key, state.step)  # what a suite prepares for its first batch is no training time
+                    suite.batch(task, key, state.step)  # what a suite prepares for its first batch is not training time
             log.watch.skip()
         for step in range(state.step, training.steps):
             if curve is not None and curve.ended():

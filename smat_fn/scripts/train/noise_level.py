@@ -11,6 +11,7 @@ from ...config import Finetune, MethodConfig, Smat, Training
 from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
+from ..merge.inputs import manifest_of
 from . import snapshots
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
@@ -87,7 +88,7 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
     chosen: list[tuple[bool, bool, str, float, Path]] = []
     others = []
     for folder in sorted(parent.glob("*/")):
-        manifests = {task: _manifest(folder / task) for task in suite.tasks}
+        manifests = {task: manifest_of(folder / task) for task in suite.tasks}
         if "ft" not in (found.get("method") for found in manifests.values()):
             continue
         if reason := _differs(manifests, fingerprint, own, adapters):
@@ -184,10 +185,6 @@ def update_rms(params: Params, base: Params) -> float:
     moved = {path: found.get(path, leaf) for path, leaf in start.items()}
     squares = merge.norms(start, {"expert": moved})["expert"] ** 2
     return (squares / sum(leaf.numel() for leaf in start.values())) ** 0.5
-
-
-def _manifest(folder: Path) -> Mapping[str, Any]:
-    return checkpoint.load_manifest(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
 
 
 def _budget(suite: Suite, task: str, training: Training) -> int | None:

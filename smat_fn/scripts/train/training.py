@@ -23,6 +23,7 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
+from ..merge.inputs import manifest_of
 from . import snapshots
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
@@ -285,8 +286,7 @@ def _forget_replaced(run: RunOptions, task: str) -> None:
         return
     kept = [snapshot_folder(run.out, index, task) for index in range(1, run.keep_snapshots + 1)]
     for folder in (place / task for place in run.out.glob(f"{checkpoint.SNAPSHOTS}/*")):
-        facts = checkpoint.load_manifest(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
-        if folder in kept or facts.get("kind") != "snapshot":
+        if folder in kept or manifest_of(folder).get("kind") != "snapshot":
             continue
         if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
             shutil.rmtree(folder)

@@ -173,7 +173,7 @@ def arrange(
     adapters: Lora | None,
     where: Where,
     world: World,
-    offload: Offload | None = None,
+    offload: Offload | None,
 ) -> Method:
     """The method on what is trained: ``start``, all weights or adapters; it donates its state's buffers."""
     shared = parallel.replicated if world.size > 1 else lambda loss_fn: loss_fn

@@ -159,6 +159,6 @@ def test_missing_statistics_are_said_before_any_merging(runs, tmp_path):
 def test_a_run_makes_them_for_its_experts(known, suite, tmp_path):
     run = shutil.copytree(known, tmp_path / "run")
     before = (run / "rot90" / "gram.safetensors").read_bytes()
-    lines = list(statistics.statistics_of_run(suite, run, [run / "rot90"], kinds=("gram",), seed=21))
+    lines = list(statistics.statistics_of_run(suite, [run / "rot90"], kinds=("gram",), seed=21))
     assert lines == [f"gram: {run / 'rot90' / 'gram.safetensors'}, 120 rows"]
     assert (run / "rot90" / "gram.safetensors").read_bytes() != before
