@@ -90,6 +90,7 @@ def test_a_fault_is_found_survives_or_has_no_place_and_runs_once(root, monkeypat
     assert "tests/toy/test_zero.py::test_zero" in out
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_no_judges(root, monkeypatch):
     (root / "tests/toy/test_maths.py").write_text(TESTS + "\n\ndef test_false():\n    assert False\n")
     monkeypatch.setattr(running, "MUTANTS", [FOUND])

@@ -89,6 +89,7 @@ def test_experts_curve_keeps_each_runs_own_coefficient_and_ends_at_its_merged_mo
             assert row["relative"] == pytest.approx(100 * row["score"] / reference[row["task"]])
 
 
+@pytest.mark.slow
 def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs, call, tmp_path):
     bare = tmp_path / "bare"
     for name in ("base", *TASKS):
@@ -123,6 +124,7 @@ def test_replacement_goes_from_the_merge_of_ft_to_that_of_the_other(runs, suite,
         assert scores == {task: suite.score(merged, task, "test") for task in TASKS}
 
 
+@pytest.mark.slow
 def test_gains_are_those_of_the_main_table(runs, suite, call, tmp_path):
     assert call("gains", *runs, "--out", tmp_path)[0] is None
     found = read(tmp_path, "gains")

@@ -121,6 +121,7 @@ def test_a_pure_merger_loads_little_and_no_folders():
     assert not {m for m in modules if m.split(".")[1:2] in (["folders"], ["config"], ["scripts"])}
 
 
+@pytest.mark.slow
 def test_functions_of_mergers_are_no_modules_whatever_is_imported_first():
     names = ["weight_average", "task_arithmetic", "ties", "dare", "della", "slerp", "tsv_merge", "breadcrumbs"]
     firsts = ["smat_fn.merge.ties", "smat_fn.merge.registry", "smat_fn.config", "smat_fn.folders"]

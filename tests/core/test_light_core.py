@@ -70,6 +70,7 @@ def test_a_missing_package_is_in_the_extra_that_the_message_names():
     assert set(packages(PROJECT["optional-dependencies"]["eval"])) == installed
 
 
+@pytest.mark.slow
 def test_functions_folders_and_merges_need_the_core_alone(tmp_path):
     generator = torch.Generator().manual_seed(0)
     trees = {name: {"w": torch.randn(6, 4, generator=generator)} for name in ("base", "one", "two")}

@@ -291,6 +291,7 @@ def test_vmap_over_keys():
             assert torch.equal(got[i], want)
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break():
     def use(key):
         named = random.fold_in(random.fold_in(key, "layer.weight"), 3)

@@ -121,6 +121,7 @@ def test_ablations_have_the_parts_that_they_name(experiment, inputs):
     assert "SMAT without Perturb" in text
 
 
+@pytest.mark.slow
 def test_muon_trains_its_matrices_and_the_other_leaves_each_at_their_rate(experiment, inputs):
     experiment("muon.sh", METHODS="smat", TASKS="FOMC", STEPS="1", MORE="--suite-options max_new_tokens 2 device cpu",
                OUT=inputs / "muon")  # fmt: skip
@@ -159,6 +160,7 @@ def test_the_analyses_take_the_runs_that_stand(experiment, inputs):
     assert json.loads((out / "landscape" / "diagnose.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_how_many_rows_are_decoded_together(experiment, inputs, run, tmp_path):
     out = inputs / "out"
     experiment("llama_main.sh", METHODS="ft")

@@ -203,6 +203,7 @@ print(n)
     ("mode", "step"),
     [("overwrite", 5), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("fresh", "overwrite"))],
 )
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_nothing_half_written_and_is_resumed(inputs, tmp_path, mode, step):
     place = tmp_path / "kills"
     place.mkdir()

@@ -112,6 +112,7 @@ def test_an_interrupted_merge_of_another_recipe_is_begun_again(inputs, folders, 
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_merges_into_one_folder_exclude_each_other(inputs, tmp_path):
     out, lock = tmp_path / "out", tmp_path / ".out.lock"
     told = rf"^another merge into {out} is running \(it holds {lock}\)"

@@ -113,6 +113,7 @@ def test_a_folder_of_three_tasks_is_the_vector_and_a_32nd_for_each(folders, tmp_
     assert merge_several(CONFIGS["tall_mask"], *paths, tmp_path / "all").bytes == 64 * 64 * 4 * (1 + 3 / 32)
 
 
+@pytest.mark.slow
 def test_a_killed_merge_resumes_to_the_same_bytes(family, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, *family(torch.bfloat16, count=2))
     merge_several(Emr(), base, experts, tmp_path / "whole", shard_size=60)

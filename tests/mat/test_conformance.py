@@ -411,8 +411,8 @@ def test_parameters_of_a_module_train_without_a_graph(name, hyper, engine):
 def test_converges_on_a_convex_quadratic(name, hyper):
     params = tree.tree_map(lambda leaf: torch.full_like(leaf, -2.0), parameters())
     base = tree.tree_map(lambda leaf: torch.full_like(leaf, 0.5), parameters())
-    m = method(name, bowl, optim.adam(optim.cosine(0.1, 150)), base, where=in_block, **hyper)
-    state, _ = run(m, params, [0.01 * randn(1, seed=i) for i in range(150)])
+    m = method(name, bowl, optim.adam(optim.cosine(0.2, 60)), base, where=in_block, **hyper)
+    state, _ = run(m, params, [0.01 * randn(1, seed=i) for i in range(60)])
     start, end = (bowl(p, torch.zeros(1))[0].item() for p in (params, state.params))
     assert start == pytest.approx(4 * 4.5)
     assert end < 0.02 * start

@@ -72,7 +72,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("offload", [None, "cpu", "recompute", "stream"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float64], ids=str
+)
 def test_every_offload_mode_is_the_literal_step(network, loss, dtype, offload, donate, max_grad_norm):
     module = network.to(dtype)
     base, start = trees(module, dtype)

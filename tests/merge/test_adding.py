@@ -77,6 +77,7 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
     assert not torch.equal(merged["matrix"], base["matrix"])
 
 
+@pytest.mark.slow
 def test_a_file_and_a_line_are_a_merger(family, tmp_path):
     """In memory, of folders and by merge.py, with the same bits."""
     shutil.copytree(ROOT / "smat_fn", tmp_path / "smat_fn", ignore=shutil.ignore_patterns("__pycache__"))

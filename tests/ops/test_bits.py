@@ -43,7 +43,7 @@ def test_short_leaves_against_the_literal_equations(case, dtype, noise):
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("drop_prob", [0.0, 0.5, 0.37, 0.99999])
+@pytest.mark.parametrize("drop_prob", [0.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.5, 0.99999)), 0.37])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_the_opposite_of_a_draw_against_the_literal_equations(case, dtype, drop_prob, noise):
     c = case(by_size(1, 7, 8, 63), dtype, noise=noise, seed=4, drop_prob=drop_prob)

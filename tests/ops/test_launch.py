@@ -42,6 +42,7 @@ def test_nothing_is_launched_for_empty_leaves(case, kernels):
     assert before == launch.LAUNCHES
 
 
+@pytest.mark.slow
 def test_a_variant_serves_every_seed_step_size_and_draw(case, variants):
     for seed, shapes, strengths in (
         (0, ALIGNED, {}),

@@ -235,6 +235,7 @@ def test_loops_are_compiled_anew_where_no_folder_keeps_them():
     assert got == f"{expected}\n['numba', 'smat_fn._loops']"
 
 
+@pytest.mark.slow
 def test_numba_is_loaded_on_first_use(monkeypatch):
     expected = str(random.bits(random.fold_in(random.key(4), 2), 9))
     rooms = "import smat_fn.folders, smat_fn.mat, smat_fn.simulation"

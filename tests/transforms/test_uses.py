@@ -245,6 +245,7 @@ def test_compiled_without_graph_breaks(compiler, monkeypatch, use):
     check(actual(compiler("aot_eager")), expected(Closed()))
 
 
+@pytest.mark.slow
 def test_a_compiled_draw_and_state_serve_every_key_without_compiling_again(compiler):
     def step(key, t, t0):
         drawn = draw(random.fold_in(key, "step"), alpha_min=0.2, drop_prob=0.4, sigma=0.1, noise="laplace")

@@ -102,6 +102,7 @@ def test_buffer_serves_the_functional_engine(case):
     [None, "cpu", pytest.param("recompute", marks=pytest.mark.slow), pytest.param("stream", marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_compiled_loss_is_the_loss_within_rounding(case, offload):
     model = case("llama tied")
     compiled = ModuleLoss(model.module, torch.compile(model.loss, backend="aot_eager"))

@@ -96,7 +96,11 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2)), 3])
-@pytest.mark.parametrize("options", [{"period": 1}, {"period": 2}, {"period": 4}, {"lam": 0.3}, {"lam": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"period": 1}, pytest.param({"period": 2}, marks=pytest.mark.slow), {"period": 4}, {"lam": 0.3}],
+    ids=str,
+)
 @each_mode
 def test_any_schedule_from_any_step_ending_on_any_step(runtime, network, offload, options, first):
     params, _ = trees(network)
@@ -120,7 +124,7 @@ def test_resuming_within_a_period_with_a_new_method(runtime, network, offload, s
 
 
 @pytest.mark.parametrize("burst", ["forward", "backward"])
-@pytest.mark.parametrize("failing", [0, 2, 3, 4, 7])
+@pytest.mark.parametrize("failing", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 7)), 3])
 @each_mode
 def test_after_an_exception_the_step_taken_again_is_right(runtime, network, offload, failing, burst):
     params, _ = trees(network)

@@ -168,9 +168,9 @@ def test_a_second_search_scores_nothing_and_gives_the_same(runs, counted, tmp_pa
 @pytest.mark.parametrize(
     ("change", "new"),
     [
-        ({"seed": 1}, 20),
-        ({"name": "smat"}, 20),
-        ({"tasks": TWO[::-1]}, 20),
+        pytest.param({"seed": 1}, 20, marks=pytest.mark.slow),
+        pytest.param({"name": "smat"}, 20, marks=pytest.mark.slow),
+        pytest.param({"tasks": TWO[::-1]}, 20, marks=pytest.mark.slow),
         ({"tasks": (*TWO, "rot90")}, 30),
         ({"configs": [replace(TIES, keep=0.4)]}, 20),
         ({"configs": [replace(TIES, coef=0.4)]}, 0),

@@ -175,6 +175,7 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
     assert (tmp_path / "slow.log").read_text() == "up\nsaved\n"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_asked_to_end_ends_its_runs(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, pathlib, time\n"
