@@ -124,6 +124,22 @@ class ModuleLoss:
         if problems:
             raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
 
+    def check_hooks(self) -> None:
+        """Raises: ValueError that lists parameters with hooks on their gradients, which would not run."""
+        if torch.compiler.is_compiling():
+            return
+        hooked = [
+            repr(name)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+        ]
+        if hooked:
+            raise ValueError(
+                f"hooks on the gradients of parameters ({', '.join(shortened(hooked, '{} more'))}) would not run, as "
+                "the loss runs on the tensors given to it: remove them, and change gradients before the optimizer, "
+                "optim.chain(lambda grads: ..., optimizer)"
+            )
+
 
 def _kind(params: Any) -> str:
     if not isinstance(params, Mapping):

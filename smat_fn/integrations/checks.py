@@ -238,6 +238,15 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
         "optimizer that steps after it"
         for what in inside
     ]
+    if groups := getattr(made, "param_groups", None):
+        held = {id(p) for group in groups for p in group["params"]}
+        idle = [repr(path) for path, p in leaves.items() if id(p) not in held]
+        if idle:
+            problems.append(
+                f"the optimizer does not have {len(idle)} of {len(leaves)} parameters that require a gradient "
+                f"({', '.join(errors.shortened(idle, '{} more'))}), and Perturb would add noise to them: freeze them "
+                "(p.requires_grad_(False)) before attach, or give them to the optimizer"
+            )
     return problems
 
 
