@@ -241,7 +241,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     if groups := getattr(made, "param_groups", None):
         held = {id(p) for group in groups for p in group["params"]}
         idle = [repr(path) for path, p in leaves.items() if id(p) not in held]
-        if idle:
+        if 0 < len(idle) < len(leaves):  # one that has none of them may work on copies
             problems.append(
                 f"the optimizer does not have {len(idle)} of {len(leaves)} parameters that require a gradient "
                 f"({', '.join(errors.shortened(idle, '{} more'))}), and Perturb would add noise to them: freeze them "
