@@ -128,6 +128,7 @@ class Attached:
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
         record = checks.record(self._options, base, self._where(model))
+        errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         self._remember(record)
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
@@ -270,9 +271,8 @@ def attach(
 
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass or lack a trainable
-            parameter, trainers that have a loop of their own, or trained before; in training, other parameters, or a
-            checkpoint of another run.
+            with ``drop_prob > 0``, sharded weights, optimizers that step in the backward pass or lack a parameter,
+            trainers with a loop of their own, or trained before; in training, other parameters or another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """

@@ -502,6 +502,18 @@ def test_weights_that_the_optimizer_does_not_have_are_refused(tmp_path):
     attach(given(module, lambda p: True), key=KEY, **STRENGTHS)
 
 
+def test_processes_with_other_draws_or_another_theta_0_are_refused(tmp_path, monkeypatch):
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    for changed, way_out in (({"theta_0": "b"}, "set_seed before"), ({"key": [4, 0]}, "the same arguments in all")):
+        monkeypatch.setattr(
+            checks, "of_all_processes", lambda own, changed=changed: [own, own, {**own, **changed}, {**own, **changed}]
+        )
+        with pytest.raises(ValueError, match=r"in process 0, and .* in process 2; .*" + way_out):
+            trainer.train()
+    assert same(trainer.model, copies(tiny_llama()))
+
+
 def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
     module = tiny_llama()
     trainer = own_trainer(module, tmp_path, max_steps=2)
