@@ -124,10 +124,16 @@ class ModuleLoss:
         if problems:
             raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
 
-    def check_hooks(self) -> None:
-        """Raises: ValueError that lists parameters with hooks on their gradients, which would not run."""
+    def check_gradients(self) -> None:
+        """Raises: ValueError for what acts on gradients of the module's own parameters alone: hooks, torch's DDP."""
         if torch.compiler.is_compiling():
             return
+        if wrapped := [name or "the module" for name, m in self.module.named_modules() if _is_ddp(m)]:
+            raise ValueError(
+                f"{wrapped[0]} is a DistributedDataParallel, which averages gradients of its own parameters, not those "
+                "of the tensors given to the loss: give the module inside it, and average by "
+                "smat_fn.parallel.replicated(loss)"
+            )
         hooked = [
             repr(name)
             for name, p in self.module.named_parameters()
@@ -139,6 +145,10 @@ class ModuleLoss:
                 "the loss runs on the tensors given to it: remove them, and change gradients before the optimizer, "
                 "optim.chain(lambda grads: ..., optimizer)"
             )
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 def _kind(params: Any) -> str:
