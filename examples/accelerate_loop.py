@@ -40,7 +40,7 @@ def main(*, steps=8, batch=4, accumulate=2, lr=1e-3, period=PERIOD):
         model, torch.optim.AdamW(model.parameters(), lr=lr), DataLoader(rows, batch_size=batch)
     )
     module = accelerator.unwrap_model(model)
-    weights = dict(module.named_parameters())
+    weights = {name: w for name, w in module.named_parameters() if w.requires_grad}
     base = {name: w.detach().clone() for name, w in weights.items()}  # SMAT: theta_0, before any step
     masked = block_linear(module)  # SMAT: the weights that Mask may remove
     states = SimulatedWeights(weights, base, where=masked)  # SMAT: one buffer, for theta~

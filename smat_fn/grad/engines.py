@@ -30,11 +30,14 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
         and dtypes of params, zero for leaves that the loss does not touch. Nothing that comes back holds the graph of
         this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
         graph of transforms and leaves outside.
-    Raises: ValueError for an unknown engine, for leaves that are not floating-point tensors, and for a loss function
-        that does not return a pair (0-d loss, aux).
+    Raises: ValueError for an unknown engine, for a `ModuleLoss` whose module is torch's DDP or has hooks on gradients,
+        for leaves that are not floating-point tensors, and for a loss function that does not return a pair (0-d loss,
+        aux).
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
+    if isinstance(loss_fn, ModuleLoss):
+        loss_fn.check_gradients()
     return _func_engine(loss_fn) if engine == "func" else _autograd_engine(loss_fn)
 
 

@@ -124,6 +124,32 @@ class ModuleLoss:
         if problems:
             raise ValueError("; ".join(problems) + ": take names and shapes from module.named_parameters()")
 
+    def check_gradients(self) -> None:
+        """Raises: ValueError for what acts on gradients of the module's own parameters alone: hooks, torch's DDP."""
+        if torch.compiler.is_compiling():
+            return
+        if wrapped := [name or "the module" for name, m in self.module.named_modules() if _is_ddp(m)]:
+            raise ValueError(
+                f"{wrapped[0]} is a DistributedDataParallel, which averages gradients of its own parameters, not those "
+                "of the tensors given to the loss: give the module inside it, and average by "
+                "smat_fn.parallel.replicated(loss)"
+            )
+        hooked = [
+            repr(name)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+        ]
+        if hooked:
+            raise ValueError(
+                f"hooks on the gradients of parameters ({', '.join(shortened(hooked, '{} more'))}) would not run, as "
+                "the loss runs on the tensors given to it: remove them, and change gradients before the optimizer, "
+                "optim.chain(lambda grads: ..., optimizer)"
+            )
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel)
+
 
 def _kind(params: Any) -> str:
     if not isinstance(params, Mapping):

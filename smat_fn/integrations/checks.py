@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import errors, tree
 from ..mat.smat import is_simulated
+from ..parallel.world import World
 from ..random import fold_in
 from ..simulation import Draw, draw
 from ..simulation.state import all_off, draw_problems
@@ -26,6 +28,7 @@ __all__ = ["Options", "leaves_of", "mask_problems"]
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
 _SAMPLED = 64  # values of a parameter by which another theta_0 is recognised
+_NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}  # in errors
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -77,6 +80,32 @@ def record(options: Options, base: Mapping[str, Tensor], where: Predicate) -> di
     return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
 
 
+def of_all_processes(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of the processes that train together, by rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [record]
+    return World(dist.get_rank(), dist.get_world_size()).gather(record)
+
+
+def process_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Errors for processes with other settings or another theta_0: their simulated states would differ."""
+    others = {
+        name: rank for rank, own in reversed(list(enumerate(records))) for name in own if own[name] != records[0][name]
+    }
+    found = [
+        f"{_NAMES.get(name, name)} is {records[0][name]} in process 0, and {records[rank][name]} in process {rank}"
+        for name, rank in others.items()
+    ]
+    if "theta_0" in others:
+        found.append(
+            "theta_0 is a copy of each process's own weights at attach: call transformers.set_seed before the model, "
+            "its adapters or heads are made, or give base="
+        )
+    if others.keys() - {"theta_0"}:
+        found.append("attach with the same arguments in all processes")
+    return found
+
+
 def hash_of(base: Mapping[str, Tensor]) -> str:
     """A hash of some values of every parameter, whatever their dtype."""
     sampled = hashlib.blake2b(digest_size=8)
@@ -89,9 +118,8 @@ def hash_of(base: Mapping[str, Tensor]) -> str:
 
 def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
     """Errors for a checkpoint of a run with other settings or another theta_0; None: it was not SMAT's."""
-    names = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0"}
     found = [
-        f"{names.get(name, name)} was {stored[name]} when the checkpoint was saved, is {value}"
+        f"{_NAMES.get(name, name)} was {stored[name]} when the checkpoint was saved, is {value}"
         for name, value in now.items()
         if stored is not None and stored.get(name, value) != value
     ]
@@ -238,6 +266,15 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
         "optimizer that steps after it"
         for what in inside
     ]
+    if groups := getattr(made, "param_groups", None):
+        held = {id(p) for group in groups for p in group["params"]}
+        idle = [repr(path) for path, p in leaves.items() if id(p) not in held]
+        if 0 < len(idle) < len(leaves):  # one that has none of them may work on copies
+            problems.append(
+                f"the optimizer does not have {len(idle)} of {len(leaves)} parameters that require a gradient "
+                f"({', '.join(errors.shortened(idle, '{} more'))}), and Perturb would add noise to them: freeze them "
+                "(p.requires_grad_(False)) before attach, or give them to the optimizer"
+            )
     return problems
 
 

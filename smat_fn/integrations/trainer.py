@@ -128,6 +128,7 @@ class Attached:
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves = leaves
         record = checks.record(self._options, base, self._where(model))
+        errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         self._remember(record)
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
@@ -270,8 +271,8 @@ def attach(
 
     Raises:
         ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, sharded weights, optimizers that step inside the backward pass, trainers that have
-            a loop of their own, or trained before; in training, other parameters, or a checkpoint of another run.
+            with ``drop_prob > 0``, sharded weights, optimizers that step in the backward pass or lack a parameter,
+            trainers with a loop of their own, or trained before; in training, other parameters or another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -298,18 +299,21 @@ def _callback(handle: Attached) -> Any:
     class Watch(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Begin and end of a training; no update without a step of ours."""
 
+        def __init__(self) -> None:
+            self.handle = handle  # copied with the trainer, as a variable of this function would not be
+
         def on_train_begin(self, *args: Any, **options: Any) -> None:
-            handle._begin()
+            self.handle._begin()
 
         def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
-            handle._before_update()
+            self.handle._before_update()
 
         def on_step_end(self, *args: Any, **options: Any) -> None:
-            handle._before_update()
-            handle._complete = False
+            self.handle._before_update()
+            self.handle._complete = False
 
         def on_train_end(self, *args: Any, **options: Any) -> None:
-            handle._end()
+            self.handle._end()
 
     return Watch()
 

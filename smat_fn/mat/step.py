@@ -209,7 +209,7 @@ def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]
     if engine not in get_args(Engine):
         problems.append(f"engine is {engine!r}, choose one of {', '.join(get_args(Engine))}")
     try:
-        check_max_norm(max_grad_norm)
+        check_max_norm(max_grad_norm, "max_grad_norm")
     except ValueError as error:
         problems.append(str(error))
     return problems

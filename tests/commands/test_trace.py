@@ -236,4 +236,6 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
     assert "no dev.json" in text
     assert "no eval.json" in text
     assert "epochs of mine is 0" in refused("--epochs", "0", data=tmp_path / "rows")
+    for bound in ("0", "nan"):
+        assert refused("--max-grad-norm", bound).endswith(f"is {bound}, must be positive (inf: no clipping)")
     assert not (tmp_path / "out").exists()

@@ -187,6 +187,37 @@ def test_a_loss_that_touches_no_leaf_has_zeros_as_its_gradient(engine):
     assert all(torch.equal(grads[path], torch.zeros_like(leaf)) for path, leaf in params.items())
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_that_would_not_run_is_refused_where_gradients_are_taken(hook):
+    module, (x, y) = mlp(), CASES["mlp"][2]
+    handle = getattr(module[0].weight, hook)(lambda g: None)
+    for loss_fn in (loss := grad.ModuleLoss(module, mlp_loss), grad.with_master_weights(loss)):
+        with pytest.raises(ValueError, match=r"hooks on the gradients .*\('0.weight'\) would not run.* optim.chain"):
+            grad.value_and_grad(loss_fn)
+    loss(dict(module.named_parameters()), x, y)  # a value is not concerned
+    handle.remove()
+    grad.value_and_grad(loss)
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """By type, without processes."""
+
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_a_module_whose_gradients_torch_would_average_is_refused():
+    module, (x, y) = Wrapped(mlp()), CASES["mlp"][2]
+    loss = grad.ModuleLoss(module, mlp_loss)
+    with pytest.raises(ValueError, match=r"the module is a DistributedDataParallel.* by smat_fn.parallel.repl"):
+        grad.value_and_grad(loss, engine="autograd")
+    loss(dict(module.named_parameters()), x, y)
+
+
 @pytest.mark.parametrize("aux", [None, "text", 1.5, (), [torch.ones(2), {"x": 1}]], ids=repr)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_aux_is_anything_and_comes_back_as_it_was(engine, aux):

@@ -1,5 +1,6 @@
 """`attach` is SMAT or an error: models that come later, second attaches, shared memory, other loops and optimizers."""
 
+import copy
 import gc
 import json
 import logging
@@ -488,6 +489,42 @@ def test_optimizers_of_ones_own_that_step_inside_backward_are_refused_before_a_s
     with pytest.raises(ValueError, match=what):
         trainer.train()
     assert same(trainer.model, copies(tiny_llama()))
+
+
+def test_weights_that_the_optimizer_does_not_have_are_refused(tmp_path):
+    def given(module, trained):
+        optimizer = torch.optim.SGD([p for p in module.parameters() if trained(p)], lr=LR)
+        return own_trainer(module, tmp_path, max_steps=2, more={"optimizers": (optimizer, None)})
+
+    with pytest.raises(ValueError, match=r"does not have 15 of 20 parameters .*\('model.embed.* 9 more\).* freeze"):
+        attach(given(tiny_llama(), lambda p: p.ndim == 1), key=KEY, **STRENGTHS)
+    module = tiny_llama()
+    attach(given(module, lambda p: True), key=KEY, **STRENGTHS)
+
+
+def test_processes_with_other_draws_or_another_theta_0_are_refused(tmp_path, monkeypatch):
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    for changed, way_out in (({"theta_0": "b"}, "set_seed before"), ({"key": [4, 0]}, "the same arguments in all")):
+        monkeypatch.setattr(
+            checks, "of_all_processes", lambda own, changed=changed: [own, own, {**own, **changed}, {**own, **changed}]
+        )
+        with pytest.raises(ValueError, match=r"in process 0, and .* in process 2; .*" + way_out):
+            trainer.train()
+    assert same(trainer.model, copies(tiny_llama()))
+
+
+def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
+    module = tiny_llama()
+    trainer = own_trainer(module, tmp_path, max_steps=2)
+    attach(trainer, key=KEY, **STRENGTHS)
+    other = copy.deepcopy(trainer)
+    other.train()
+    assert same(module, copies(tiny_llama()))
+    trainer.train()
+    wanted = by_build(tiny_llama(), steps=2)
+    assert same(other.model, wanted)
+    assert same(module, wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One of the processes of torchrun: the Trainer of test_trainer.py with SMAT attached, half of every batch each."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,22 @@ from smat_fn.integrations.trainer import attach
 from .test_trainer import KEY, STRENGTHS, tiny_llama, trainer_of
 
 
+def refused(folder, rank):
+    """What training says of a model with a part that each process made of its own random numbers."""
+    module = tiny_llama()
+    torch.nn.init.constant_(module.model.norm.weight, rank)
+    trainer = trainer_of(module, folder / "out", batch=2)
+    attach(trainer, key=KEY, **STRENGTHS)
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def main(folder):
+    found = refused(folder, int(os.environ["RANK"]))
+    assert re.match("hash of theta_0 is .* in process 0, and .* in process 1; theta_0 is a copy", found), found
     trainer = trainer_of(tiny_llama(), folder / "out", batch=2)
     attach(trainer, key=KEY, **STRENGTHS)
     trainer.train()

@@ -425,7 +425,8 @@ def test_bad_arguments_are_all_listed_at_once(name):
     with pytest.raises(ValueError, match=f"{name}: ") as caught:
         method(name, regression, object(), parameters(), max_grad_norm=math.nan, engine="jax", **hyper)
     text = str(caught.value)
-    for part in ("optimizer is a object", "max_norm is nan", "engine is 'jax'", *(words for _, words in bad.values())):
+    shared = "optimizer is a object", "max_grad_norm is nan", "engine is 'jax'"
+    for part in (*shared, *(words for _, words in bad.values())):
         assert part in text, part
 
 

@@ -203,6 +203,8 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
     lr = given.get("lr", training.lr)
     if given.get("max_grad_norm") == float("inf"):
         given["max_grad_norm"] = None
+    elif not (bound := given.get("max_grad_norm", 1)) > 0:
+        raise ValueError(f"--max-grad-norm is {bound:g}, must be positive (inf: no clipping)")
     if own.optimizer is not None:
         given |= {"optimizer": own.optimizer, "muon_lr": 20 * lr if own.optimizer == "muon" else None}
     if own.average is not None:
