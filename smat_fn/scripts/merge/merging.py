@@ -132,7 +132,7 @@ def merge_run(
                 if snapshots:
                     assert scorer is not None
                     kept[folder], merged_of, chosen = choose_snapshot(
-                        base, snapshots, partial(_merge_then, merge_at, scorer, lines)
+                        base, snapshots, inputs, partial(_merge_then, merge_at, scorer, lines)
                     )
                     merged_of = merged_of._replace(lines=lines)
                     kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
@@ -331,7 +331,7 @@ def common_suite(
     scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
     part = part_of(suite, inputs.base) if scores_whole else None
     trained = inputs.base if part is None else part.of(inputs.base)
-    if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(trained):
+    if not checkpoint.same(suite.base, trained):
         raise ValueError(
             f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
             "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
@@ -362,10 +362,10 @@ def sources_of(
 ) -> dict[str, Any]:
     """Facts of a merged model beside its settings; ``suite`` is the one it was searched on."""
     facts = facts_of(base, experts, inputs.manifests, seed)
-    prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}
+    prints = {name: known or inputs.print_of(inputs.experts[name]) for name, known in facts["experts"].items()}
     return facts | {
         "suite": facts["suite"] if suite is None else dict(suite.recipe),
-        "base_fingerprint": checkpoint.fingerprint(inputs.base),
+        "base_fingerprint": inputs.print_of(inputs.base),
         "experts": prints,
     }
 
