@@ -26,6 +26,8 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 def repository_of(path: Path) -> str | None:
     """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
     name = str(path)
+    if path.suffix == ".safetensors":  # a file that is missing
+        return None
     return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 
 

@@ -429,8 +429,7 @@ def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:
         label: [
             file
             for folder in ([part.path for part in parts_of(path)] or [path])
-            if folder.is_dir()
-            for file in sorted(found for found in folder.iterdir() if found.is_file())[:1]
+            for file in ([folder] if folder.is_file() else sorted(filter(Path.is_file, folder.glob("*"))))[:1]
         ]
         for label, path in given.items()
     }

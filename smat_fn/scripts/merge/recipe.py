@@ -16,6 +16,7 @@ from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
 from ...folders.inputs.hub import repository_of
+from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
@@ -297,6 +298,9 @@ def placed(given: str, places: Sequence[Path]) -> Path:
     """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
     if parts := parts_of(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
+    for place in places:
+        if is_single(file := place / Path(given).name):
+            return file
     near = (folder for place in places for folder in (place, place.parent))  # modules lie in folders of their own
     return next((folder for folder in near if _is_named(folder, given)), Path(given))
 

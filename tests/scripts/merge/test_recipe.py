@@ -395,6 +395,10 @@ def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, 
     piped = written({"t": tmp_path / "tuned"}, tmp_path / "parts", tmp_path / "pipe")
     commands.from_recipe(settings.FromRecipe(piped, tmp_path / "parts-again"))
     assert sorted(file.name for file in (tmp_path / "parts-again/ta").glob("*/")) == ["unet", "vae"]
+    save_file(load_file(base / "model.safetensors"), tmp_path / "base.safetensors")  # in one file, without a folder
+    alone = written([models / "A" / "../A"], tmp_path / "alone", tmp_path / "base.safetensors")
+    assert yaml.safe_load(alone.read_text())["base"] == "base.safetensors"
+    assert repeated(alone, tmp_path / "alone-again") == alone.with_name("model.safetensors").read_bytes()
     edited = written([Path()], tmp_path / "here")  # the working directory has its name
     assert yaml.safe_load(edited.read_text())["experts"] == {"ck": "ck"}
     assert repeated(edited, tmp_path / "same") == edited.with_name("model.safetensors").read_bytes()
