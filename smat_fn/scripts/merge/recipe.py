@@ -49,6 +49,11 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
     except (ValueError, yaml.YAMLError) as error:
+        if "found another document" in str(error):
+            raise ValueError(
+                f"{file} holds several documents: write each to its own file, merge them in their order, and give the "
+                "output folder of each, OUT/MERGER, where a later one names it"
+            ) from error
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
@@ -179,7 +184,7 @@ def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -
         yield f"parameters{whose} is {scope!r}: must be parameters by name"
         return
     for name, value in (scope or {}).items():
-        if name not in known and not every:
+        if name not in (*known, "int8_mask") and not every:
             yield f"parameters.{name}{whose} is not supported with this merge_method"
         else:
             yield from _setting_problems(f"parameters.{name}{whose}", value)

@@ -18,7 +18,7 @@ from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
-from smat_fn.scripts.merge import commands, settings, streaming
+from smat_fn.scripts.merge import commands, recipe_resolve, settings, streaming
 from smat_fn.scripts.merge.recipe import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -192,7 +192,7 @@ REFUSALS = {
     },
     "layers of an adapter are not stacked": SLICED
     | {"base_model": "BASE", "slices": [ONE, {"sources": [{"model": "BASE+ADAPTER", "layer_range": [0, 2]}]}]},
-    "parameters.weight is missing for BASE": {  # as mergekit: base joins the models
+    "missing for BASE, leaf 'lm_head.weight': base_model is merged too, as in mergekit": {
         "merge_method": "linear",
         "base_model": "BASE",
         "models": [
@@ -221,6 +221,8 @@ REFUSALS = {
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
+    "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
+    "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
     "normalize is given twice": "parameters: {normalize: true, weight: 1, normalize: false}",
 }
@@ -251,6 +253,41 @@ def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
     found = load_file(made / "model.safetensors")
     for path, leaf in merge.nuslerp(zeros, [a, b], t=0.75, along=along).items():
         assert torch.equal(found[path], leaf)
+
+
+def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
+    """``model:`` is of older versions of mergekit, and int8_mask stands anywhere."""
+    own = []
+    for place, source, weight in ("one", "A", 1), ("two", "B", 3):
+        folder = shutil.copytree(models / source, tmp_path / place / "ck")
+        own.append({"model": str(folder), "parameters": {"weight": weight, "int8_mask": True}})
+    recipe = {"merge_method": "linear", "models": own, "tokenizer_source": f"model:{tmp_path}/two/ck"}
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump(recipe))
+    commands.from_recipe(settings.FromRecipe(tmp_path / "asked.yml", tmp_path / "out"))
+    made = tmp_path / "out/weighted_average"
+    a, b = (load_file(models / name / "model.safetensors") for name in "AB")
+    for path, leaf in load_file(made / "model.safetensors").items():
+        torch.testing.assert_close(leaf, (a[path] + 3 * b[path]) / 4)
+    assert [*checkpoint.load_manifest(made)["experts"]] == ["one-ck", "two-ck"]
+    assert json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == make_recipes.TEMPLATES["B"]
+
+
+def test_a_recipe_takes_what_its_errors_ask_for(models, tmp_path):
+    own = [{"model": name, "parameters": {"weight": 1}} for name in ("A", "B_OTHER_VOCABULARY")]
+    with pytest.raises(ValueError, match="choose vocabulary base-rows"):
+        merged({"merge_method": "linear", "models": own}, models, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(make_recipes.CONFIG | {"rope_theta": 5.0}))
+    chosen = {"vocabulary": "base-rows", "config_from": str(tmp_path)}
+    made = merged({"merge_method": "linear", "models": own}, models, tmp_path, **chosen)
+    assert len(load_file(made / "model.safetensors")["lm_head.weight"]) == make_recipes.ROWS
+    assert json.loads((made / "config.json").read_text())["rope_theta"] == 5.0
+
+
+def test_gradients_run_over_each_list_of_layers():
+    counts = {"encoder": 5, "decoder": 3, "once": 1}
+    paths = [f"{part}.layers.{i}.w" for part, count in counts.items() for i in range(count)]
+    found = {path: spot.t for path, spot in recipe_resolve._whole_spots([*paths, "head"]).items()}
+    assert [*found.values()] == [0, 0.25, 0.5, 0.75, 1, 0, 0.5, 1, 1, 0]
 
 
 def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
