@@ -79,14 +79,16 @@ def merge_run(
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
+    early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
     try:
         inputs = load_inputs(base, experts)._replace(lines=lines)
         names, implied = list(inputs.experts), _of_base(implied or {}, base)
-        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if search or calibration else None
+        scored_by = (search or calibration) and not early  # a suite takes long to load
+        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-    problems = [*_option_problems(configs, names, search, coefs, calibration or {}), *problems]
+    problems = [*early, *_option_problems(configs, names, search, calibration or {}), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
@@ -109,8 +111,8 @@ def merge_run(
             except ValueError as error:
                 problems.append(str(error))
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
-    kept = {} if overwrite else _finished(out, facts, problems)
-    errors.raise_problems(problems)
+    kept = {} if overwrite or early else _finished(out, facts, problems)
+    errors.raise_problems(list(dict.fromkeys(problems)))
     sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
     note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
     for said in suite.notes if suite is not None and len(kept) < len(configs) else ():
@@ -221,15 +223,18 @@ def tied(model: Merged) -> str:
     )
 
 
-def _option_problems(
-    configs: Sequence[MergerConfig],
-    experts: Sequence[str],
-    search: bool,
-    coefs: Sequence[float],
-    calibration: Mapping[str, float],
-) -> list[str]:
+def _early_problems(folders: Sequence[Path], coefs: Sequence[float], *, overwrite: bool) -> list[str]:
+    """Errors for coefficients to search, and for folders that hold no merge, which need no suite to be found."""
     problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
     problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
+    taken = [folder for folder in folders if not overwrite and not is_merged(folder)]
+    return problems + [text for f in taken for text in problems_of(checkpoint.refuse_existing, f, overwrite=False)]
+
+
+def _option_problems(
+    configs: Sequence[MergerConfig], experts: Sequence[str], search: bool, calibration: Mapping[str, float]
+) -> list[str]:
+    problems = list[str]()
     for config in configs:
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")

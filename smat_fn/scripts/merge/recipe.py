@@ -27,6 +27,11 @@ FIELDS = (
     "tokenizer", "chat_template",
 )  # fmt: skip
 REFUSED = {"modules": "only models with one list of layers can be merged by a recipe, give models or slices"}
+VARIANTS = {
+    "filter_wise": False,
+    "normalize_weights": True,
+    "eps": 1e-8,
+}  # mergekit's defaults; others are missing here
 DTYPES = "float32", "bfloat16", "float16", "float64"
 
 
@@ -184,8 +189,12 @@ def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -
         yield f"parameters{whose} is {scope!r}: must be parameters by name"
         return
     for name, value in (scope or {}).items():
+        if name in VARIANTS and value == VARIANTS[name]:
+            continue
         if name not in (*known, "int8_mask") and not every:
-            yield f"parameters.{name}{whose} is not supported with this merge_method"
+            has = f"which has {', '.join(known)}" if known else "which has none"
+            way = f"only {VARIANTS[name]} is implemented" if name in VARIANTS else "leave out what it does not have"
+            yield f"parameters.{name}{whose} is not supported with this merge_method, {has}: {way}"
         else:
             yield from _setting_problems(f"parameters.{name}{whose}", value)
 

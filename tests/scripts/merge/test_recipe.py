@@ -159,6 +159,12 @@ REFUSALS = {
     "has the filter [0]": SHARED | {"parameters": {"density": {"filter": [0], "value": 1}}},
     "has the value {'value': 1}": SHARED | {"parameters": {"density": {"value": {"value": 1}}}},
     "is [[0]]: must be a number, a list of numbers": SHARED | {"parameters": {"density": [[0]]}},
+    "parameters.filter_wise is not supported with this merge_method, which has none: only False is implemented": {
+        "merge_method": "model_stock",
+        "base_model": "BASE",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"filter_wise": True},
+    },
     "parameters.gamma is not supported with": SHARED | {"parameters": {"gamma": 0.1}},
     "parameters.weight is missing for A": SHARED | {"models": [{"model": "A"}]},
     "parameters.normalize differs by leaf": SHARED
@@ -262,6 +268,7 @@ def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
         folder = shutil.copytree(models / source, tmp_path / place / "ck")
         own.append({"model": str(folder), "parameters": {"weight": weight, "int8_mask": True}})
     recipe = {"merge_method": "linear", "models": own, "tokenizer_source": f"model:{tmp_path}/two/ck"}
+    recipe["parameters"] = {"filter_wise": False, "eps": 1e-8}
     (tmp_path / "asked.yml").write_text(yaml.safe_dump(recipe))
     commands.from_recipe(settings.FromRecipe(tmp_path / "asked.yml", tmp_path / "out"))
     made = tmp_path / "out/weighted_average"
