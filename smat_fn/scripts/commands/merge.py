@@ -64,6 +64,13 @@ else:
 NAMES = [All.name, *(config.name for config in (*MERGERS, *MORE_MERGERS))]
 
 
+OF_MERGEKIT = {
+    "linear": "wa, or weighted_average with --weights", "task_arithmetic": "ta", "dare_linear": "dare",
+    "della_linear": "della --no-elect --aggregate sum", "breadcrumbs_ties": "breadcrumbs --elect",
+    "passthrough": "wa, of a stack of layers as --base and --experts", "yaml": "recipe",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The models to merge."""
@@ -389,7 +396,7 @@ def command(script: str, launch: Sequence[str]) -> None:
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
     cli.run(
-        script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES,
+        script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
         prepare=lambda words: by_glob(by_density(by_file(words))),
         shown=shown, first=FIRST, brief=(Brief, [*(config.name for config in MORE_MERGERS), *COMMANDS]),
     )  # fmt: skip
