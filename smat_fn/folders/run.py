@@ -233,8 +233,10 @@ def _report(
     known = {file: progress["shards"][name]["sha256"] for name, file in named.items() if name in progress["shards"]}
     hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
     mixture = any(folder is job.base for folder in job.experts.values())
+    alone = all(own.stores.keys() == job.base.stores.keys() for own in job.experts.values())
+    copied = alone and not job.config.based  # such as a stack
     several = isinstance(job.config, Masked) and job.config.task is None  # a vector is written, no change is measured
-    notes = job.notes if change or mixture or several else (*job.notes, "no parameter differs from base's")
+    notes = job.notes if change or mixture or several or copied else (*job.notes, "no parameter differs from base's")
     return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, notes)
 
 

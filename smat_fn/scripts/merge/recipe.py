@@ -3,6 +3,7 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
+import math
 import os
 from collections import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -200,13 +201,13 @@ def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -
 
 
 def _setting_problems(label: str, value: Any) -> Iterator[str]:
-    if isinstance(value, (bool, int, float)):
-        return
-    if isinstance(value, str):
+    if isinstance(value, (bool, int, float, str)):
         try:
-            float(value)
+            finite = math.isfinite(float(value))
         except ValueError:
-            yield f"{label} is {value!r}: must be a number"
+            finite = False
+        if not finite:
+            yield f"{label} is {value!r}: must be a finite number"
     elif isinstance(value, dict):
         if "value" not in value or value.keys() - {"value", "filter"}:
             yield f"{label} holds {value!r}: must have value, and may have filter"

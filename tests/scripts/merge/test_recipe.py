@@ -213,6 +213,10 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": EXCEPT_MLP}} for name in "AB"],
     },
+    "A is inf: must be a finite number": {
+        "merge_method": "linear",
+        "models": [{"model": "A", "parameters": {"weight": float("inf")}}],
+    },
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
         "models": [{"model": "A"}, {"model": "B"}],
@@ -460,6 +464,9 @@ def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):
     config = json.loads((made / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
     assert str(models) not in text + (made / "manifest.json").read_text() + (made / RECIPE).read_text()
+    (tmp_path / "alone").mkdir()
+    made = merged(RECIPES["passthrough-stack"], models, tmp_path / "alone")
+    assert "no parameter differs" not in (made / "README.md").read_text()  # from a base that the recipe does not have
 
 
 @pytest.mark.slow
