@@ -219,6 +219,16 @@ def test_a_state_dict_in_one_file(folders, tmp_path):
     save_file({"a.lora_down.weight": torch.zeros(2)}, tmp_path / "l.safetensors")
     with pytest.raises(ValueError, match=r"expert 'l': .* holds factors of an adapter \('a\.lora_down\.weight'\)"):
         plan(TA, tmp_path / "base.safetensors", {"l": tmp_path / "l.safetensors"}, tmp_path / "no")
+    positions = {"text.position_ids": torch.arange(8)[None]}
+    save_file(base | positions, tmp_path / "positions.safetensors")
+    save_file(experts["x"] | {"text.position_ids": torch.arange(8.0)[None]}, tmp_path / "floats.safetensors")
+    merge_folders(TA, tmp_path / "positions.safetensors", {"f": tmp_path / "floats.safetensors"}, tmp_path / "cast")
+    folders.assert_same_bits(
+        load_file(tmp_path / "cast/model.safetensors"), folders.in_memory(TA, base, {"x": experts["x"]}) | positions
+    )
+    save_file(base | {f"model_ema.{i}": torch.zeros(2) for i in range(9)}, tmp_path / "ema.safetensors")
+    with pytest.raises(ValueError, match=r"model_ema\.\* are averages over training, of no use after it: remove them"):
+        plan(TA, tmp_path / "ema.safetensors", {"x": tmp_path / "x.safetensors"}, tmp_path / "no")
     with pytest.raises(ValueError, match=r"expert 'l': of/mine\.safetensors is not a file$"):  # no name on the hub
         plan(TA, tmp_path / "base.safetensors", {"l": "of/mine.safetensors"}, tmp_path / "no")
 

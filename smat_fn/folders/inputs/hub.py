@@ -11,7 +11,7 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
-from .spare import may_be_spare
+from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
 from .vocabulary import HEAD, by_token
@@ -137,6 +137,7 @@ def _comparable(start: Leaves, leaves: Leaves, *, rows: bool) -> Leaves:
     """
     kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf)}
     kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf)}
+    kept |= {path: leaf for path, leaf in start.items() if path in leaves and recast(path, leaves[path], leaf)}
     kept.pop(HEAD, None)
     if not rows:
         for path, leaf in kept.items():
