@@ -130,6 +130,10 @@ class FromRecipe:
     """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
     config_from: Annotated[str | None, arg(help_behavior_hint="(default: the file's)")] = None
     """Source of config.json where those of models differ: base, a model's name, or a folder."""
+    heads: Annotated[Literal["error", "keep"] | None, arg(help_behavior_hint="(default: the file's, else error)")] = (
+        None
+    )
+    """If a model's head differs from the base's: error, or merge the rest and write heads/MODEL.safetensors."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1
