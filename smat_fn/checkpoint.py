@@ -229,6 +229,22 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()
 
 
+def same(one: Params, other: Params) -> bool:
+    """Whether two trees are bit-identical, so that their fingerprints are equal; nothing is hashed."""
+    left, right = tree.flatten(one), tree.flatten(other)
+    return left.keys() == right.keys() and all(
+        (leaf.dtype, leaf.shape) == (right[path].dtype, right[path].shape)
+        and torch.equal(_integers(leaf), _integers(right[path]))
+        for path, leaf in left.items()
+    )
+
+
+def _integers(leaf: Tensor) -> Tensor:
+    """The bits of a tensor as integers, among which 0 is not -0 and NaN equals itself."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return leaf.detach().cpu().reshape(-1).view(widths.get(leaf.itemsize, torch.int64))
+
+
 def describe(params: Params, **facts: Any) -> dict[str, Any]:
     """A manifest for `save_expert`: the given facts, a fingerprint, the processor, and versions of the software.
 

@@ -138,6 +138,8 @@ def prepare(
     rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
     like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
+    if start.root.is_file():
+        shard_size = max(shard_size, sum(leaf.nbytes for leaf in like.values()))  # as base, whose readers read one file
     return job, layout(like, shard_size, start.outputs)
 
 

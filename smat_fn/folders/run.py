@@ -91,16 +91,16 @@ def merge_folders(
     Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 
     Args:
-        base, experts: folders, or hub names "owner/name" or "owner/name@revision"; an expert may be a folder of a LoRA
-            adapter (`open_adapter`), both may be stacks of layers, as ``A[0:3]+B[1:4]`` (`stacks.stacked`); the name
-            of an expert decides random masks.
+        base, experts: folders, single ``.safetensors`` files, or hub names "owner/name" or "owner/name@revision"; an
+            expert may be a folder of a LoRA adapter (`open_adapter`), both may be stacks of layers, as
+            ``A[0:3]+B[1:4]`` (`stacks.stacked`); the name of an expert decides random masks.
         describe: given the files of the finished checkpoint and the report, the texts of more files by name, which
             appear with it; default: a manifest that names the merger, its settings and the files.
         hashing: shared by several merges, so that each of their inputs is hashed once; default: its own.
         coef: γ, or {glob: γ} as in `coefs_of`, else ``config.coef``.
         key: int64 (2,), for random masks.
         out_dtype: of the floating-point leaves, "same" as base's.
-        shard_size: bytes of tensor data in one file.
+        shard_size: bytes of tensor data in one file; a base in a single file gives a single file.
         chunk: coordinates in memory at a time, all experts together; it changes no bit.
         workers: threads that share the chunk; give torch one thread (``torch.set_num_threads``) for each.
         overwrite: replace ``out``, of which only files that its manifest names are ever deleted; a symbolic link
@@ -233,8 +233,10 @@ def _report(
     known = {file: progress["shards"][name]["sha256"] for name, file in named.items() if name in progress["shards"]}
     hashes = hashing.digests([*(file for file in files if file not in known), *(job.seen if described else ())])
     mixture = any(folder is job.base for folder in job.experts.values())
+    alone = all(own.stores.keys() == job.base.stores.keys() for own in job.experts.values())
+    copied = alone and not job.config.based  # such as a stack
     several = of_all_tasks(job.config)  # a vector is written, no change is measured
-    notes = job.notes if change or mixture or several else (*job.notes, "no parameter differs from base's")
+    notes = job.notes if change or mixture or several or copied else (*job.notes, "no parameter differs from base's")
     return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, notes)
 
 

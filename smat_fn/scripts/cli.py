@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -207,11 +207,13 @@ def named(text: str, script: str) -> str:
     return re.sub(r"(?:python )?\b(train|merge|eval)\.py", r"smat-\1", text)
 
 
-def mistyped(words: Sequence[str], names: Sequence[str]) -> str:
+def mistyped(words: Sequence[str], names: Sequence[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
     """Error for a first word that is nearly a subcommand, and neither an option nor a path; else an empty text."""
     word = words[0] if words else "-"
     if word.startswith("-") or word in names or Path(word).exists():
         return ""
+    if word in elsewhere:
+        return f"{word!r} is unknown, it is called {elsewhere[word]} here"
     near = suggestion(word, names)
     return f"{word!r} is unknown{near}" if near else ""
 
@@ -228,6 +230,7 @@ def run(
     commands: Mapping[str, Command] = MappingProxyType({}),
     prepare: Callable[[list[str]], list[str]] = list,
     names: Sequence[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
     shown: Callable[[Sequence[str]], Sequence[Any]] = lambda words: (),
     first: First = MappingProxyType({}),
     brief: tuple[type, Sequence[str]] | None = None,
@@ -236,12 +239,13 @@ def run(
 
     Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
         rewrites the words of the command line before they are parsed. names: other subcommands, to suggest one
-        for a mistyped word. shown: from the words, what `parse` shows as defaults, asked for with ``--help`` alone.
-        first: the options that ``--help`` shows of a class, where ``--help-all`` shows all. brief: ``options`` with
-        fewer subcommands, for ``--help`` of the script alone, and the names of the others.
+        for a mistyped word. elsewhere: subcommands by the names that other tools have for them. shown: from the words,
+        what `parse` shows as defaults, asked for with ``--help`` alone. first: the options that ``--help`` shows of a
+        class, where ``--help-all`` shows all. brief: ``options`` with fewer subcommands, for ``--help`` of the script
+        alone, and the names of the others.
     """
     words, prog = prepare(sys.argv[1:]), script
-    if problem := mistyped(words, [*commands, *names]):
+    if problem := mistyped(words, [*commands, *names], elsewhere):
         sys.exit(f"{script}: {problem} ({script} --help lists all)")
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
@@ -270,12 +274,30 @@ def run(
             print(outcome.HELP, end="")
         raise
     try:
+        raise_problems(_twice(words, parsed))
         for part in (parsed, *vars(parsed).values()):
             if (threads := getattr(part, "threads", 1)) < 1:
                 raise ValueError(f"--threads is {threads}, must be at least 1")
         main(parsed)
     except (ValueError, OSError) as error:
         sys.exit(f"{prog}:{named(spoken(in_lines(error)), script)}")
+
+
+def _twice(words: Sequence[str], parsed: Any) -> list[str]:
+    """Errors for options of several values that are given again, of which argparse silently takes the last."""
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    several = {f"--{name.replace('_', '-')}" for name, value in _values(parsed) if isinstance(value, (tuple, dict))}
+    return [
+        f"{name} is given twice: give all its values after one {name}"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1 and name.replace("_", "-") in several
+    ]
+
+
+def _values(options: Any) -> Iterator[tuple[str, Any]]:
+    """The options of a dataclass by name, and of those inside it."""
+    for name, value in vars(options).items():
+        yield from _values(value) if is_dataclass(value) else [(name, value)]
 
 
 def in_lines(error: Exception) -> str:

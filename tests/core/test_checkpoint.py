@@ -1,6 +1,7 @@
 """Checkpoints: exact round trips, all or nothing on disk, every problem named."""
 
 import json
+import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -236,12 +237,18 @@ def test_fingerprint_sees_every_value_name_dtype_and_shape():
             # one unit in the last place, or one
             flat[n] = flat[n] + 1 if not leaf.is_floating_point() else torch.nextafter(flat[n], flat[n] + 9)
             variants.append(checkpoint.fingerprint(changed))
+            assert not checkpoint.same(changed, params)
+    assert checkpoint.same(params, tree.clone(params))
     a = values(2, 3)
     variants += [checkpoint.fingerprint(x) for x in ({"a": a}, {"b": a}, {"a": a.T}, {"a": a.reshape(3, 2)}, {})]
     variants += [checkpoint.fingerprint({"a": a.double()}), checkpoint.fingerprint({"a": a.view(torch.int32)})]
     variants += [checkpoint.fingerprint({"a": values(0, 2)}), checkpoint.fingerprint({"a": values(2, 0)})]
     variants += [checkpoint.fingerprint({"a": torch.tensor(0.0)}), checkpoint.fingerprint({"a": torch.tensor(-0.0)})]
     assert len(set(variants)) == len(variants)
+    nan = {"a": torch.tensor([0.0, math.nan])}
+    for other in ({"a": torch.tensor([-0.0, math.nan])}, {"b": nan["a"]}, {"a": nan["a"].double()}, {}):
+        assert not checkpoint.same(nan, other)
+    assert checkpoint.same(nan, tree.clone(nan))
     assert all(len(v) == 64 for v in variants)
 
 

@@ -249,7 +249,7 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'base_model.model.model.layers.0.q.lora_A.weight' has no other factor in adapter_model.safetensors",
         "holds 'base_model.model.model.norm.lora_magnitude_vector', which is not a plain LoRA",
         "holds 'base_model.model.score.weight', which is not a plain LoRA of a leaf of base",
-        "adapts 'base_model.model.model.ghost', but base has no leaf",
+        "but base has no leaf 'base_model.model.model.ghost.weight': was it trained from another base?",
         "adapts 'base_model.model.lm_head', but base has no leaf 'base_model.model.lm_head.weight', whose head is its",
         "has shape (10, 7), leaf 'model.layers.0.up.weight' of base (10, 6): was it trained from another base?",
         "'model.layers.1.q' has rank 3, its adapter_config.json says 2",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import huggingface_hub
@@ -15,8 +16,10 @@ from smat_fn.config import TaskArithmetic
 from smat_fn.folders import merge_folders, plan
 from smat_fn.folders.inputs.hub import push, push_problems
 from smat_fn.models import pretrained
-from smat_fn.scripts.merge import streaming
+from smat_fn.scripts.merge import moe, streaming
 from smat_fn.scripts.merge.pushing import pushed
+from smat_fn.scripts.merge.recipe_resolve import resolve
+from smat_fn.scripts.merge.settings import Moe
 
 _spec = importlib.util.spec_from_file_location("small_hub", Path(__file__).with_name("small_hub.py"))
 small_hub = importlib.util.module_from_spec(_spec)
@@ -101,6 +104,23 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     assert {span for method, path, span in hub.asked if method == "GET" and path.endswith(".safetensors")} == {
         "bytes=0-100000"
     }
+    recipe = {"merge_method": "linear", "models": [{"model": f"owner/{name}"} for name in ("base", "one", "other")]}
+    for asked, told in (
+        ({"x": "owner/one", "y": "owner/on"}, "expert 'y': there is no folder owner/on, and the hub did not give"),
+        ({"x": "owner/one@v9"}, "expert 'x': there is no folder owner/one@v9"),
+        ({"x": "owner/one", "y": tmp_path / "no"}, f"expert 'y': {tmp_path}/no is not a folder"),
+        (resolve, "leaf 'model.layers.0.weight'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            asked(recipe) if asked is resolve else plan(TA, "owner/base", asked, tmp_path / "out")
+    layers = [{"sources": [{"model": name, "layer_range": [0, 1]}]} for name in ("owner/one", "owner/on")]
+    with pytest.raises(ValueError, match="model 'owner/on': there is no folder owner/on"):
+        resolve({"merge_method": "passthrough", "slices": layers})
+    mixture = {"base_model": "owner/base", "gate_mode": "random", "experts": [{"source_model": "owner/on"}] * 2}
+    (tmp_path / "moe.yml").write_text(json.dumps(mixture))
+    with pytest.raises(ValueError, match=r"expert .*: there is no folder owner/on, and"):
+        list(moe.make(Moe(tmp_path / "moe.yml", tmp_path / "out")))
+    assert not [path for path in hub.downloaded() if path.endswith(".safetensors")]
     plan(TA, "owner/base", {"x": "owner/one"}, tmp_path / "out")
     assert len([path for path in hub.downloaded() if path.endswith(".safetensors")]) == 2
 

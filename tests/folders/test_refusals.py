@@ -85,7 +85,7 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("pytorch_model.bin", "pytorch_model.bin holds pickled weights that cannot be read safely"),
         ("model.pt", "holds pickled weights (model.pt), which can run code"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
-        ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: copy or link them as model.safetensors"),
+        ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: give this file"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
     ],
 )

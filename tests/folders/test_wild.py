@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.config import Della, TaskArithmetic, Ties, WeightAverage
@@ -192,17 +192,45 @@ def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
     [
         ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
         ("model.ckpt", "is pickled weights (model.ckpt), which can run code when read: save the model again"),
-        ("model.safetensors", "is a file: give the folder of a checkpoint"),
+        ("model.safetensors", "is a file of a checkpoint: give its folder"),
+        ("model-00001-of-00002.safetensors", "is a file of a checkpoint: give its folder"),
         ("adapter_model.safetensors", "is the file of an adapter: give its folder"),
-        ("sdxl.safetensors", "is a file: put it, or a link to it, as model.safetensors into a folder of its own"),
     ],
 )
 def test_a_file_in_place_of_a_folder(file, words, folders, tmp_path):
     base, experts = folders.save_family(tmp_path, model(0), {"x": model(1)})
     (experts["x"] / file).touch()
+    (experts["x"] / "config.json").touch()
     with pytest.raises(ValueError, match="expert 'x'") as caught:
         plan(TA, base, {"x": experts["x"] / file}, tmp_path / "out")
     assert words in str(caught.value)
+
+
+def test_a_state_dict_in_one_file(folders, tmp_path):
+    """As base it gives one file too, which is an input again; files and folders mix; factors are refused."""
+    base, experts = model(0), {"x": model(1), "y": model(2)}
+    for name, tree in {"base": base, **experts}.items():
+        save_file(tree, tmp_path / f"{name}.safetensors")
+    inputs = {"x": tmp_path / "x.safetensors", "y": folders.save(tmp_path / "y", experts["y"], shards=2)}
+    merge_folders(TA, tmp_path / "base.safetensors", inputs, tmp_path / "out", shard_size=100)
+    folders.assert_same_bits(load_file(tmp_path / "out/model.safetensors"), folders.in_memory(TA, base, experts))
+    again = plan(TA, tmp_path / "out/model.safetensors", {"x": tmp_path / "out", **inputs}, tmp_path / "again")
+    assert again.shards == ("model.safetensors",)
+    save_file({"a.lora_down.weight": torch.zeros(2)}, tmp_path / "l.safetensors")
+    with pytest.raises(ValueError, match=r"expert 'l': .* holds factors of an adapter \('a\.lora_down\.weight'\)"):
+        plan(TA, tmp_path / "base.safetensors", {"l": tmp_path / "l.safetensors"}, tmp_path / "no")
+    positions = {"text.position_ids": torch.arange(8)[None]}
+    save_file(base | positions, tmp_path / "positions.safetensors")
+    save_file(experts["x"] | {"text.position_ids": torch.arange(8.0)[None]}, tmp_path / "floats.safetensors")
+    merge_folders(TA, tmp_path / "positions.safetensors", {"f": tmp_path / "floats.safetensors"}, tmp_path / "cast")
+    folders.assert_same_bits(
+        load_file(tmp_path / "cast/model.safetensors"), folders.in_memory(TA, base, {"x": experts["x"]}) | positions
+    )
+    save_file(base | {f"model_ema.{i}": torch.zeros(2) for i in range(9)}, tmp_path / "ema.safetensors")
+    with pytest.raises(ValueError, match=r"model_ema\.\* are averages over training, of no use after it: remove them"):
+        plan(TA, tmp_path / "ema.safetensors", {"x": tmp_path / "x.safetensors"}, tmp_path / "no")
+    with pytest.raises(ValueError, match=r"expert 'l': of/mine\.safetensors is not a file$"):  # no name on the hub
+        plan(TA, tmp_path / "base.safetensors", {"l": "of/mine.safetensors"}, tmp_path / "no")
 
 
 def pickled(folder, *, shards=1, legacy=False):

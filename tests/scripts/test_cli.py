@@ -1,5 +1,6 @@
 """Errors of scripts in words of the command line."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def test_values_shown_are_not_those_that_are_parsed():
 def test_the_last_value_of_an_option_counts():
     assert cli.value_of("--preset", ["smat", "--preset", "a", "--preset=b"], "c") == "b"
     assert cli.value_of("--preset", ["smat", "--out", "x"], "c") == "c"
+
+
+def test_several_values_are_given_once(monkeypatch):
+    """argparse takes the last ones without a word, so that experts would be left out."""
+
+    def run(*words, **options):
+        monkeypatch.setattr(sys, "argv", ["own", *words])
+        cli.run("own", lambda args: None, Paths, description=None, **options)
+
+    run("--out", "a", "--out", "b", "--more", "x", "y")
+    with pytest.raises(SystemExit, match=r"^own: --more is given twice: give all its values after one --more$"):
+        run("--out", "a", "--more", "x", "--more=y")
+    with pytest.raises(SystemExit, match=r"^own: 'linear' is unknown, it is called wa here"):
+        run("linear", elsewhere={"linear": "wa"})
 
 
 def test_options_are_said_as_the_command_line_has_them():

@@ -312,9 +312,8 @@ def _pair(
     if len(names) < 2:
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
     if leaf is None:
-        raise ValueError(
-            f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{_tied(module + '.weight')}"
-        )
+        way = _tied(f"{module}.weight") or ": was it trained from another base?"
+        raise ValueError(f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{way}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit: convolutions are not read here")

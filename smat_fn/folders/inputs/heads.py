@@ -11,6 +11,7 @@ from .reading import Folder
 from .stacks import layer_of
 
 FOLDER = "heads"
+EMA = "model_ema."  # of Stable Diffusion's checkpoints
 
 
 def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
@@ -43,6 +44,8 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     """Advice on leaves that are not base's; none for models without layers."""
     rows = _rows(base)
     names = {path for folder in experts.values() for path in folder.leaves.keys() ^ base.leaves.keys()}
+    if names and all(path.startswith(EMA) for path in names):
+        return [f"{EMA}* are averages over training, of no use after it: remove them from the file that has them"]
     inside = {path for path in names if not _outside(path, rows)}
     if not rows or not names:
         return []

@@ -11,7 +11,8 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from .reading import DTYPES, PICKLED, config_of, open_folder
-from .spare import may_be_spare
+from .spare import may_be_spare, recast
+from .stacks import folders_of
 from .towers import part_config
 from .vocabulary import HEAD, by_token
 
@@ -26,6 +27,8 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 def repository_of(path: Path) -> str | None:
     """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
     name = str(path)
+    if path.suffix == ".safetensors":  # a file that is missing
+        return None
     return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 
 
@@ -51,10 +54,51 @@ def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
                 folder = Path(snapshot_download(**asked, allow_patterns=[*_FILES, *_PICKLES]))
         return folder
     except Exception as error:  # of many libraries: the network's, the hub's, the file system's
-        raise ValueError(
-            f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
-            f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
-        ) from error
+        raise ValueError(_not_given(label, path, error)) from error
+
+
+def unavailable(inputs: Mapping[str, Path]) -> list[str]:
+    """Errors for missing folders and for repositories that the hub refuses, before another one is downloaded.
+
+    Nothing is asked where all inputs are on this machine. Args: inputs: by label, stacks among them.
+    """
+    places = [(label, path) for label, given in inputs.items() for path in folders_of(given)]
+    remote = [(label, path) for label, path in places if repository_of(path) is not None and not _cached(label, path)]
+    if not remote:
+        return []
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return []
+    problems = [
+        f"{label}: {path} is not a folder: give the folder of a checkpoint"
+        for label, path in places
+        if repository_of(path) is None and not path.exists()
+    ]
+    for label, path in remote:
+        try:
+            HfApi().model_info(str(repository_of(path)), revision=_revision(path))
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            problems.append(_not_given(label, path, error))
+        except Exception:  # no answer: the download says why
+            continue
+    return problems
+
+
+def _cached(label: str, path: Path) -> bool:
+    try:
+        folder = local_folder(label, path, fetch=False)
+    except ValueError:
+        return False
+    return any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin"))  # not its configuration alone
+
+
+def _not_given(label: str, path: Path, error: BaseException) -> str:
+    return (
+        f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
+        f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
+    )
 
 
 def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
@@ -93,6 +137,7 @@ def _comparable(start: Leaves, leaves: Leaves, *, rows: bool) -> Leaves:
     """
     kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf)}
     kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf)}
+    kept |= {path: leaf for path, leaf in start.items() if path in leaves and recast(path, leaves[path], leaf)}
     kept.pop(HEAD, None)
     if not rows:
         for path, leaf in kept.items():

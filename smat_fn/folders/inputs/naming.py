@@ -90,6 +90,8 @@ def namings(folder: Folder) -> Iterator[Naming]:
 
 
 def _models(root: Path) -> Iterator[Any]:
+    if root.is_file():  # without a configuration; transformers would read it as one
+        return
     import transformers
 
     with _quiet():

@@ -12,7 +12,7 @@ from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .beside import differences
 from .heads import apart, ways_out
-from .hub import header_problems, local_folder
+from .hub import header_problems, local_folder, unavailable
 from .kinship import strangers
 from .naming import Naming, namings
 from .reading import Folder, open_folder
@@ -66,6 +66,9 @@ def open_inputs(
         heads: takes those of every expert, which need not be base's (`heads.apart`).
     """
     inputs = {"base": Path(base), **{f"expert {name!r}": Path(path) for name, path in experts.items()}}
+    if gone := unavailable(inputs):
+        problems += gone
+        return None, {}
     early = heads is None and not partial
     if early and (wrong := header_problems(inputs, rows=vocabulary == "error" and align is None)):
         problems += wrong

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -43,6 +44,8 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
+_FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
 _SAFE = "save the model again with save_pretrained, which writes safetensors"
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
@@ -193,6 +196,11 @@ def open_folder(label: str, path: Path) -> Folder:
             else:
                 files[name] = file
     problems += _quantised(label, path, leaves)
+    if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
+        problems.append(
+            f"{label}: {path} holds factors of an adapter ({factor!r}), and a merge of factors is not that of their "
+            "products: merge it into its model first, or give the folder of an adapter that PEFT wrote"
+        )
     if not leaves and not problems:
         problems.append(f"{label}: {path} holds no leaves: download it again, or save the model again")
     if problems:
@@ -221,6 +229,13 @@ def _main(files: Iterable[Path]) -> str:
     return DIFFUSION if any(file.name.startswith(DIFFUSION.partition(".")[0]) for file in files) else WEIGHTS
 
 
+def is_single(path: Path) -> bool:
+    """Whether a path is that of a state dict in one file, not of a file in the folder of a checkpoint or adapter."""
+    if path.suffix != ".safetensors" or path.name == "adapter_model.safetensors" or _SHARD.search(path.name):
+        return False
+    return path.is_file() and not (path.name in (WEIGHTS, DIFFUSION) and (path.parent / "config.json").exists())
+
+
 def reader_of(store: Any, name: str) -> Read:
     """A function that reads coordinates of a stored tensor."""
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
@@ -232,10 +247,13 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
     Args: whole: components of a pipeline whose weights are read.
     """
     names = WEIGHTS, INDEX, PICKLED, PICKLED_INDEX, DIFFUSION, DIFFUSION_INDEX
+    if is_single(path):
+        return {path: None}
     if path.is_file():
         problems.append(f"{label}: {path} {foreign(path.parent, path.name)}")
     elif not path.is_dir():
-        problems.append(f"{label}: {path} is not a folder: give the folder of a checkpoint")
+        file = path.suffix == ".safetensors"
+        problems.append(f"{label}: {path} is not a {'file' if file else 'folder: give the folder of a checkpoint'}")
     elif name := next((name for name in names if (path / name).exists()), None):
         return _placed(label, path, problems, name)
     elif (path / PIPELINE).exists():
@@ -316,12 +334,14 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
-    if only not in ("*", WEIGHTS) and only.endswith(".safetensors"):
-        return f"is a file: put it, or a link to it, as {WEIGHTS} into a folder of its own and give that folder"
+    if only.endswith(".safetensors"):
+        return "is a file of a checkpoint: give its folder"
     if only != "*":
         return "is a file: give the folder of a checkpoint"
     if found := [name for name in names if name.endswith(".safetensors")]:
-        alone = f"weights under the name {found[0]}: copy or link them as {WEIGHTS} into a folder of their own"
+        alone = f"weights under the name {found[0]}: give this file" + (
+            f", or rename it to {WEIGHTS} to merge it with its config.json" if "config.json" in names else ""
+        )
         several = f"{len(found)} files of weights ({found[0]} the first) and no {INDEX}: download that too"
         return f"holds {alone if len(found) == 1 else several}"
     return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"

@@ -20,10 +20,19 @@ def may_be_spare(path: str, leaf: Tensor) -> bool:
     return computed(path, leaf) or by_token(path)
 
 
+def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
+    """Whether a computed buffer is stored in another dtype than base's ``like``: positions as floats, as some tools do.
+
+    Two floating-point dtypes are merged like those of any leaf.
+    """
+    both = leaf.is_floating_point() and like.is_floating_point()
+    return computed(path, leaf) and leaf.shape == like.shape and leaf.dtype != like.dtype and not both
+
+
 def with_bases(base: Folder, expert: Folder) -> Folder:
     """An expert with base's buffers, and with copies of its embeddings where base stores such copies."""
     for path, leaf in base.leaves.items():
-        if path in expert.leaves:
+        if path in expert.leaves and not recast(path, expert.leaves[path], leaf):
             continue
         if computed(path, leaf):
             expert = expert.with_leaf(path, leaf, base.reader(path))

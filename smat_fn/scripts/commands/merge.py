@@ -64,6 +64,13 @@ else:
 NAMES = [All.name, *(config.name for config in (*MERGERS, *MORE_MERGERS))]
 
 
+OF_MERGEKIT = {
+    "linear": "wa, or weighted_average with --weights", "task_arithmetic": "ta", "dare_linear": "dare",
+    "della_linear": "della --no-elect --aggregate sum", "breadcrumbs_ties": "breadcrumbs --elect",
+    "passthrough": "wa, of a stack of layers as --base and --experts", "yaml": "recipe",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The models to merge."""
@@ -71,9 +78,9 @@ class Inputs:
     run: Annotated[Path | None, NONE] = None
     """Folder that train.py wrote: its base and all its experts."""
     base: Annotated[Path | None, NONE] = None
-    """Base checkpoint, with --experts instead of --run: a folder, or a hub name."""
+    """Base checkpoint, with --experts instead of --run: a folder, a .safetensors file, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
-    """Expert checkpoints or LoRA adapters, with --base instead of --run: folders, or hub names, or NAME=one of them.
+    """Expert checkpoints or LoRA adapters, with --base instead of --run: as --base, or NAME=one of them.
     FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs). A[0:3]+B[1:4] stacks layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
@@ -380,7 +387,7 @@ def command(script: str, launch: Sequence[str]) -> None:
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped input that is cut while it is read ends the process: say where
     cli.run(
-        script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES,
+        script, main, Merge, description=__doc__, commands=COMMANDS, names=NAMES, elsewhere=OF_MERGEKIT,
         prepare=lambda words: by_glob(by_density(by_file(words))),
         shown=shown, first=FIRST, brief=(Brief, [*(config.name for config in MORE_MERGERS), *COMMANDS]),
     )  # fmt: skip

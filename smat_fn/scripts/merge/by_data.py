@@ -66,7 +66,8 @@ def _begin(asked: OfRun, merger: str, least: Mapping[str, int]) -> tuple[Inputs,
     suite = common_suite(inputs, asked.suite_options)
     at = next(iter(suite.base.values())).device
     here = {name: {path: leaf.to(at) for path, leaf in own.items()} for name, own in inputs.experts.items()}
-    return inputs._replace(base=suite.base, experts=here), suite, folder
+    prints = (*inputs.prints, (suite.base, inputs.print_of(inputs.base)))  # of the same bits, as the suite was checked
+    return inputs._replace(base=suite.base, experts=here, prints=prints), suite, folder
 
 
 def _cut(suite: Suite, batches: list[Batch], size: int) -> list[Batch]:

@@ -144,10 +144,9 @@ def is_open(config: MergerConfig) -> bool:
 
 def about(inputs: Inputs) -> dict[str, Any]:
     """The fingerprints that scores of merged models depend on, for `Scorer`; experts in their order."""
-    prints = {name: inputs.prints.get(name) or checkpoint.fingerprint(own) for name, own in inputs.experts.items()}
-    experts = [list(pair) for pair in prints.items()]
+    experts = [[name, inputs.print_of(own)] for name, own in inputs.experts.items()]
     lines = {} if inputs.lines is None else {"lines": list(inputs.lines)}
-    return {"base": checkpoint.fingerprint(inputs.base), "experts": experts, **lines}
+    return {"base": inputs.print_of(inputs.base), "experts": experts, **lines}
 
 
 def fingerprints(trees: Mapping[str, Leaves]) -> dict[str, str]:

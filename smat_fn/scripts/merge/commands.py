@@ -142,6 +142,9 @@ def from_recipe(args: FromRecipe) -> None:
     seed = seed if args.seed is None else args.seed
     if args.shard_size is not None:
         given["shard_size"] = streaming.bytes_of(args.shard_size)
+    given |= {
+        name: value for name in ("vocabulary", "config_from", "heads") if (value := getattr(args, name)) is not None
+    }
     coefs = found.coef if isinstance(found.coef, Mapping) else {} if found.coef is None else {"*": found.coef}
     order = streaming.order(
         found.base,

@@ -34,7 +34,12 @@ class Inputs(NamedTuple):
     places: Mapping[str, Path] = MappingProxyType({})  # where they lie, by task
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
     notes: tuple[str, ...] = ()  # on folders of other tools
-    prints: Mapping[str, str] = MappingProxyType({})  # fingerprints of experts that were compared with a manifest's
+    prints: tuple[tuple[Leaves, str], ...] = ()  # trees of these with their fingerprints, as they were read
+
+    def print_of(self, params: Leaves) -> str:
+        """The fingerprint of a tree: the one known from reading it, or computed for any other tree."""
+        known = next((found for tree, found in self.prints if tree is params), "")
+        return known or checkpoint.fingerprint(params)
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -199,35 +204,39 @@ def by_name(
     return found, problems
 
 
-def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
-    """Read a base and experts, and check all of them before anything is merged.
+def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = None) -> Inputs:
+    """Read a base and experts, and check all of them before anything is merged; hash base and whole experts once.
 
     Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
     sharded folders, hub names, and LoRA adapters, whose changed leaves are in float32 (`like_base` rounds them).
 
+    Args: known: other experts of this base, which is then not read again.
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
         other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
     problems, notes = [] if experts else ["no experts: give at least one folder"], list[str]()
-    origin: dict[str, Tensor] | None = None
+    origin: dict[str, Tensor] | None = None if known is None else known.base
     try:
-        origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, notes)[0]
-        tree.check_finite(origin, str(base))
+        if origin is None:
+            origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, notes)[0]
+            tree.check_finite(origin, str(base))
     except ValueError as error:
         problems.append(str(error))
-    found, others = by_name(base, experts, None if origin is None else checkpoint.fingerprint(origin))
+    own = None if origin is None else checkpoint.fingerprint(origin) if known is None else known.print_of(origin)
+    found, others = by_name(base, experts, own)
     loaded: dict[str, dict[str, Tensor]] = {}
-    prints: dict[str, str] = {}
+    prints = [] if origin is None or own is None else [(origin, own)]
     for name, path, manifest in found:
         try:
             if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
-                if manifest["kind"] in ("expert", "snapshot") and (known := manifest.get("fingerprint")):
-                    prints[name] = checkpoint.fingerprint(loaded[name])
-                    problems += [] if prints[name] == known else [_rewritten(path)]
+                if manifest["kind"] in ("expert", "snapshot") and (stated := manifest.get("fingerprint")):
+                    prints.append((loaded[name], checkpoint.fingerprint(loaded[name])))
+                    problems += [] if prints[-1][1] == stated else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
                 loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else notes)[1][path.name]
+                prints += [] if manifest else [(loaded[name], checkpoint.fingerprint(loaded[name]))]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -235,7 +244,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     assert origin is not None
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(notes)), prints=prints)
+    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(notes)), prints=tuple(prints))
 
 
 def _rewritten(path: Path) -> str:

@@ -78,14 +78,16 @@ def merge_run(
     Raises: ValueError that lists all problems of inputs, options and outputs before any merging.
     """
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
+    early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
     try:
         inputs = load_inputs(base, experts)._replace(lines=lines)
         names, implied = list(inputs.experts), _of_base(implied or {}, base)
-        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if search or calibration else None
+        scored_by = (search or calibration) and not early  # a suite takes long to load
+        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
     except ValueError as error:
         problems.append(str(error))
-    problems = [*_option_problems(configs, names, search, coefs, calibration or {}), *problems]
+    problems = [*early, *_option_problems(configs, names, search, calibration or {}), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
@@ -108,8 +110,8 @@ def merge_run(
             except ValueError as error:
                 problems.append(str(error))
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
-    kept = {} if overwrite else _finished(out, facts, problems)
-    errors.raise_problems(problems)
+    kept = {} if overwrite or early else _finished(out, facts, problems)
+    errors.raise_problems(list(dict.fromkeys(problems)))
     sizes = merge.norms(inputs.base, inputs.experts) if len(kept) < len(configs) else {}
     note = merge.unequal(sizes) if any(sizes.values()) else SAME if sizes else ""
     for said in suite.notes if suite is not None and len(kept) < len(configs) else ():
@@ -131,7 +133,7 @@ def merge_run(
                 if snapshots:
                     assert scorer is not None
                     kept[folder], merged_of, chosen = choose_snapshot(
-                        base, snapshots, partial(_merge_then, merge_at, scorer, lines)
+                        base, snapshots, inputs, partial(_merge_then, merge_at, scorer, lines)
                     )
                     merged_of = merged_of._replace(lines=lines)
                     kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
@@ -219,15 +221,18 @@ def tied(model: Merged) -> str:
     )
 
 
-def _option_problems(
-    configs: Sequence[MergerConfig],
-    experts: Sequence[str],
-    search: bool,
-    coefs: Sequence[float],
-    calibration: Mapping[str, float],
-) -> list[str]:
+def _early_problems(folders: Sequence[Path], coefs: Sequence[float], *, overwrite: bool) -> list[str]:
+    """Errors for coefficients to search, and for folders that hold no merge, which need no suite to be found."""
     problems = [f"coefficient {coef} to search is not finite" for coef in coefs if not math.isfinite(coef)]
     problems += [f"coefficients to search are {list(coefs)}: name each once"] if len({*coefs}) < len(coefs) else []
+    taken = [folder for folder in folders if not overwrite and not is_merged(folder)]
+    return problems + [text for f in taken for text in problems_of(checkpoint.refuse_existing, f, overwrite=False)]
+
+
+def _option_problems(
+    configs: Sequence[MergerConfig], experts: Sequence[str], search: bool, calibration: Mapping[str, float]
+) -> list[str]:
+    problems = list[str]()
     for config in configs:
         if not search and is_open(config):
             problems.append(f"{config.name} needs a coefficient: give --coef, or --search for one on dev")
@@ -329,7 +334,7 @@ def common_suite(
     scores_whole = whole and not recipes and "model" in suite.recipe and suite.base.keys() != inputs.base.keys()
     part = part_of(suite, inputs.base) if scores_whole else None
     trained = inputs.base if part is None else part.of(inputs.base)
-    if checkpoint.fingerprint(suite.base) != checkpoint.fingerprint(trained):
+    if not checkpoint.same(suite.base, trained):
         raise ValueError(
             f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
             "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
@@ -351,10 +356,10 @@ def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:
 def sources_of(base: Path, experts: Sequence[Path], inputs: Inputs, seed: int, suite: Suite | None) -> dict[str, Any]:
     """Facts of a merged model beside its settings; ``suite`` is the one it was searched on."""
     facts = facts_of(base, experts, inputs.manifests, seed)
-    prints = {name: known or checkpoint.fingerprint(inputs.experts[name]) for name, known in facts["experts"].items()}
+    prints = {name: known or inputs.print_of(inputs.experts[name]) for name, known in facts["experts"].items()}
     return facts | {
         "suite": facts["suite"] if suite is None else dict(suite.recipe),
-        "base_fingerprint": checkpoint.fingerprint(inputs.base),
+        "base_fingerprint": inputs.print_of(inputs.base),
         "experts": prints,
     }
 
@@ -418,8 +423,7 @@ def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:
         label: [
             file
             for folder in ([part.path for part in parts_of(path)] or [path])
-            if folder.is_dir()
-            for file in sorted(found for found in folder.iterdir() if found.is_file())[:1]
+            for file in ([folder] if folder.is_file() else sorted(filter(Path.is_file, folder.glob("*"))))[:1]
         ]
         for label, path in given.items()
     }

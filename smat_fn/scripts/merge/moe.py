@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import checkpoint, errors, random
 from ...folders import Report, chunk_of, local_folder
 from ...folders.files import Hashing, size_text
+from ...folders.inputs.hub import unavailable
 from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
@@ -140,7 +141,9 @@ def make(args: Moe) -> Iterator[str]:
     paths = {
         name: placed(own.source, places.get(f"expert {name!r}", ())) for name, own in _named(asked.experts).items()
     }
-    base = local_folder("base", placed(asked.base, places.get("base", ())))
+    base = placed(asked.base, places.get("base", ()))
+    errors.raise_problems(unavailable({"base": base, **{f"expert {name!r}": path for name, path in paths.items()}}))
+    base = local_folder("base", base)
     models = open_models(base, {n: local_folder(n, path) for n, path in paths.items()}, per_token=asked.per_token)
     prompts = json.dumps([(own.positive, own.negative) for own in asked.experts])
     facts = {

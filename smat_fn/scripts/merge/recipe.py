@@ -3,6 +3,7 @@
 What a recipe asks for and no merger here does is refused by the name of its field, all of it at once.
 """
 
+import math
 import os
 from collections import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from ... import errors
 from ...config import MERGERS, MORE_MERGERS, MergerConfig, Semantics
 from ...folders import Options
 from ...folders.inputs.hub import repository_of
+from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
@@ -26,6 +28,11 @@ FIELDS = (
     "tokenizer", "chat_template",
 )  # fmt: skip
 REFUSED = {"modules": "only models with one list of layers can be merged by a recipe, give models or slices"}
+VARIANTS = {
+    "filter_wise": False,
+    "normalize_weights": True,
+    "eps": 1e-8,
+}  # mergekit's defaults; others are missing here
 DTYPES = "float32", "bfloat16", "float16", "float64"
 
 
@@ -48,6 +55,11 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {kind}") from error
     except (ValueError, yaml.YAMLError) as error:
+        if "found another document" in str(error):
+            raise ValueError(
+                f"{file} holds several documents: write each to its own file, merge them in their order, and give the "
+                "output folder of each, OUT/MERGER, where a later one names it"
+            ) from error
         raise ValueError(f"{file} cannot be read as YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}, must be the fields of {kind}")
@@ -178,20 +190,24 @@ def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -
         yield f"parameters{whose} is {scope!r}: must be parameters by name"
         return
     for name, value in (scope or {}).items():
-        if name not in known and not every:
-            yield f"parameters.{name}{whose} is not supported with this merge_method"
+        if name in VARIANTS and value == VARIANTS[name]:
+            continue
+        if name not in (*known, "int8_mask") and not every:
+            has = f"which has {', '.join(known)}" if known else "which has none"
+            way = f"only {VARIANTS[name]} is implemented" if name in VARIANTS else "leave out what it does not have"
+            yield f"parameters.{name}{whose} is not supported with this merge_method, {has}: {way}"
         else:
             yield from _setting_problems(f"parameters.{name}{whose}", value)
 
 
 def _setting_problems(label: str, value: Any) -> Iterator[str]:
-    if isinstance(value, (bool, int, float)):
-        return
-    if isinstance(value, str):
+    if isinstance(value, (bool, int, float, str)):
         try:
-            float(value)
+            finite = math.isfinite(float(value))
         except ValueError:
-            yield f"{label} is {value!r}: must be a number"
+            finite = False
+        if not finite:
+            yield f"{label} is {value!r}: must be a finite number"
     elif isinstance(value, dict):
         if "value" not in value or value.keys() - {"value", "filter"}:
             yield f"{label} holds {value!r}: must have value, and may have filter"
@@ -297,6 +313,9 @@ def placed(given: str, places: Sequence[Path]) -> Path:
     """The path of an input: the place of this machine that is named; a stack has the paths of its parts."""
     if parts := parts_of(Path(given)):
         return stack_of([part._replace(path=placed(str(part.path), places)) for part in parts])
+    for place in places:
+        if is_single(file := place / Path(given).name):
+            return file
     near = (folder for place in places for folder in (place, place.parent))  # modules lie in folders of their own
     return next((folder for folder in near if _is_named(folder, given)), Path(given))
 

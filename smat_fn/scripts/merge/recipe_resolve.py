@@ -1,6 +1,7 @@
 """Convert mergekit recipes to mergers, models and coefficients: slices, filters and gradients, leaf by leaf."""
 
 import glob
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from ... import errors
 from ...config import MergerConfig
 from ...folders.inputs.beside import TOKENIZER, files_of
-from ...folders.inputs.hub import local_folder
+from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
 from .recipe_methods import METHODS, Method, Resolved, nuslerp
@@ -36,6 +37,7 @@ class Source(NamedTuple):
     layers: tuple[int, int] | None  # None: all of them
     own: Mapping[str, Any]  # parameters
     absent: bool = False  # there to fill the place of a model that this slice has not: its weight is 0
+    joined: bool = False  # base_model, which the list of models leaves out
 
 
 class Slice(NamedTuple):
@@ -65,9 +67,15 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     alone = found["merge_method"] == "nuslerp" and origin is None
     slices = _slices(found, method, based=method.based and not alone)
     names = _slot_names(slices)
+    refs = dict.fromkeys(s.ref for part in slices for s in (*part.experts, *([part.base] if part.base else [])))
+    inputs = {**({} if origin is None else {"base": Path(origin)}), **{f"model {ref!r}": _path(ref) for ref in refs}}
+    errors.raise_problems(unavailable(inputs))
     if whole := _is_whole(slices):
         base = Path(origin or first_of(found))
         experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
+        by_row = not (found.get("tokenizer") or found.get("tokenizer_source"))
+        labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
+        errors.raise_problems(header_problems(labelled, rows=by_row))
     else:
         base = _stack([part.base or part.experts[0] for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}
@@ -121,7 +129,7 @@ def _slices(found: Mapping[str, Any], method: Method, *, based: bool) -> list[Sl
             for entry in part["sources"]
         ]
         if not sliced and not based and origin is not None and all(s.ref != origin for s in sources):
-            sources.append(Source(origin, None, {}))  # as mergekit does
+            sources.append(Source(origin, None, {}, joined=True))  # as mergekit does
         label = f"slices[{place}]" if sliced else "models"
         if len({source.ref for source in sources}) < len(sources):
             problems.append(f"{label} has a model twice: give each once")
@@ -168,11 +176,21 @@ def _tail(parts: Sequence[Mapping[str, Any]], slices: Sequence[Slice]) -> list[S
 
 def _slot_names(slices: Sequence[Slice]) -> list[str]:
     """A name for the first model of all slices, for the second one, and so on."""
-    slots = zip(*(part.experts for part in slices), strict=True)
-    names = ["+".join(dict.fromkeys(name_of(source.ref) for source in slot if not source.absent)) for slot in slots]
+    slots = list(zip(*(part.experts for part in slices), strict=True))
+    for depth in range(1, 5):  # of folders of one name, as many above them as tell them apart
+        names = ["+".join(dict.fromkeys(_deep(s.ref, depth) for s in slot if not s.absent)) for slot in slots]
+        if len(set(names)) == len(names):
+            break
     if len(set(names)) < len(names):
-        raise ValueError(f"models have equal names among {names}: rename a folder")
+        raise ValueError(f"models have equal names among {names}: give each folder once")
     return names
+
+
+def _deep(ref: str, depth: int) -> str:
+    """The name of a model after the names of folders above it, or of a repository after its owner's."""
+    path = _path(ref)
+    above = (Path(os.path.abspath(path)) if path.exists() else path).parts[-depth:-1]
+    return "-".join([*above, name_of(ref)])
 
 
 def _is_whole(slices: Sequence[Slice]) -> bool:
@@ -205,11 +223,15 @@ def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
 
 def _whole_spots(paths: Iterable[str]) -> dict[str, Spot]:
     own = {path: layer_of(path) for path in paths}
-    last = max((found[1] for found in own.values() if found), default=0)
+    last = dict[str, int]()  # by list of layers, as encoder and decoder have
+    for head, layer, _ in filter(None, own.values()):
+        last[head] = max(layer, last.get(head, 0))
 
     def spot(path: str) -> Spot:
         found = own[path]
-        return Spot(0, found[1] / last if found and last else float(bool(found)), lambda start: path)
+        return Spot(
+            0, found[1] / last[found[0]] if found and last[found[0]] else float(bool(found)), lambda start: path
+        )
 
     return {path: spot(path) for path in own}
 
@@ -269,7 +291,9 @@ class _Resolver:
         values = {path: self._chosen(name, slot, path, default) for path in self.spots}
         for path, chosen in values.items():
             if chosen is None:
-                raise ValueError(f"parameters.{name} is missing{f' for {where}' if where else ''}, leaf {path!r}")
+                joined = slot is not None and self.slices[0].experts[slot].joined
+                why = ": base_model is merged too, as in mergekit: give it in models, or leave it out" if joined else ""
+                raise ValueError(f"parameters.{name} is missing{f' for {where}' if where else ''}, leaf {path!r}{why}")
         if len(set(values.values())) == 1:
             return next(iter(values.values()))
         if ... in values.values():
@@ -325,6 +349,7 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
     if source is None and here != root and files_of(here, TOKENIZER):
         source = "base"
     if source is not None and source != "union":
+        source = source.removeprefix("model:")  # as older versions of mergekit write it
         source = own if source in ("base", origin) else names.get(source, source)
 
     def named(ref: str) -> str:
@@ -357,7 +382,7 @@ def _token(entry: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, A
 
 
 def _asks_int8_mask(found: Mapping[str, Any], slices: Sequence[Slice]) -> bool:
-    own: Iterable[Mapping[str, Any]] = (source.own for part in slices for source in part.experts)
+    own = [scope for part in slices for scope in (part.parameters, *(source.own for source in part.experts))]
     return any(scope.get("int8_mask") for scope in (found.get("parameters") or {}, *own))
 
 

@@ -10,6 +10,7 @@ import yaml
 from ... import __version__, checkpoint
 from ...config import MergerConfig
 from ...folders.inputs.hub import repository_of
+from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
 
 OWN = (
@@ -61,5 +62,7 @@ def placed_by_name(path: Path, depth: int = 1) -> str:
 
 
 def folder_name(path: Path) -> str:
-    """The name of a folder, that of the working directory too."""
+    """The name of a folder, that of the working directory too; of a file of weights, without its suffix."""
+    if is_single(path):
+        return path.stem
     return path.name if path.name not in ("", "..") else path.resolve().name

@@ -124,6 +124,16 @@ class FromRecipe:
     """Replace a merged model that exists."""
     shard_size: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else 5GB)")] = None
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
+    vocabulary: Annotated[
+        Literal["error", "base-rows", "pad-with-base"] | None, arg(help_behavior_hint="(default: the file's)")
+    ] = None
+    """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
+    config_from: Annotated[str | None, arg(help_behavior_hint="(default: the file's)")] = None
+    """Source of config.json where those of models differ: base, a model's name, or a folder."""
+    heads: Annotated[Literal["error", "keep"] | None, arg(help_behavior_hint="(default: the file's, else error)")] = (
+        None
+    )
+    """If a model's head differs from the base's: error, or merge the rest and write heads/MODEL.safetensors."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1

@@ -1,7 +1,7 @@
 """Statistics of experts on rows of their own task: made, kept beside the weights, and read again for a merge."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
         gram_layers(suite.loss_fn(next(iter(inputs.experts))), inputs.base)
     places_of = dict(zip(inputs.experts, (named(path)[1] for path in experts), strict=True))
     for task, params in inputs.experts.items():
-        yield from write_statistics(suite, places_of[task], task, params, asked)
+        yield from write_statistics(suite, places_of[task], task, params, asked, print_of=inputs.print_of)
 
 
 def statistics_of_run(suite: Suite, folders: Sequence[Path], *, kinds: Sequence[str], seed: int) -> Iterator[str]:
@@ -70,7 +70,13 @@ def statistics_of_run(suite: Suite, folders: Sequence[Path], *, kinds: Sequence[
 
 
 def write_statistics(
-    suite: Suite, folder: Path, task: str, params: Mapping[str, Tensor], asked: Statistics
+    suite: Suite,
+    folder: Path,
+    task: str,
+    params: dict[str, Tensor],
+    asked: Statistics,
+    *,
+    print_of: Callable[[dict[str, Tensor]], str] = checkpoint.fingerprint,
 ) -> Iterator[str]:
     """Statistics of one expert, written into its folder; those that are there already are kept.
 
@@ -82,7 +88,7 @@ def write_statistics(
     batches = batches_of(suite, task, asked.split, asked.rows, key)
     manifest = manifest_of(folder)
     facts: dict[str, Any] = {
-        "expert": manifest.get("fingerprint") or checkpoint.fingerprint(dict(params)),
+        "expert": manifest.get("fingerprint") or print_of(params),
         "task": task,
         "split": asked.split,
         "rows": sum(map(length, batches)),

@@ -115,6 +115,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
 
     Raises: ValueError that lists all problems of all mergers before any merging; later as `merge_folders`.
     """
+    origins: dict[tuple[str, ...], str] = {}
     with _hashing(order) as hashing:
         kept = _check(configs, order, hashing)
         for config in configs:
@@ -123,7 +124,7 @@ def stream_run(configs: Sequence[MergerConfig], order: Order) -> Iterator[tuple[
                 with exclusive(folder):  # the lock file of a merge that was killed at its end goes
                     yield folder, None
                 continue
-            options, describe = _options(config, order), partial(_texts, config, order)
+            options, describe = _options(config, order), partial(_texts, config, order, origins)
             inputs = config, order.base, order.experts, folder
             if of_all_tasks(config):
                 yield folder, merge_several(*inputs, describe=describe, hashing=hashing, **options)
@@ -299,12 +300,16 @@ def _options(config: MergerConfig, order: Order) -> Options:
     return options
 
 
-def _texts(config: MergerConfig, order: Order, files: Sequence[Path], report: Report) -> dict[str, str]:
-    """Manifest and model card of a merged model."""
+def _texts(
+    config: MergerConfig, order: Order, origins: dict[tuple[str, ...], str], files: Sequence[Path], report: Report
+) -> dict[str, str]:
+    """Manifest and model card of a merged model. Args: origins: fingerprints of base by the hashes of its files."""
     facts = facts_of(order.base, list(order.experts.values()), order.manifests, order.seed)
     hashed = hashes(files, report.inputs, report.hashes)
     facts["experts"] = expert_prints(facts["experts"], hashed)
-    origin, merged = fingerprints_of(order.base, files[0].parent)
+    of_base = tuple(report.hashes[file] for file in report.inputs["base"])
+    origin, merged = fingerprints_of(order.base, files[0].parent, origins.get(of_base))
+    origins[of_base] = origin
     manifest = checkpoint.describe(
         {},
         **facts,
@@ -331,10 +336,10 @@ def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) 
     }
 
 
-def fingerprints_of(base: Path, merged: Path) -> tuple[str, str]:
-    """The fingerprints of a base and of what was merged with it, computed at the same time."""
+def fingerprints_of(base: Path, merged: Path, known: str | None = None) -> tuple[str, str]:
+    """The fingerprints of a base, unless it is known, and of what was merged with it, computed at the same time."""
     with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
-        origin = pool.submit(lambda: checkpoint.fingerprint(leaves_of(base)))
+        origin = pool.submit(lambda: known or checkpoint.fingerprint(leaves_of(base)))
         made = checkpoint.fingerprint(leaves_of(merged))
     return origin.result(), made
 

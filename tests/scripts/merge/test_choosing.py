@@ -1,6 +1,7 @@
 """A search: candidates written over each other in one buffer, every score computed once, and told what it cost."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -257,3 +258,21 @@ def test_experts_of_a_search_are_hashed_once(tmp_path, monkeypatch):
     loaded = load_inputs(tmp_path / "base", [tmp_path / "a"])
     assert choosing.about(loaded)["experts"] == [["a", true(expert)]]
     assert sum(bool(tree["w"].any()) for tree in hashed) == 1
+
+
+def test_a_search_hashes_base_experts_and_results_once(counted, runs, tmp_path, monkeypatch):
+    """Experts of another tool too, which no manifest vouches for."""
+    alone = tmp_path / "mirror"
+    alone.mkdir()
+    shutil.copy(runs["ft"] / "mirror" / checkpoint.WEIGHTS, alone)
+    hashed, true = [], checkpoint.fingerprint
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda tree: hashed.append(true(tree)) or hashed[-1])
+    experts = [runs["ft"] / "stripes", alone]
+    (found,) = merge_run(
+        [TaskArithmetic(0.3)], runs["ft"] / "base", experts, out=tmp_path / "out", search=True, seed=0
+    ).values()
+    assert len(counted.calls) == 2
+    made = checkpoint.load_manifest(tmp_path / "out" / "ta")
+    inputs = [made["base_fingerprint"], *made["experts"].values()]
+    assert sorted(hashed[:-1]) == sorted([*inputs, *[true(found.params)] * 2])  # `counted` hashes what it scores
+    assert hashed[-1] == made["fingerprint"] == true(found.params)

@@ -285,7 +285,7 @@ def test_a_search_finds_the_coefficient_of_other_mergers_too(runs, suite, tmp_pa
     assert slerp.dev == {task: suite.score(slerp.params, task, "dev") for task in TWO}
 
 
-def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path):
+def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path, monkeypatch):
     given = {"out": tmp_path, "search": True, "seed": 0}
     (model,) = merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(0.35, 0.05), **given).values()
     assert [coef for coef, _ in model.curve] == [0.05, 0.35]
@@ -294,6 +294,10 @@ def test_a_search_tries_the_coefficients_that_it_is_told(runs, tmp_path):
     assert kept.kept
     with pytest.raises(ValueError, match="ta holds another merge: its asked"):
         merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), **given)
+    monkeypatch.setattr(merging, "load_suite", None)  # what it does not decide is an error before it is loaded
+    (tmp_path / "ties").mkdir()
+    with pytest.raises(ValueError, match=r"^[^;]*ties exists[^;]*$"):
+        merge_run([Ties(keep=0.5, aggregate="sum", scope="global")], *find_inputs(runs["ft"]), **given)
     with pytest.raises(ValueError, match=r"coefficient inf to search is not finite; .*\[inf, inf\]: name each once"):
         merge_run([TaskArithmetic()], *find_inputs(runs["ft"]), coefs=(math.inf, math.inf), **given)
 

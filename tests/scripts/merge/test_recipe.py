@@ -18,7 +18,7 @@ from smat_fn import checkpoint, merge
 from smat_fn.checkpoint import RECIPE
 from smat_fn.config import TaskArithmetic
 from smat_fn.scripts import entry
-from smat_fn.scripts.merge import commands, settings, streaming
+from smat_fn.scripts.merge import commands, recipe_resolve, settings, streaming
 from smat_fn.scripts.merge.recipe import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -159,6 +159,12 @@ REFUSALS = {
     "has the filter [0]": SHARED | {"parameters": {"density": {"filter": [0], "value": 1}}},
     "has the value {'value': 1}": SHARED | {"parameters": {"density": {"value": {"value": 1}}}},
     "is [[0]]: must be a number, a list of numbers": SHARED | {"parameters": {"density": [[0]]}},
+    "parameters.filter_wise is not supported with this merge_method, which has none: only False is implemented": {
+        "merge_method": "model_stock",
+        "base_model": "BASE",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"filter_wise": True},
+    },
     "parameters.gamma is not supported with": SHARED | {"parameters": {"gamma": 0.1}},
     "parameters.weight is missing for A": SHARED | {"models": [{"model": "A"}]},
     "parameters.normalize differs by leaf": SHARED
@@ -192,7 +198,7 @@ REFUSALS = {
     },
     "layers of an adapter are not stacked": SLICED
     | {"base_model": "BASE", "slices": [ONE, {"sources": [{"model": "BASE+ADAPTER", "layer_range": [0, 2]}]}]},
-    "parameters.weight is missing for BASE": {  # as mergekit: base joins the models
+    "missing for BASE, leaf 'lm_head.weight': base_model is merged too, as in mergekit": {
         "merge_method": "linear",
         "base_model": "BASE",
         "models": [
@@ -206,6 +212,10 @@ REFUSALS = {
     "parameters.weight: the sum is 0 at leaf 'model.layers.0.mlp.down_proj.weight'": {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": EXCEPT_MLP}} for name in "AB"],
+    },
+    "A is inf: must be a finite number": {
+        "merge_method": "linear",
+        "models": [{"model": "A", "parameters": {"weight": float("inf")}}],
     },
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
@@ -221,6 +231,8 @@ REFUSALS = {
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
+    "holds several documents: write each to its own file": "name: first\n---\nmerge_method: slerp\n",
+    "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
     "normalize is given twice": "parameters: {normalize: true, weight: 1, normalize: false}",
 }
@@ -251,6 +263,42 @@ def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
     found = load_file(made / "model.safetensors")
     for path, leaf in merge.nuslerp(zeros, [a, b], t=0.75, along=along).items():
         assert torch.equal(found[path], leaf)
+
+
+def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
+    """``model:`` is of older versions of mergekit, and int8_mask stands anywhere."""
+    own = []
+    for place, source, weight in ("one", "A", 1), ("two", "B", 3):
+        folder = shutil.copytree(models / source, tmp_path / place / "ck")
+        own.append({"model": str(folder), "parameters": {"weight": weight, "int8_mask": True}})
+    recipe = {"merge_method": "linear", "models": own, "tokenizer_source": f"model:{tmp_path}/two/ck"}
+    recipe["parameters"] = {"filter_wise": False, "eps": 1e-8}
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump(recipe))
+    commands.from_recipe(settings.FromRecipe(tmp_path / "asked.yml", tmp_path / "out"))
+    made = tmp_path / "out/weighted_average"
+    a, b = (load_file(models / name / "model.safetensors") for name in "AB")
+    for path, leaf in load_file(made / "model.safetensors").items():
+        torch.testing.assert_close(leaf, (a[path] + 3 * b[path]) / 4)
+    assert [*checkpoint.load_manifest(made)["experts"]] == ["one-ck", "two-ck"]
+    assert json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == make_recipes.TEMPLATES["B"]
+
+
+def test_a_recipe_takes_what_its_errors_ask_for(models, tmp_path):
+    own = [{"model": name, "parameters": {"weight": 1}} for name in ("A", "B_OTHER_VOCABULARY")]
+    with pytest.raises(ValueError, match="choose vocabulary base-rows"):
+        merged({"merge_method": "linear", "models": own}, models, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(make_recipes.CONFIG | {"rope_theta": 5.0}))
+    chosen = {"vocabulary": "base-rows", "config_from": str(tmp_path)}
+    made = merged({"merge_method": "linear", "models": own}, models, tmp_path, **chosen)
+    assert len(load_file(made / "model.safetensors")["lm_head.weight"]) == make_recipes.ROWS
+    assert json.loads((made / "config.json").read_text())["rope_theta"] == 5.0
+
+
+def test_gradients_run_over_each_list_of_layers():
+    counts = {"encoder": 5, "decoder": 3, "once": 1}
+    paths = [f"{part}.layers.{i}.w" for part, count in counts.items() for i in range(count)]
+    found = {path: spot.t for path, spot in recipe_resolve._whole_spots([*paths, "head"]).items()}
+    assert [*found.values()] == [0, 0.25, 0.5, 0.75, 1, 0, 0.5, 1, 1, 0]
 
 
 def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
@@ -395,6 +443,10 @@ def test_the_file_in_an_output_takes_the_inputs_that_it_names(models, tmp_path, 
     piped = written({"t": tmp_path / "tuned"}, tmp_path / "parts", tmp_path / "pipe")
     commands.from_recipe(settings.FromRecipe(piped, tmp_path / "parts-again"))
     assert sorted(file.name for file in (tmp_path / "parts-again/ta").glob("*/")) == ["unet", "vae"]
+    save_file(load_file(base / "model.safetensors"), tmp_path / "base.safetensors")  # in one file, without a folder
+    alone = written([models / "A" / "../A"], tmp_path / "alone", tmp_path / "base.safetensors")
+    assert yaml.safe_load(alone.read_text())["base"] == "base.safetensors"
+    assert repeated(alone, tmp_path / "alone-again") == alone.with_name("model.safetensors").read_bytes()
     edited = written([Path()], tmp_path / "here")  # the working directory has its name
     assert yaml.safe_load(edited.read_text())["experts"] == {"ck": "ck"}
     assert repeated(edited, tmp_path / "same") == edited.with_name("model.safetensors").read_bytes()
@@ -412,6 +464,9 @@ def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):
     config = json.loads((made / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
     assert str(models) not in text + (made / "manifest.json").read_text() + (made / RECIPE).read_text()
+    (tmp_path / "alone").mkdir()
+    made = merged(RECIPES["passthrough-stack"], models, tmp_path / "alone")
+    assert "no parameter differs" not in (made / "README.md").read_text()  # from a base that the recipe does not have
 
 
 @pytest.mark.slow

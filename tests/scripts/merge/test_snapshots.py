@@ -106,12 +106,13 @@ def test_the_later_of_equal_snapshots_wins(run):
         order.append(index)
         return Merged({}, 0.1 * index, {"mirror": scores[index] - 5, "rot90": scores[index] + 5}, ())
 
-    found = choose_snapshot(base, snapshots, merge_at)
+    last = load_inputs(base, experts)
+    found = choose_snapshot(base, snapshots, last, merge_at)
     assert order == [3, 2, 1]
     assert found.facts["index"] == 3
     assert [score for _, score, _ in found.facts["curve"]] == [40.0, 70.0, 70.0]
     scores[1] = 71.0
-    assert choose_snapshot(base, snapshots, merge_at).facts["index"] == 1
+    assert choose_snapshot(base, snapshots, last, merge_at).facts["index"] == 1
 
 
 def test_scores_of_one_snapshot_are_not_those_of_another(run, suite):

@@ -238,10 +238,13 @@ def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path
     weights = [folder / "model.safetensors" for folder in (copied[0], *copied[1])]
     read, digest = [], Hashing._digest
     monkeypatch.setattr(Hashing, "_digest", lambda own, file: read.append(file) or digest(own, file))
+    named, leaves_of = [], streaming.leaves_of
+    monkeypatch.setattr(streaming, "leaves_of", lambda folder: named.append(folder) or leaves_of(folder))
     order = streaming.order(*copied, out=tmp_path / "out", seed=0)
     run = streaming.stream_run([TA, WeightAverage(), MagMax(coef=0.4)], order)
     next(run), next(run)
     assert [read.count(file) for file in weights] == [1, 1, 1]
+    assert named.count(copied[0]) == 1  # the fingerprint of base
     read.clear()
     assert [report for _, report in streaming.stream_run([TA, WeightAverage()], order)] == [None, None]
     assert [read.count(file) for file in weights] == [1, 1, 1]
