@@ -214,7 +214,7 @@ def _forming(module: nn.Module, weights: _Weights, loss: ModuleLoss) -> Iterator
                 owner._parameters[name] = layer.idle  # type: ignore[assignment]
                 # first and last of the layer's hooks, so that the others see its weight too
                 handles.append(owner.register_forward_pre_hook(layer.enter, prepend=True))
-                handles.append(owner.register_forward_hook(layer.leave, always_call=True))
+                handles.append(owner.register_forward_hook(layer.leave, with_kwargs=True, always_call=True))
         keeping = nullcontext() if plain else torch.autograd.graph.saved_tensors_hooks(alive.pack, alive.unpack)
         with keeping:
             yield
@@ -247,7 +247,7 @@ class _Layer:
             weight = self._now = self._made(self._merged)  # kept, so that its address is no other tensor's
         layer._parameters[self._name] = weight  # type: ignore[assignment]
 
-    def leave(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+    def leave(self, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Any) -> Any:
         """Remove the weight after the layer ran, or failed."""
         layer._parameters[self._name] = self.idle  # type: ignore[assignment]
         if self._now is not None:
@@ -257,7 +257,7 @@ class _Layer:
             return None
         if self._dropping is not None:
             self._dropping.elsewhere.discard(self._path)
-        return None if output is None else output + self._product(args[0])
+        return None if output is None else output + self._product(next(iter((*args, *named.values()))))
 
     def _product(self, x: Tensor) -> Tensor:
         """The layer's update on its input."""

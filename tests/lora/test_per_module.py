@@ -234,6 +234,8 @@ def test_a_layer_that_stores_its_weight_transposed_without_saying_so_is_refused(
     moved = {name: leaf.float() + 0.5 for name, leaf in lora.init(KEY, base, right).items()}
     merged, x = lora.expand(moved, base, right)["0.weight"], torch.randn(2, 4).bfloat16()
     found, _ = lora.with_lora(ModuleLoss(module, squares), base, right)(moved, x)
+    named = ModuleLoss(module, lambda module, x: squares(lambda x: module[0](x=x), x))
+    assert lora.with_lora(named, base, right)(moved, x)[0] == found
     torch.testing.assert_close(found, squares(lambda x: x @ merged, x)[0], rtol=0.05, atol=0)
     wrong = lora.Lora(("0.weight",), rank=2, alpha=4.0)  # x A^T B^T would be another update than that of W_0 + s B A
     with pytest.raises(ValueError, match=r"0\.weight of a Conv1D is stored \(in, out\): give lora the transposed"):
