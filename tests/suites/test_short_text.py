@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, grad, random, tree
-from smat_fn.config import PRESETS
+from smat_fn.config import PRESETS, TaskArithmetic
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
 from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.statistics import without_padding
 from smat_fn.scripts.merge.whole_models import part_of, whole_base
 from smat_fn.suites import heads, load_suite, short_text, task_names
@@ -516,6 +519,54 @@ def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, la
     for name in frozen:
         with pytest.raises(ValueError, match=f"expert differs from its base in '{name}', which suite 'short_text'"):
             part.check("expert", {**base, name: base[name] + 1})
+
+
+def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_encoders(folders, tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    def classifier(name, classes):
+        model = AutoModelForSequenceClassification.from_pretrained(folders / "model", num_labels=classes)
+        model.save_pretrained(tmp_path / name)
+        return model
+
+    classifier("base", 2)
+    AutoTokenizer.from_pretrained(folders / "model").save_pretrained(tmp_path / "base")
+    for task, classes in CLASSES.items():
+        own = classifier(task, classes)
+        for leaf in own.base_model.parameters():
+            leaf.data += 0.1 * torch.ones(leaf.shape)
+        own.save_pretrained(tmp_path / task)
+        own.base_model.save_pretrained(tmp_path / f"{task}-encoder")
+    implied = {"name": "short_text", "data": str(folders / "rows"), "max_length": 24}
+
+    def searched(base, kind=""):
+        experts = [Path(f"{task}={tmp_path / task}{kind}") for task in CLASSES]
+        out, told = tmp_path / f"{base.name}{kind}-merged", list[str]()
+        given = {"search": True, "seed": 0, "implied": implied, "coefs": [0.5], "report": told.append}
+        merge_run([TaskArithmetic()], base, experts, out=out, **given)
+        return *checkpoint.load_leaves(out / "ta"), "; ".join(told), [out / "ta", *experts]
+
+    wanted, plain, told, _ = searched(folders / "model", "-encoder")
+    assert "is left out" not in told
+    found, manifest, told, _ = searched(folders / "model")
+    assert found.keys() == wanted.keys()
+    assert all(found[path].equal(leaf) for path, leaf in wanted.items())
+    assert "the head of expert 'tone' (classifier.bias, classifier.weight) is left out" in told
+    assert manifest["dev"] == plain["dev"]
+    found, manifest, _, scored = searched(tmp_path / "base")
+    assert all(found[f"bert.{path}"].equal(leaf) for path, leaf in wanted.items())
+    whole = load_file(
+        tmp_path / "base/model.safetensors"
+    )  # where a head has another shape, one of base's is not merged
+    assert found["classifier.weight"].equal(whole["classifier.weight"])
+    assert "heads: keep" in (scored[0] / "recipe.yml").read_text()
+    assert manifest["dev"] == plain["dev"]
+    assert [row.task for row in evaluate(scored)] == ["tone", "topic", "tone", "topic"]
+    lacking = load_file(tmp_path / "tone/model.safetensors")
+    del lacking["bert.embeddings.LayerNorm.bias"]
+    save_file(lacking, tmp_path / "tone/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tone lacks 'embeddings.LayerNorm.bias' of its base, or has it in another"):
+        searched(folders / "model", "")
 
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])

@@ -23,7 +23,7 @@ from ...report.tables import MainTable, main_table, markdown
 from ...suites import SUITES, Suite, describe_options, load_suite
 from ...types import Params
 from ..merge.inputs import manifest_of, named, unreplaced
-from ..merge.whole_models import part_of, whole_base
+from ..merge.whole_models import lacking_problems, part_of, whole_base
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -298,7 +298,10 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
     told = list[str]()
-    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, told)
+    stand_ins: dict[str, list[str]] | None = {} if getattr(suite, "OWN_HEADS", False) else None
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, told, stand_ins=stand_ins)
+    part = None if start.keys() == suite.base.keys() else part_of(suite, start)
+    errors.raise_problems(lacking_problems(str(folder), (stand_ins or {}).get(task, ()), suite, part))
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
         str(suite.base[path].dtype).removeprefix("torch.")

@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
     notes: tuple[str, ...] = ()  # on folders of other tools
     prints: Mapping[str, str] = MappingProxyType({})  # fingerprints of experts that were compared with a manifest's
+    # base's leaves in place of those of experts' own heads, by name of those experts that have one
+    stand_ins: Mapping[str, list[str]] = MappingProxyType({})
 
 
 def find_inputs(run: Path) -> tuple[Path, list[Path]]:
@@ -199,12 +201,13 @@ def by_name(
     return found, problems
 
 
-def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
+def load_inputs(base: Path, experts: Sequence[Path], *, heads: bool = False) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged.
 
     Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
     sharded folders, hub names, and LoRA adapters, whose changed leaves are in float32 (`like_base` rounds them).
 
+    Args: heads: they may differ from base's, which then stand in for them.
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
         other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
@@ -218,6 +221,7 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
     found, others = by_name(base, experts, None if origin is None else checkpoint.fingerprint(origin))
     loaded: dict[str, dict[str, Tensor]] = {}
     prints: dict[str, str] = {}
+    stand_ins: dict[str, list[str]] = {}
     for name, path, manifest in found:
         try:
             if manifest and not is_adapter(path):
@@ -227,15 +231,25 @@ def load_inputs(base: Path, experts: Sequence[Path]) -> Inputs:
                     prints[name] = checkpoint.fingerprint(loaded[name])
                     problems += [] if prints[name] == known else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
-                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else told)[1][path.name]
+                apart: dict[str, list[str]] | None = {} if heads and not manifest else None
+                notes = [] if manifest else told
+                loaded[name] = read_inputs(base, {path.name: path}, notes, stand_ins=apart)[1][path.name]
+                if apart:
+                    (stand_ins[name],) = apart.values()
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
     errors.raise_problems(list(dict.fromkeys(problems + others)))
     assert origin is not None
+    every = {path for own in stand_ins.values() for path in own}  # a head of base's shape is merged with no other
+    if every:
+        loaded = {
+            name: {path: origin[path] if path in every else own[path] for path in own} for name, own in loaded.items()
+        }
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(told)), prints=prints)
+    said = tuple(dict.fromkeys(told))
+    return Inputs(origin, loaded, manifests, places, notes=said, prints=prints, stand_ins=stand_ins)
 
 
 def _rewritten(path: Path) -> str:
