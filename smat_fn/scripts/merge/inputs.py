@@ -282,7 +282,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
             continue
         try:
             facts = checkpoint.statistics_facts(file)
-            problems += stale(file, facts, partial(dict, params))
+            problems += stale(file, facts, partial(dict, params), compared=name in inputs.prints)
             labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))
