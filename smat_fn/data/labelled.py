@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
 from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_hub, read_table
-from .splits import split_rows
+from .splits import normalised, split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
@@ -66,6 +66,7 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
             f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
             f"({rows[bad[0]].get(label)!r} the first): write whole numbers from 0, or the classes' names as texts"
             + (", and leave out a split whose labels are withheld (-1)" if rows[bad[0]].get(label) == -1 else "")
+            + ("; every value of a .csv is a text, also '0'" if str(rows[bad[0]].get(label)).isdecimal() else "")
         ] if bad else []  # fmt: skip
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
@@ -111,9 +112,10 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
         )
     alike: dict[str, list[str]] = {}
     for name in strings:
-        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
+        alike.setdefault(normalised(name).casefold(), []).append(name)
     problems += [
-        f"classes {own} differ only by case or spaces: write them alike, or list them in labels.json"
+        f"classes {own} differ only by case, spaces or the coding of characters: write them alike, or list them in "
+        "labels.json"
         for own in alike.values()
         if len(own) > 1
     ]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -341,9 +342,19 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
         for i, value in enumerate(values):
             if what := next((what for what, fails in own if fails(value)), None):
                 bad[what].append(i)
-        problems += [f"the {name} of {name_rows(rows)} {what}" for what, rows in bad.items() if rows]
+        problems += [
+            f"the {name} of {name_rows(rows)} {what}{_instead(values[rows[0]])}" for what, rows in bad.items() if rows
+        ]
     complain(where, problems)
     return TextRows(tuple(prompts), tuple(answers))
+
+
+def _instead(value: Any) -> str:
+    """What a value is that should be a string, with the way out; "" for one that is."""
+    if isinstance(value, str) or value is _MISSING:
+        return ""
+    way = "write one text a row" if isinstance(value, list | tuple) else "write it as a text"
+    return f" but {shorten(repr(value), 60)} ({type(value).__name__}): {way}"
 
 
 def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str]) -> list[str]:

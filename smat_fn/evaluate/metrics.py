@@ -39,6 +39,8 @@ _NUMBERS = (
     re.compile(r"\banswer(?:\s+is)?[\s:=$(*]*" + _DIGITS, re.IGNORECASE | re.ASCII),
     re.compile(r"(?<![\w.])" + _DIGITS, re.ASCII),
 )
+# Thai to Myanmar, Khmer, kana, Chinese characters: four in a row are more than one word
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]{4}")
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
@@ -188,6 +190,21 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
         return float(bool(r.strip()) and r in p)
 
     return _mean(predictions, references, row)
+
+
+def uncounted(metric: TextMetric, references: Sequence[str]) -> tuple[int, str]:
+    """How many references a metric does not compare as it is meant to, and why; (0, "") for none."""
+    if metric is numeric_accuracy:
+        odd = [text for text in references if not re.fullmatch(_DIGITS, text.strip(), re.ASCII)]
+        why = "is no plain number, and counts only where the whole prediction is the same text: write digits without "
+        return len(
+            odd
+        ), f"({odd[0][:40]!r} the first) {why}separators and units, or choose another metric" if odd else ""
+    if metric in (rouge_l, token_f1, contains):
+        odd = [text for text in references if _UNSPACED.search(text)]
+        why = "have no spaces between words, which this metric compares: exact, or a function of your own, fits better"
+        return len(odd), why if odd else ""
+    return 0, ""
 
 
 def metric_of(name: str) -> TextMetric:

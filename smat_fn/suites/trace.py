@@ -36,6 +36,7 @@ from ..evaluate.metrics import (
     first_letter_accuracy,
     label_accuracy,
     metric_of,
+    uncounted,
 )
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
@@ -187,6 +188,9 @@ class Trace(BaseSuite):
                     f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
                     "to D, which its metric compares: they count as wrong, whatever the model says"
                 )
+            count, why = (0, "") if task in TASKS or split == "train" else uncounted(self._metric(task), rows.answers)
+            if count:
+                yield f"{count} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) {why}"
         if unused := decoding.unused_settings(lm.module):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())
             yield f"{self.options.model} sets {said} for generation, which decoding here does not use"

@@ -338,7 +338,8 @@ def test_a_csv_names_its_classes(tmp_path):
     ("train", "test", "complaint"),
     [
         (["1", "2"], [1, 2], r"some labels are numbers and some are texts \(train: str; dev: str; test: int\)"),
-        (["pos", "Pos ", "neg"], ["neg"], r"classes \['Pos ', 'pos'\] differ only by case or spaces"),
+        (["pos", "Pos ", "neg"], ["neg"], r"classes \['Pos ', 'pos'\] differ only by case, spaces or the coding"),
+        (["caf\u00e9", "cafe\u0301", "bar"], ["bar"], "differ only by case, spaces or the coding of characters"),
         ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
         (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
         ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
@@ -647,6 +648,23 @@ def test_texts_with_two_labels_are_a_note(load, tmp_path):
         (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
     notes = load(data=str(tmp_path)).notes
     assert notes[-1] == "tone trains on 1 row with two labels or more"
+
+
+def test_splits_of_one_class_and_texts_that_are_cut_off_are_notes(load, tmp_path):
+    texts = [f"w{i % 2} w3 w4 w5 w6 {i}" for i in range(8)]
+    for split in SIZES:
+        (tmp_path / "tone").mkdir(exist_ok=True)
+        rows = [{"text": f"{text} {split}", "label": int(i > 3)} for i, text in enumerate(texts)]  # sorted by label
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
+    assert load(data=str(tmp_path)).notes == ()
+    *classes, cut = load(data=str(tmp_path), rows=3, max_length=6).notes
+    assert classes == [
+        f"all 3 {split} rows of tone are of class '0': shuffle them, or give more" for split in ("train", "dev", "test")
+    ]
+    assert cut == (
+        "3 of the 3 dev texts of tone have more than the 6 tokens that are read, the rest is cut off: give max_length "
+        "24 to read more"
+    )
 
 
 def test_positions_that_no_token_has_do_not_count(load, tmp_path):

@@ -287,6 +287,22 @@ def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_pat
     assert test.startswith("1 of 4 answers of FOMC (eval) do not")
 
 
+def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
+    def notes(metric, *answers):
+        write_rows(tmp_path / metric, "mine", answers=answers)
+        found = load(data=str(tmp_path / metric), metric=metric).notes
+        return [note for note in found if "answers of mine (" in note]
+
+    dev, test = notes("number", "7", "1,000", "-2.5")
+    assert dev.startswith("1 of 3 answers of mine (dev) ('1,000' the first) is no plain number, and counts only where")
+    assert "(eval)" in test
+    unspaced = "\u9996\u90fd\u662f\u5317\u4eac", "Beijing", "no"
+    for metric in ("rouge-l", "f1", "contains"):
+        dev, test = notes(metric, *unspaced)
+        assert dev.startswith("1 of 3 answers of mine (dev) have no spaces between words, which this metric compares")
+    assert notes("exact", *unspaced) == []
+
+
 def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
     write_rows(tmp_path, "mine", answers=("hold the rate and keep prices stable now", "hold", "hold"))
     suite = load(data=str(tmp_path), max_new_tokens=4)
