@@ -350,7 +350,7 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
 
 
 def _instead(value: Any) -> str:
-    """What a value is that should be a string, with the way out; "" for one that is."""
+    """The value that should be a string, with the way out; "" where it is one."""
     if isinstance(value, str) or value is _MISSING:
         return ""
     way = "write one text a row" if isinstance(value, list | tuple) else "write it as a text"

@@ -196,7 +196,9 @@ def uncounted(metric: TextMetric, references: Sequence[str]) -> tuple[int, str]:
     """How many references a metric does not compare as it is meant to, and why; (0, "") for none."""
     if metric is numeric_accuracy:
         odd = [text for text in references if not re.fullmatch(_DIGITS, text.strip(), re.ASCII)]
-        why = "is no plain number, and counts only where the whole prediction is the same text: write digits without "
+        why = (
+            "is not a plain number, and counts only where the whole prediction is the same text: write digits without "
+        )
         return len(
             odd
         ), f"({odd[0][:40]!r} the first) {why}separators and units, or choose another metric" if odd else ""

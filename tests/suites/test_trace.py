@@ -294,7 +294,9 @@ def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
         return [note for note in found if "answers of mine (" in note]
 
     dev, test = notes("number", "7", "1,000", "-2.5")
-    assert dev.startswith("1 of 3 answers of mine (dev) ('1,000' the first) is no plain number, and counts only where")
+    assert dev.startswith(
+        "1 of 3 answers of mine (dev) ('1,000' the first) is not a plain number, and counts only where"
+    )
     assert "(eval)" in test
     unspaced = "\u9996\u90fd\u662f\u5317\u4eac", "Beijing", "no"
     for metric in ("rouge-l", "f1", "contains"):
