@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from smat_fn.mat import finetune, smat
 from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
+from smat_fn.scripts import entry
 from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.statistics import without_padding
@@ -522,7 +524,7 @@ def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, la
             part.check("expert", {**base, name: base[name] + 1})
 
 
-def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_encoders(folders, tmp_path):
+def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_encoders(folders, tmp_path, monkeypatch):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     def classifier(name, classes):
@@ -563,6 +565,11 @@ def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_en
     assert "heads: keep" in (scored[0] / "recipe.yml").read_text()
     assert manifest["dev"] == plain["dev"]
     assert [row.task for row in evaluate(scored)] == ["tone", "topic", "tone", "topic"]
+    inputs = ["--base", folders / "model", "--experts", *scored[1:], "--search", "--grid", "0.5", "--preset", "text"]
+    rest = ["--data", folders / "rows", "--suite-options", "max_length", "24", "--plot", tmp_path / "blocks.png"]
+    monkeypatch.setattr(sys, "argv", ["merge.py", "ta", *map(str, [*inputs, *rest, "--out", tmp_path / "by-command"])])
+    entry.merge()
+    assert checkpoint.load_leaves(tmp_path / "by-command/ta")[1]["dev"] == plain["dev"]
     lacking = load_file(tmp_path / "tone/model.safetensors")
     del lacking["bert.embeddings.LayerNorm.bias"]
     save_file(lacking, tmp_path / "tone/model.safetensors", metadata={"format": "pt"})

@@ -229,9 +229,10 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 inner = "module" if prefix == "module." else "base_model"
+                head = ", or give heads keep" if longer is name and inner == "base_model" else ""
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
-                    f"(model.{inner}.save_pretrained), or load and save both by one version of transformers"
+                    f"(model.{inner}.save_pretrained){head}, or load and save both by one version of transformers"
                 )
     names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
     return f"{other.label} has no parameter of base ({names}): trained from another base?"
