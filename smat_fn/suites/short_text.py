@@ -145,8 +145,8 @@ class ShortText(EncoderSuite):
         splits = {task: self._data[task].splits for task in chosen}
         told = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         told += [two_labels(task, *found["train"]) for task, found in splits.items()]
-        for task, found in splits.items():
-            labels = {split: rows.labels[: own.rows] for split, rows in found.items()}
+        for task, parts in splits.items():
+            labels = {split: rows.labels[: own.rows] for split, rows in parts.items()}
             told.append(one_class(task, labels, self._data[task].classes))
         self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(told))
         longest = encoder.positions or own.max_length
