@@ -110,7 +110,9 @@ def evaluate(
     main_table(planned(manifests.values(), split=split), split=split)
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
-    for line in dict.fromkeys(f"note: {note}" for suite, _ in suites.values() for note in suite.notes):
+    notes = [note for suite, _ in suites.values() for note in suite.notes]
+    notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
+    for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
     with score_bar() as bar:
@@ -236,6 +238,30 @@ def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
                 )
                 break
     return problems
+
+
+def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Path, Suite]) -> list[str]:
+    """Notes on experts of one task that were trained on different rows, or on others than their data hold now."""
+    found: dict[str, dict[str, list[str]]] = {}
+    notes = []
+    for folder, manifest in manifests.items():
+        rows, suite = manifest.get("train_rows") or {}, suites[folder]
+        if manifest["kind"] != "expert" or "hash" not in rows:
+            continue
+        task, name = manifest["task"], f"{manifest['label']}, seed {manifest['seed']}"
+        found.setdefault(task, {}).setdefault(rows["hash"], []).append(f"{name} on {rows.get('count')} rows")
+        # a language suite would tokenize them all
+        now = suite.train_rows if getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"] else None
+        if now is not None and now(task)["hash"] != rows["hash"]:
+            notes.append(
+                f"the expert of {task} of {name} was trained on other rows than {rows['from']} holds now: rows of test "
+                "may have been among them"
+            )
+    for task, own in found.items():
+        if len(own) > 1:
+            each = "; ".join(names[0] + (f" and {len(names) - 1} more" if names[1:] else "") for names in own.values())
+            notes.append(f"the experts of {task} were trained on different rows: {each}")
+    return notes
 
 
 def _snapshots(expert: Path) -> list[str | None]:
