@@ -66,7 +66,6 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
             f"{split}: the {label} of {name_rows(bad)} is none of the {len(names)} classes "
             f"({rows[bad[0]].get(label)!r} the first): write whole numbers from 0, or the classes' names as texts"
             + (", and leave out a split whose labels are withheld (-1)" if rows[bad[0]].get(label) == -1 else "")
-            + ("; every value of a .csv is a text, also '0'" if str(rows[bad[0]].get(label)).isdecimal() else "")
         ] if bad else []  # fmt: skip
         splits[split] = Labelled(tuple(texts), tuple(labels))  # type: ignore[arg-type]
     complain(source, problems)
@@ -123,8 +122,13 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
 
 
 def _place(label: Any, names: Sequence[str]) -> int | None:
+    """The place of a class by its name or number; a number may be a text, as in .csv, where no name is a number."""
     if isinstance(label, str):
-        return names.index(label) if label in names else None
+        if label in names:
+            return names.index(label)
+        if not label.isdecimal() or any(name.isdecimal() for name in names):
+            return None
+        label = int(label)
     return label if type(label) is int and 0 <= label < len(names) else None
 
 

@@ -27,6 +27,11 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first
 _SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
 _MISSING = object()
+_ROLES = {  # as other formats of conversations have them: as chat templates do
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "assistant"), "assistant"),
+    "system": "system",
+}
 
 
 class TextRows(NamedTuple):
@@ -128,6 +133,9 @@ def _of_conversation(messages: Any) -> str:
         return "messages must be a list of objects with role and content"
     if any(not isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         return "every message needs a role and a content, both texts"
+    for role in (message["role"] for message in messages):
+        if (meant := _ROLES.get(role.lower(), role.lower())) != role and meant in _ROLES.values():
+            return f"a message has role {role!r}: write {meant!r}, by which its template finds it"
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return "the last message must be the assistant's, and one before it what it answers"
     return ""

@@ -192,21 +192,23 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
     return _mean(predictions, references, row)
 
 
-def uncounted(metric: TextMetric, references: Sequence[str]) -> tuple[int, str]:
-    """How many references a metric does not compare as it is meant to, and why; (0, "") for none."""
+def uncounted(metric: TextMetric, references: Sequence[str]) -> list[str]:
+    """How many references a metric does not compare as it is meant to, and why."""
+    found: list[tuple[int, str]] = []
     if metric is numeric_accuracy:
         odd = [text for text in references if not re.fullmatch(_DIGITS, text.strip(), re.ASCII)]
         why = (
-            "is not a plain number, and counts only where the whole prediction is the same text: write digits without "
+            "are not plain numbers, and count only where the whole prediction is the same text: write digits without "
+            f"separators and units, or choose another metric; the first is {odd[0][:40] if odd else ''!r}"
         )
-        return len(
-            odd
-        ), f"({odd[0][:40]!r} the first) {why}separators and units, or choose another metric" if odd else ""
+        found.append((len(odd), why))
+    if metric in (rouge_l, contains):
+        why = "are empty, which this metric never counts as right: remove these rows, or choose another metric"
+        found.append((sum(not text.strip() for text in references), why))
     if metric in (rouge_l, token_f1, contains):
-        odd = [text for text in references if _UNSPACED.search(text)]
         why = "have no spaces between words, which this metric compares: exact, or a function of your own, fits better"
-        return len(odd), why if odd else ""
-    return 0, ""
+        found.append((sum(bool(_UNSPACED.search(text)) for text in references), why))
+    return [f"{count} {why}" for count, why in found if count]
 
 
 def metric_of(name: str) -> TextMetric:

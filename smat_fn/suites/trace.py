@@ -188,9 +188,9 @@ class Trace(BaseSuite):
                     f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
                     "to D, which its metric compares: they count as wrong, whatever the model says"
                 )
-            count, why = (0, "") if task in TASKS or split == "train" else uncounted(self._metric(task), rows.answers)
-            if count:
-                yield f"{count} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) {why}"
+            if task not in TASKS and split != "train":
+                where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
+                yield from (f"{where} {text}" for text in uncounted(self._metric(task), rows.answers))
         if unused := decoding.unused_settings(lm.module):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())
             yield f"{self.options.model} sets {said} for generation, which decoding here does not use"

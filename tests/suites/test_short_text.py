@@ -334,6 +334,15 @@ def test_a_csv_names_its_classes(tmp_path):
     found = labelled.load_task(str(tmp_path))
     assert found.classes == ("1", "2")
     assert found.splits["dev"] == labelled.Labelled(("x", "y"), (1, 0))
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
+    with pytest.raises(ValueError, match="no row of train is of class none"):
+        labelled.load_task(str(tmp_path))
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one"]))
+    with pytest.raises(ValueError, match=r"row 0 is none of the 2 classes \('2' the first\)"):
+        labelled.load_task(str(tmp_path))
+    (tmp_path / "train.csv").write_text("text,label\nx,2\ny,1\nz,0\n")
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
+    assert labelled.load_task(str(tmp_path)).splits["dev"].labels == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -294,15 +294,15 @@ def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
         return [note for note in found if "answers of mine (" in note]
 
     dev, test = notes("number", "7", "1,000", "-2.5")
-    assert dev.startswith(
-        "1 of 3 answers of mine (dev) ('1,000' the first) is not a plain number, and counts only where"
-    )
+    assert dev.startswith("of the 3 answers of mine (dev) 1 are not plain numbers, and count only where the whole")
+    assert dev.endswith("the first is '1,000'")
     assert "(eval)" in test
-    unspaced = "\u9996\u90fd\u662f\u5317\u4eac", "Beijing", "no"
+    odd = "\u9996\u90fd\u662f\u5317\u4eac", "Beijing", ""
     for metric in ("rouge-l", "f1", "contains"):
-        dev, test = notes(metric, *unspaced)
-        assert dev.startswith("1 of 3 answers of mine (dev) have no spaces between words, which this metric compares")
-    assert notes("exact", *unspaced) == []
+        own = notes(metric, *odd)
+        assert sum("(dev) 1 have no spaces between words, which this metric compares" in note for note in own) == 1
+        assert sum("(dev) 1 are empty, which this metric never" in note for note in own) == (metric != "f1")
+    assert notes("exact", *odd) == []
 
 
 def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
