@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,12 +123,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         assert held is not None
         leaves[leaf], made[leaf] = held, reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
-    problems += [
-        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
-        f"which is not a plain LoRA of a leaf of base{_tied(name)}: "
-        f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
-        for kind, (name, *more) in unknown.items()
-    ]
+    problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     transposed = _layout(label, halves, shapes, config, base)
@@ -145,6 +140,16 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     errors.raise_problems(problems)
     note = "; ".join(filter(None, (_base_note(label, config, base), _tied_note(label, config, touched, base, head))))
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+
+
+def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:
+    """Errors for names in an adapter's file that are no factors of a leaf of base, by their kind."""
+    return [
+        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
+        f"which is not a plain LoRA of a leaf of base{_tied(name)}: "
+        f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
+        for kind, (name, *more) in unknown.items()
+    ]
 
 
 def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
