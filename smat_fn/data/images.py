@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import unicodedata
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,12 +79,14 @@ def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
     The classes are the folders of all splits of ``home`` together, by name; hidden ones are left out.
 
     Args: splits: names of splits, among which folders of ``home`` are looked up.
-    Raises: ValueError as `image_rows`, and for classes that differ only by case, spaces, hyphens or underscores.
+    Raises: ValueError as `image_rows`, and for classes that differ only by case, spaces, hyphens, underscores or the
+        coding of characters.
     """
     names = sorted({f.name for part in home.iterdir() if part.name in splits for f in _visible(part) if f.is_dir()})
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(" ".join(re.split(r"[\s_-]+", name)).casefold(), []).append(name)
+        plain = unicodedata.normalize("NFKC", name)  # macOS may take letters and their accents apart
+        alike.setdefault(" ".join(re.split(r"[\s_-]+", plain)).casefold(), []).append(name)
     twice = [f"the folders {own} name one class in {len(own)} ways" for own in alike.values() if len(own) > 1]
     complain(home, [f"{'; '.join(twice)}: name them alike in all splits"] if twice else [])
     found, others = [], [file for file in _visible(home / split) if not file.is_dir()]

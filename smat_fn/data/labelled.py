@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
 from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_hub, read_table
-from .splits import split_rows
+from .splits import normalised, split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
 _TEXTS, _LABELS = ("text", "sentence"), ("label", "coarse_label", "intent")  # columns, the first that is there
@@ -111,9 +111,10 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
         )
     alike: dict[str, list[str]] = {}
     for name in strings:
-        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
+        alike.setdefault(normalised(name).casefold(), []).append(name)
     problems += [
-        f"classes {own} differ only by case or spaces: write them alike, or list them in labels.json"
+        f"classes {own} differ only by case, spaces or the coding of characters: write them alike, or list them in "
+        "labels.json"
         for own in alike.values()
         if len(own) > 1
     ]
@@ -121,8 +122,13 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
 
 
 def _place(label: Any, names: Sequence[str]) -> int | None:
+    """The place of a class by its name or number; a number may be a text, as in .csv, where no name is a number."""
     if isinstance(label, str):
-        return names.index(label) if label in names else None
+        if label in names:
+            return names.index(label)
+        if not label.isdecimal() or any(name.isdecimal() for name in names):
+            return None
+        label = int(label)
     return label if type(label) is int and 0 <= label < len(names) else None
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,6 +27,11 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first
 _SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
 _MISSING = object()
+_ROLES = {  # as other formats of conversations have them: as chat templates do
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "assistant"), "assistant"),
+    "system": "system",
+}
 
 
 class TextRows(NamedTuple):
@@ -124,6 +130,9 @@ def _of_conversation(messages: Any) -> str:
         return "messages must be a list of objects with role and content"
     if any(not isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         return "every message needs a role and a content, both texts"
+    for role in (message["role"] for message in messages):
+        if (meant := _ROLES.get(role.lower(), role.lower())) != role and meant in _ROLES.values():
+            return f"a message has role {role!r}: write {meant!r}, by which its template finds it"
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return "the last message must be the assistant's, and one before it what it answers"
     return ""
@@ -339,9 +348,19 @@ def _texts(where: str, prompts: Sequence[Any], answers: Sequence[Any]) -> TextRo
         for i, value in enumerate(values):
             if what := next((what for what, fails in own if fails(value)), None):
                 bad[what].append(i)
-        problems += [f"the {name} of {name_rows(rows)} {what}" for what, rows in bad.items() if rows]
+        problems += [
+            f"the {name} of {name_rows(rows)} {what}{_instead(values[rows[0]])}" for what, rows in bad.items() if rows
+        ]
     complain(where, problems)
     return TextRows(tuple(prompts), tuple(answers))
+
+
+def _instead(value: Any) -> str:
+    """The value that should be a string, with the way out; "" where it is one."""
+    if isinstance(value, str) or value is _MISSING:
+        return ""
+    way = "write one text a row" if isinstance(value, list | tuple) else "write it as a text"
+    return f" but {shorten(repr(value), 60)} ({type(value).__name__}): {way}"
 
 
 def _absent(kind: Sequence[str], names: Mapping[str, str], there: Sequence[str]) -> list[str]:

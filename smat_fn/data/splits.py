@@ -30,7 +30,7 @@ class Splits(NamedTuple):
 
 def text_group(prompt: str) -> str:
     """Group id of a prompt: SHA-256 of it in NFKC, every run of white space one space, none at the ends; UTF-8."""
-    return hashlib.sha256(_normalise(prompt).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(normalised(prompt).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def image_group(image: np.ndarray) -> str:
@@ -103,7 +103,7 @@ def split_rows(
 def _describe(rows: Rows) -> tuple[tuple[str, ...], list[Hashable]]:
     """The group id of every row, and the answer that the rows of a group must agree on."""
     if isinstance(rows, TextRows):
-        return tuple(map(text_group, rows.prompts)), [_normalise(answer) for answer in rows.answers]
+        return tuple(map(text_group, rows.prompts)), [normalised(answer) for answer in rows.answers]
     return tuple(image_group(rows.images[i]) for i in range(len(rows.images))), rows.labels.tolist()
 
 
@@ -116,5 +116,6 @@ def _shares(labels: Sequence[Any], size: int) -> dict[Any, int]:
     return shares
 
 
-def _normalise(text: str) -> str:
+def normalised(text: str) -> str:
+    """A text in NFKC, every run of white space one space, none at the ends."""
     return " ".join(unicodedata.normalize("NFKC", text).split())

@@ -39,6 +39,8 @@ _NUMBERS = (
     re.compile(r"\banswer(?:\s+is)?[\s:=$(*]*" + _DIGITS, re.IGNORECASE | re.ASCII),
     re.compile(r"(?<![\w.])" + _DIGITS, re.ASCII),
 )
+# Thai to Myanmar, Khmer, kana, Chinese characters: four in a row are more than one word
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]{4}")
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
@@ -188,6 +190,25 @@ def contains(predictions: Sequence[str], references: Sequence[str], prompts: Seq
         return float(bool(r.strip()) and r in p)
 
     return _mean(predictions, references, row)
+
+
+def uncounted(metric: TextMetric, references: Sequence[str]) -> list[str]:
+    """How many references a metric does not compare as it is meant to, and why."""
+    found: list[tuple[int, str]] = []
+    if metric is numeric_accuracy:
+        odd = [text for text in references if not re.fullmatch(_DIGITS, text.strip(), re.ASCII)]
+        why = (
+            "are not plain numbers, and count only where the whole prediction is the same text: write digits without "
+            f"separators and units, or choose another metric; the first is {odd[0][:40] if odd else ''!r}"
+        )
+        found.append((len(odd), why))
+    if metric in (rouge_l, contains):
+        why = "are empty, which this metric never counts as right: remove these rows, or choose another metric"
+        found.append((sum(not text.strip() for text in references), why))
+    if metric in (rouge_l, token_f1, contains):
+        why = "have no spaces between words, which this metric compares: exact, or a function of your own, fits better"
+        found.append((sum(bool(_UNSPACED.search(text)) for text in references), why))
+    return [f"{count} {why}" for count, why in found if count]
 
 
 def metric_of(name: str) -> TextMetric:

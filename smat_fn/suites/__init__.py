@@ -15,7 +15,7 @@ from ..types import Suite
 
 SUITES = {"digits": "Digits", "trace": "Trace", "clip8": "Clip8", "short_text": "ShortText"}  # module -> its class
 
-__all__ = ["SUITES", "Suite", "describe_options", "load_suite", "task_names"]
+__all__ = ["SUITES", "Suite", "describe_options", "has_heads", "load_suite", "task_names"]
 
 
 def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
@@ -35,6 +35,11 @@ def load_suite(name: str, *, seed: int, **options: Any) -> Suite:
 def task_names(name: str, **options: Any) -> tuple[str, ...]:
     """The tasks of a suite, without loading it. Raises: ValueError for unknown names, and data without tasks."""
     return _class(name, options).task_names(**options)
+
+
+def has_heads(name: str) -> bool:
+    """Whether a suite scores models under frozen heads that it makes itself, whatever head a model has."""
+    return bool(_class(name, {}).OWN_HEADS)
 
 
 def describe_options(name: str) -> dict[str, tuple[str | None, str]]:

@@ -37,6 +37,7 @@ from .sources import (
     columns_of,
     json_file,
     model_problems,
+    one_class,
     patterns_of,
     pick_device,
     shared_rows,
@@ -214,8 +215,9 @@ class Clip8(EncoderSuite):
         hashes = {split: pixels.each(rows.images) for split, rows in own.items()}
         labels = {split: set(rows.labels.tolist()) for split, rows in own.items()}
         new = [names[label] for label in sorted((labels["dev"] | labels["test"]) - labels["train"])]
-        unseen = [f"no train row of {task} is of class {', '.join(new[:10])}, which dev or test have"] if new else []
-        return [*shared_rows(task, hashes), *two_labels(task, hashes["train"], own["train"].labels.tolist()), *unseen]
+        notes = [f"no train row of {task} is of class {', '.join(new[:10])}, which dev or test have"] if new else []
+        notes += one_class(task, {split: rows.labels.tolist() for split, rows in own.items()}, names)
+        return [*shared_rows(task, hashes), *two_labels(task, hashes["train"], own["train"].labels.tolist()), *notes]
 
     def _states_of(self, model: clip.Clip | ImageClassifier) -> Top | None:
         """The top layers alone, where only these are trained and need nothing but states."""
@@ -335,6 +337,8 @@ def _class_names(rows: Mapping[tuple[str, str], ImageRows], tasks: Sequence[str]
                 "ClassLabel, or a folder per class"
             )
             continue
+        if len(own) == 1:
+            problems.append(f"all images of {task} are of class {own[0]!r}: give two or more")
         problems += [
             f"the class names of {task} in {split} are not those in {next(iter(found))}"
             for split, other in found.items()

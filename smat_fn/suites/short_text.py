@@ -33,6 +33,7 @@ from .sources import (
     columns_of,
     json_file,
     model_problems,
+    one_class,
     patterns_of,
     pick_device,
     shared_rows,
@@ -42,6 +43,7 @@ from .sources import (
 from .suite import EncoderSuite, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
+_COUNTED = 1000  # texts of a task that are looked at for a note
 Data = str | Mapping[str, str]
 Ids = list[Tensor]
 
@@ -143,12 +145,16 @@ class ShortText(EncoderSuite):
         splits = {task: self._data[task].splits for task in chosen}
         notes = [shared_rows(task, {s: rows.texts for s, rows in found.items()}) for task, found in splits.items()]
         notes += [two_labels(task, *found["train"]) for task, found in splits.items()]
+        for task, parts in splits.items():
+            labels = {split: rows.labels[: own.rows] for split, rows in parts.items()}
+            notes.append(one_class(task, labels, self._data[task].classes))
         self.notes = (*filter(None, (encoder.note, encoders.pooling_note(own.model))), *chain.from_iterable(notes))
         longest = encoder.positions or own.max_length
         if own.max_length > longest:
             raise ValueError(
                 f"max_length is {own.max_length}, {own.model} has {longest} positions: give max_length {longest}"
             )
+        self.notes += tuple(chain.from_iterable(self._cut_off(task) for task in chosen))
         self._model = {
             "weights": fingerprint(encoder.frozen),
             "config": content_key({"config": str(sorted(encoder.config.items()))}),
@@ -162,6 +168,20 @@ class ShortText(EncoderSuite):
         }
         members: dict[str, Any] = {"base": encoder.params, "where": encoder.where, "reads": encoder.reads}
         super().__init__(tasks=tasks, seed=seed, **members)
+
+    def _cut_off(self, task: str) -> list[str]:
+        """A note on dev texts that are longer than what is read."""
+        own, texts = self.options, self._data[task].splits["dev"].texts[: self.options.rows][:_COUNTED]
+        long = [text for text in texts if len(text.encode()) > own.max_length]  # a token is a byte at least
+        count = sum(len(ids) > own.max_length for ids in self._encoder.ids(long, own.max_length + 1)) if long else 0
+        if not count:
+            return []
+        more = self._encoder.positions
+        way = f": give max_length {more} to read more" if more and more > own.max_length else ""
+        return [
+            f"{count} of the{' first' * (len(texts) == _COUNTED)} {len(texts)} dev texts of {task} have more than the "
+            f"{own.max_length} tokens that are read, the rest is cut off{way}"
+        ]
 
     @classmethod
     def task_names(cls, *, data: Any = "", tasks: Sequence[str] | None = None, **options: Any) -> tuple[str, ...]:

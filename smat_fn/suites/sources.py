@@ -120,6 +120,15 @@ def two_labels(task: str, rows: Sequence[Hashable], labels: Sequence[Hashable]) 
     return [f"{task} trains on {count} row{'s' * (count > 1)} with two labels or more"] if count else []
 
 
+def one_class(task: str, labels: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[str]:
+    """Notes on splits whose rows are all of one class, as the first rows of a sorted file are."""
+    return [
+        f"all {len(own)} {split} rows of {task} are of class {names[own[0]]!r}: shuffle them, or give more"
+        for split, own in labels.items()
+        if len(own) > 1 and len(set(own)) == 1
+    ]
+
+
 def model_problems(model: str) -> list[str]:
     """A message for a model's folder that does not exist, or nothing."""
     if Path(model).is_absolute() and not Path(model).is_dir():

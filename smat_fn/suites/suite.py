@@ -65,6 +65,7 @@ class BaseSuite:
     """
 
     Options: ClassVar[type[SuiteOptions]]
+    OWN_HEADS: ClassVar[bool] = False  # scores are under heads that the suite makes itself
     options: Any = None
 
     name: str
@@ -112,6 +113,7 @@ class EncoderSuite(BaseSuite):
     Subclasses set ``device``, ``batch_size`` and ``losses``, whose aux are the logits, and define `examples`.
     """
 
+    OWN_HEADS = True
     device: torch.device
     batch_size: int
     losses: Mapping[str, LossFn]  # by task

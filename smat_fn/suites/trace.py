@@ -36,6 +36,7 @@ from ..evaluate.metrics import (
     first_letter_accuracy,
     label_accuracy,
     metric_of,
+    uncounted,
 )
 from ..evaluate.records import Answer, Journal, content_key
 from ..grad import ModuleLoss
@@ -187,6 +188,9 @@ class Trace(BaseSuite):
                     f"{others} of {len(rows.answers)} answers of {task} ({SPLITS[split]}) do not begin with a letter A "
                     "to D, which its metric compares: they count as wrong, whatever the model says"
                 )
+            if task not in TASKS and split != "train":
+                where = f"of the {len(rows.answers)} answers of {task} ({SPLITS[split]})"
+                yield from (f"{where} {text}" for text in uncounted(self._metric(task), rows.answers))
         if unused := decoding.unused_settings(lm.module):
             said = ", ".join(f"{name} {value}" for name, value in unused.items())
             yield f"{self.options.model} sets {said} for generation, which decoding here does not use"

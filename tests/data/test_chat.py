@@ -175,8 +175,14 @@ def test_all_bad_conversations_are_listed_by_row(tmp_path):
         {"messages": [{"role": "user"}, TALK[2]]},
         {"messages": TALK[:2]},
         {"messages": TALK[2:3]},
+        {"messages": [{"role": "human", "content": "x"}, TALK[2]]},
+        {"messages": [TALK[0], {"role": "Assistant", "content": "x"}]},
+        {"messages": [{"role": "tool", "content": "x"}, TALK[2]]},  # of templates that know it
     ]
     with pytest.raises(ValueError, match="row 1: no messages") as told:
         rows.load_conversations(write(tmp_path, bad), "task", "train")
     for text in ("row 2: messages must be a list", "row 3: every message needs", "rows 4 and 5: the last message"):
         assert text in str(told.value)
+    assert "row 6: a message has role 'human': write 'user', by which its template finds it" in str(told.value)
+    assert "row 7: a message has role 'Assistant': write 'assistant'" in str(told.value)
+    assert "row 8" not in str(told.value)

@@ -82,6 +82,10 @@ def test_folders_that_name_a_class_in_two_ways_are_told(tmp_path):
         write(tmp_path / "t" / place, 1)
     with pytest.raises(ValueError, match=r"t: the folders \['Ice_cream', 'ice cream'\] name one class in 2 ways: name"):
         load_rows(tmp_path, "t", "train")
+    for place in ("train/caf\u00e9/1.png", "test/cafe\u0301/1.png"):
+        write(tmp_path / "u" / place, 1)
+    with pytest.raises(ValueError, match="name one class in 2 ways"):
+        load_rows(tmp_path, "u", "train")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])

@@ -280,8 +280,9 @@ def test_all_bad_texts_are_named_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"a\.json") as caught:
         load_rows(tmp_path / "a.json", "t", "train")
     assert str(caught.value).removeprefix(f"{tmp_path / 'a.json'}: ") == (
-        "the prompt of row 2 is missing; the prompt of row 3 is not a string; the prompt of rows 1 and 4 is empty; "
-        "the answer of rows 1 and 3 is not a string; the answer of row 4 has half a surrogate pair (rows count from 0)"
+        "the prompt of row 2 is missing; the prompt of row 3 is not a string but None (NoneType): write it as a text; "
+        "the prompt of rows 1 and 4 is empty; the answer of rows 1 and 3 is not a string but 3 (int): write it as a "
+        "text; the answer of row 4 has half a surrogate pair (rows count from 0)"
     )
 
 

@@ -255,6 +255,11 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
         "'model.layers.1.q' has rank 3, its adapter_config.json says 2",
     ):
         assert part in str(caught.value), part
+    assert "of base: if it is a head, give heads keep, else merge it into its base with peft" in str(caught.value)
+    scored = adapter({"model.layers.1.q": factors((6, 6))}, name="scored", more={"score.weight": torch.ones(2, 6)})
+    start = folders.save(tmp_path / "start", base)
+    merge_folders(TA, start, {"x": scored}, tmp_path / "scored-out", heads="keep")
+    assert load_file(tmp_path / "scored-out/heads/x.safetensors").keys() == {"score.weight"}
     zero = adapter({"model.layers.1.q": factors((6, 6))}, name="zero", r=0)
     with pytest.raises(ValueError, match=r"'model.layers.1.q' has rank 0 in its adapter_config.json, must be above 0"):
         merged(folders, base, zero, tmp_path)

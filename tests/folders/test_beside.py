@@ -210,7 +210,7 @@ def test_heads_of_experts_are_kept_beside_the_merged_trunk(models, tmp_path):
     trees = {name: load_file(models / name / "model.safetensors") for name in ("BASE", "A", "B")}
     trees["BASE"]["score.weight"] = torch.ones(2, 6)
     save_file(trees["BASE"], models / "BASE/model.safetensors", metadata={"format": "pt"})
-    for name, labels in (("A", 3), ("B", 5)):
+    for name, labels in (("A", 2), ("B", 5)):  # A's head has base's shape
         del trees[name]["lm_head.weight"]
         trees[name] |= {
             "score.weight": torch.full((labels, 6), float(labels)),
@@ -231,7 +231,7 @@ def test_heads_of_experts_are_kept_beside_the_merged_trunk(models, tmp_path):
             continue
         both = [trees[name].get(path, trees["BASE"][path]) - trees["BASE"][path] for name in "AB"]
         assert torch.equal(leaf, trees["BASE"][path] + (both[0] + both[1]) * 0.5)
-    for name, labels in (("A", 3), ("B", 5)):
+    for name, labels in (("A", 2), ("B", 5)):
         head = load_file(made / f"heads/{name}.safetensors")
         assert {path: tuple(leaf.shape) for path, leaf in head.items()} == {
             "score.weight": (labels, 6),
@@ -241,6 +241,12 @@ def test_heads_of_experts_are_kept_beside_the_merged_trunk(models, tmp_path):
         assert json.loads((made / f"heads/{name}.json").read_text())["num_labels"] == labels
     assert sum("is kept as heads/" in note for note in report.notes) == 2
     assert {"heads/A.safetensors", "heads/B.json"} <= json.loads((made / "manifest.json").read_text())["files"].keys()
+    longer = {f"lm.{path}" if not path.startswith("score") else path: leaf for path, leaf in trees["B"].items()}
+    save_file(longer, models / "B/model.safetensors", metadata={"format": "pt"})
+    merge_folders(TA, models / "BASE", experts, tmp_path / "longer", heads="keep")
+    again = load_file(tmp_path / "longer/model.safetensors")
+    assert again.keys() == found.keys()
+    assert all(again[path].equal(leaf) for path, leaf in found.items())
 
 
 def test_configurations_inside_the_configuration_are_compared_too(models, tmp_path):

@@ -1,10 +1,12 @@
 """Statistics beside experts: merged on disk as in memory, and refused where they are missing or stale."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from smat_fn import checkpoint, merge
 from smat_fn.config import Fisher, RegMean
@@ -63,6 +65,7 @@ def test_folders_merge_to_the_bits_of_memory(config, kind, dtype, saved, folders
     base, experts, found, paths = saved(kind, dtype, torch.bfloat16 if kind == "adam" else torch.float32)
     expected = merge.merge_by(config, base, experts, statistics=found)
     assert not torch.equal(expected["matrix"], base["matrix"])
+    assert plan(config, *paths, tmp_path / "planned").seconds > 0
     for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
         out = tmp_path / f"out-{chunk}"
         merge_folders(config, *paths, out, chunk=chunk, shard_size=150, workers=workers)
@@ -84,8 +87,18 @@ def test_missing_statistics_are_one_error_with_the_command(saved, tmp_path):
 
 
 def test_statistics_of_other_weights_and_shapes_are_refused(saved, tmp_path):
-    _, _, found, (base, experts) = saved("fisher")
+    _, weights, found, (base, experts) = saved("fisher")
     name = next(iter(experts))
+    facts = {"kind": "expert", "fingerprint": checkpoint.fingerprint(weights[name])}
+    (experts[name] / "manifest.json").write_text("[]")  # another program's
+    plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
+    (experts[name] / "manifest.json").write_text(json.dumps(facts))
+    plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
+    stored, kept = experts[name] / "model.safetensors", (experts[name] / "model.safetensors").read_bytes()
+    save_file({path: leaf + 1 for path, leaf in weights[name].items()}, stored)
+    with pytest.raises(ValueError, match="was computed from other weights than those in its folder now"):
+        plan(Fisher(coef=1.0), base, experts, tmp_path / "out")
+    stored.write_bytes(kept)
     checkpoint.save_statistics(experts[name], "fisher", found[name], {"expert": "another"})
     with pytest.raises(ValueError, match="was computed from other weights than those in its folder now"):
         plan(Fisher(coef=1.0), base, experts, tmp_path / "out")

@@ -389,6 +389,13 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     paths = folders.save_family(tmp_path, base, {"head": base | {"classifier.weight": torch.ones(3, 2)}})
     with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
         plan(TA, *paths, tmp_path / "out")
+    wide = base | {"norm.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
+        plan(TA, paths[0], {"head": folders.save(tmp_path / "wide", wide)}, tmp_path / "out")
+    wide |= {"model.layers.0.up.weight": torch.ones(3, 3)}
+    with pytest.raises(ValueError, match="has shape") as caught:
+        plan(TA, paths[0], {"size": folders.save(tmp_path / "size", wide)}, tmp_path / "out")
+    assert "heads keep" not in str(caught.value)
     old = {path.replace("up.weight", "up.gamma"): leaf for path, leaf in base.items()}
     with pytest.raises(ValueError, match=r"inside the layers: .* by one version of transformers"):
         plan(TA, paths[0], {"old": folders.save(tmp_path / "old", old)}, tmp_path / "out")

@@ -376,10 +376,15 @@ def test_class_names_that_do_not_fit_are_told_together(load, folders, tmp_path):
         )
     (tmp_path / "few" / "dev.npz").unlink()
     shutil.copy(tmp_path / "none" / "dev.parquet", tmp_path / "few" / "dev.parquet")
+    alone = stored | {"labels": stored["labels"] * 0, "class_names": np.array(["0"])}
+    for split in SIZES:
+        (tmp_path / "one").mkdir(exist_ok=True)
+        np.savez(tmp_path / "one" / f"{split}.npz", **alone)
     with pytest.raises(ValueError, match="none names no classes, but a head needs them") as error:
         load(data=str(tmp_path))
     assert "the class names of other in test are not those in train" in str(error.value)
     assert "few has label 5 in dev and 3 class names" in str(error.value)
+    assert "all images of one are of class '0': give two or more" in str(error.value)
 
 
 def test_bad_options_are_told_together(load):

@@ -2,20 +2,25 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, grad, random, tree
-from smat_fn.config import PRESETS
+from smat_fn.config import PRESETS, TaskArithmetic
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
 from smat_fn.merge.statistics import input_grams
 from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
+from smat_fn.scripts import entry
+from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.statistics import without_padding
 from smat_fn.scripts.merge.whole_models import part_of, whole_base
 from smat_fn.suites import heads, load_suite, short_text, task_names
@@ -329,13 +334,23 @@ def test_a_csv_names_its_classes(tmp_path):
     found = labelled.load_task(str(tmp_path))
     assert found.classes == ("1", "2")
     assert found.splits["dev"] == labelled.Labelled(("x", "y"), (1, 0))
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
+    with pytest.raises(ValueError, match="no row of train is of class none"):
+        labelled.load_task(str(tmp_path))
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one"]))
+    with pytest.raises(ValueError, match=r"row 0 is none of the 2 classes \('2' the first\)"):
+        labelled.load_task(str(tmp_path))
+    (tmp_path / "train.csv").write_text("text,label\nx,2\ny,1\nz,0\n")
+    (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
+    assert labelled.load_task(str(tmp_path)).splits["dev"].labels == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("train", "test", "complaint"),
     [
         (["1", "2"], [1, 2], r"some labels are numbers and some are texts \(train: str; dev: str; test: int\)"),
-        (["pos", "Pos ", "neg"], ["neg"], r"classes \['Pos ', 'pos'\] differ only by case or spaces"),
+        (["pos", "Pos ", "neg"], ["neg"], r"classes \['Pos ', 'pos'\] differ only by case, spaces or the coding"),
+        (["caf\u00e9", "cafe\u0301", "bar"], ["bar"], "differ only by case, spaces or the coding of characters"),
         ([1, 2], [1], "no row of train is of class 0, .* number classes from 0 without gaps, or write labels as texts"),
         (["", "a"], ["a"], r"train: the label of row 0 is none of the 1 classes \('' the first\)"),
         ([0, 1.0], [0], r"is none of the 1 classes \(1.0 the first\): write whole numbers from 0"),
@@ -518,6 +533,59 @@ def test_a_whole_model_may_differ_from_base_in_what_no_score_depends_on(load, la
             part.check("expert", {**base, name: base[name] + 1})
 
 
+def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_encoders(folders, tmp_path, monkeypatch):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    def classifier(name, classes):
+        model = AutoModelForSequenceClassification.from_pretrained(folders / "model", num_labels=classes)
+        model.save_pretrained(tmp_path / name)
+        return model
+
+    classifier("base", 2)
+    AutoTokenizer.from_pretrained(folders / "model").save_pretrained(tmp_path / "base")
+    for task, classes in CLASSES.items():
+        own = classifier(task, classes)
+        for leaf in own.base_model.parameters():
+            leaf.data += 0.1 * torch.ones(leaf.shape)
+        own.save_pretrained(tmp_path / task)
+        own.base_model.save_pretrained(tmp_path / f"{task}-encoder")
+    implied = {"name": "short_text", "data": str(folders / "rows"), "max_length": 24}
+
+    def searched(base, kind=""):
+        experts = [Path(f"{task}={tmp_path / task}{kind}") for task in CLASSES]
+        out, told = tmp_path / f"{base.name}{kind}-merged", list[str]()
+        given = {"search": True, "seed": 0, "implied": implied, "coefs": [0.5], "report": told.append}
+        merge_run([TaskArithmetic()], base, experts, out=out, **given)
+        return *checkpoint.load_leaves(out / "ta"), "; ".join(told), [out / "ta", *experts]
+
+    wanted, plain, told, _ = searched(folders / "model", "-encoder")
+    assert "is left out" not in told
+    found, manifest, told, _ = searched(folders / "model")
+    assert found.keys() == wanted.keys()
+    assert all(found[path].equal(leaf) for path, leaf in wanted.items())
+    assert "the head of expert 'tone' (classifier.bias, classifier.weight) is left out" in told
+    assert manifest["dev"] == plain["dev"]
+    found, manifest, _, scored = searched(tmp_path / "base")
+    assert all(found[f"bert.{path}"].equal(leaf) for path, leaf in wanted.items())
+    whole = load_file(
+        tmp_path / "base/model.safetensors"
+    )  # where a head has another shape, one of base's is not merged
+    assert found["classifier.weight"].equal(whole["classifier.weight"])
+    assert "heads: keep" in (scored[0] / "recipe.yml").read_text()
+    assert manifest["dev"] == plain["dev"]
+    assert [row.task for row in evaluate(scored)] == ["tone", "topic", "tone", "topic"]
+    inputs = ["--base", folders / "model", "--experts", *scored[1:], "--search", "--grid", "0.5", "--preset", "text"]
+    rest = ["--data", folders / "rows", "--suite-options", "max_length", "24", "--plot", tmp_path / "blocks.png"]
+    monkeypatch.setattr(sys, "argv", ["merge.py", "ta", *map(str, [*inputs, *rest, "--out", tmp_path / "by-command"])])
+    entry.merge()
+    assert checkpoint.load_leaves(tmp_path / "by-command/ta")[1]["dev"] == plain["dev"]
+    lacking = load_file(tmp_path / "tone/model.safetensors")
+    del lacking["bert.embeddings.LayerNorm.bias"]
+    save_file(lacking, tmp_path / "tone/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tone lacks 'embeddings.LayerNorm.bias' of its base, or has it in another"):
+        searched(folders / "model", "")
+
+
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
 def test_a_model_that_is_pooled_otherwise_elsewhere_is_a_note(mode, load, folders, tmp_path):
     shutil.copytree(folders / "model", tmp_path / "model")
@@ -596,6 +664,23 @@ def test_texts_with_two_labels_are_a_note(load, tmp_path):
         (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
     notes = load(data=str(tmp_path)).notes
     assert notes[-1] == "tone trains on 1 row with two labels or more"
+
+
+def test_splits_of_one_class_and_texts_that_are_cut_off_are_notes(load, tmp_path):
+    texts = [f"w{i % 2} w3 w4 w5 w6 {i}" for i in range(8)]
+    for split in SIZES:
+        (tmp_path / "tone").mkdir(exist_ok=True)
+        rows = [{"text": f"{text} {split}", "label": int(i > 3)} for i, text in enumerate(texts)]  # sorted by label
+        (tmp_path / "tone" / f"{split}.json").write_text(json.dumps(rows))
+    assert load(data=str(tmp_path)).notes == ()
+    *classes, cut = load(data=str(tmp_path), rows=3, max_length=6).notes
+    assert classes == [
+        f"all 3 {split} rows of tone are of class '0': shuffle them, or give more" for split in ("train", "dev", "test")
+    ]
+    assert cut == (
+        "3 of the 3 dev texts of tone have more than the 6 tokens that are read, the rest is cut off: give max_length "
+        "24 to read more"
+    )
 
 
 def test_positions_that_no_token_has_do_not_count(load, tmp_path):

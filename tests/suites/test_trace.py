@@ -287,6 +287,24 @@ def test_answers_that_a_metric_of_letters_can_never_count_are_told(load, tmp_pat
     assert test.startswith("1 of 4 answers of FOMC (eval) do not")
 
 
+def test_answers_that_a_metric_compares_badly_are_notes(load, tmp_path):
+    def notes(metric, *answers):
+        write_rows(tmp_path / metric, "mine", answers=answers)
+        found = load(data=str(tmp_path / metric), metric=metric).notes
+        return [note for note in found if "answers of mine (" in note]
+
+    dev, test = notes("number", "7", "1,000", "-2.5")
+    assert dev.startswith("of the 3 answers of mine (dev) 1 are not plain numbers, and count only where the whole")
+    assert dev.endswith("the first is '1,000'")
+    assert "(eval)" in test
+    odd = "\u9996\u90fd\u662f\u5317\u4eac", "Beijing", ""
+    for metric in ("rouge-l", "f1", "contains"):
+        own = notes(metric, *odd)
+        assert sum("(dev) 1 have no spaces between words, which this metric compares" in note for note in own) == 1
+        assert sum("(dev) 1 are empty, which this metric never" in note for note in own) == (metric != "f1")
+    assert notes("exact", *odd) == []
+
+
 def test_dev_answers_that_are_longer_than_what_is_decoded_are_a_note(load, tmp_path):
     write_rows(tmp_path, "mine", answers=("hold the rate and keep prices stable now", "hold", "hold"))
     suite = load(data=str(tmp_path), max_new_tokens=4)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ _PARTS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
+_MERGED = "merge it into its base with peft, and give the result"
 
 
 class _Pair(NamedTuple):
@@ -81,12 +82,13 @@ def weights_of(path: Path) -> Path:
     return path / (PICKLED if (path / PICKLED).exists() and not (path / WEIGHTS).exists() else WEIGHTS)
 
 
-def open_adapter(label: str, path: Path, base: Folder) -> Folder:
+def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:
     """The expert that a LoRA adapter makes of base: θ₀ + s·B·A in float32, whole leaves as they are stored.
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
     and lora_alpha of the modules that they match, as peft does. No tensor data is read.
 
+    Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind than plain LoRA, or fits no leaf of base.
     """
     config, store, problems = _opened(label, path)
@@ -112,6 +114,8 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
             head = True
             continue
         kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
+        if heads and leaf is None and kind is None:
+            leaf = name.removeprefix(PREFIX)
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
@@ -119,11 +123,7 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
         assert held is not None
         leaves[leaf], made[leaf] = held, reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
-    problems += [
-        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
-        f"which is not a plain LoRA of a leaf of base{_tied(name)}"
-        for name, *more in unknown.values()
-    ]
+    problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     transposed = _layout(label, halves, shapes, config, base)
@@ -140,6 +140,16 @@ def open_adapter(label: str, path: Path, base: Folder) -> Folder:
     errors.raise_problems(problems)
     note = "; ".join(filter(None, (_base_note(label, config, base), _tied_note(label, config, touched, base, head))))
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+
+
+def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:
+    """Errors for names in an adapter's file that are no factors of a leaf of base, by their kind."""
+    return [
+        f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
+        f"which is not a plain LoRA of a leaf of base{_tied(name)}: "
+        f"{'' if kind.startswith('.') else 'if it is a head, give heads keep, else '}{_MERGED}"
+        for kind, (name, *more) in unknown.items()
+    ]
 
 
 def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
@@ -246,7 +256,7 @@ def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled, li
     kind = config.get("peft_type")
     if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
-        raise ValueError(f"{problem}: merge it into its base with peft, and give the result")
+        raise ValueError(f"{problem}: {_MERGED}")
     return config, store, list(config_problems(label, config))
 
 
@@ -265,7 +275,7 @@ def config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
         if name == "target_parameters" and all(str(path).endswith(".in_proj_weight") for path in value or ()):
             continue  # of nn.MultiheadAttention: two dimensions, as a linear weight
         if name in _USED or value not in (None, False, {}, []):
-            out = "merge it into its base with peft, and give the result"
+            out = _MERGED
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
     yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
     yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))

@@ -9,35 +9,65 @@ from torch import Tensor
 from .beside import Files
 from .reading import Folder
 from .stacks import layer_of
+from .vocabulary import differs_in_rows
 
 FOLDER = "heads"
 EMA = "model_ema."  # of Stable Diffusion's checkpoints
 
 
-def apart(base: Folder, expert: Folder) -> tuple[Folder, dict[str, Tensor]]:
-    """An expert with base's leaves, and the leaves of its head, outside base's layers, by name.
+def apart(
+    base: Folder, experts: Mapping[str, Folder]
+) -> tuple[dict[str, Folder], dict[str, dict[str, Tensor]], dict[str, list[str]]]:
+    """Experts with base's leaves, the leaves of their heads, outside base's layers, and the leaves of base that stand
+    in for them.
 
-    A head's leaves are those that base has not, or has in another shape; base's own head takes their place.
+    A head's leaves are those that base has not, or that some expert has in another shape than base: then no expert's
+    is merged, though it may have base's shape. Other numbers of tokens are left to `vocabulary`.
     """
     rows = _rows(base)
-
-    def outside(path: str) -> bool:
-        return _outside(path, rows)
-
-    own = {
-        path: leaf
-        for path, leaf in expert.leaves.items()
-        if outside(path) and (path not in base.leaves or base.leaves[path].shape != leaf.shape)
+    shapes = {
+        path
+        for folder in experts.values()
+        for path, leaf in folder.leaves.items()
+        if _outside(path, rows) and path in base.leaves and base.leaves[path].shape != leaf.shape
+        if not differs_in_rows(path, base.leaves[path], leaf)
     }
-    if len(own) == len(expert.leaves):  # of other names altogether
-        return expert, {}
-    head = {path: expert.leaf(path).clone() for path in own}
-    for path in own:
-        expert = expert.without(path)
-    for path, leaf in base.leaves.items():
-        if path not in expert.leaves and outside(path):
-            expert = expert.with_leaf(path, leaf, base.reader(path))
-    return expert, head
+    found, heads, stand_ins = dict(experts), dict[str, dict[str, Tensor]](), dict[str, list[str]]()
+    for name, expert in experts.items():
+        own = [path for path in expert.leaves if _outside(path, rows) and (path not in base.leaves or path in shapes)]
+        if len(own) == len(expert.leaves):  # of other names altogether
+            heads[name] = {}
+            continue
+        heads[name] = {path: expert.leaf(path).clone() for path in own}
+        for path in own:
+            expert = expert.without(path)
+        lacking = [path for path in base.leaves if path not in expert.leaves and _outside(path, rows)]
+        for path in lacking:
+            expert = expert.with_leaf(path, base.leaves[path], base.reader(path))
+        found[name] = expert
+        if own or lacking:
+            stand_ins[name] = lacking
+    return found, heads, stand_ins
+
+
+def unprefixed(base: Folder, expert: Folder) -> Folder:
+    """An expert with base's names where its own have a prefix before them, as "bert." of a classifier's encoder.
+
+    An expert that has not all of base's layers under one prefix stays as it is.
+    """
+    rows = _rows(base)
+    inside = [path for path in base.leaves if not _outside(path, rows)]
+    if not inside or not expert.leaves.keys().isdisjoint(inside):
+        return expert
+    for name in expert.leaves:
+        prefix = name.removesuffix(inside[0])
+        if name.endswith(f".{inside[0]}") and all(f"{prefix}{path}" in expert.leaves for path in inside):
+            names = {own: own.removeprefix(prefix) for own in expert.leaves if own.startswith(prefix)}
+            known = {own: path for own, path in names.items() if path in base.leaves and path not in expert.leaves}
+            leaves = {known.get(own, own): leaf for own, leaf in expert.leaves.items()}
+            made = {known.get(own, own): expert.reader(own) for own in expert.leaves}
+            return expert._replace(leaves=leaves, files={}, made=made)
+    return expert
 
 
 def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
@@ -47,6 +77,15 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     if names and all(path.startswith(EMA) for path in names):
         return [f"{EMA}* are averages over training, of no use after it: remove them from the file that has them"]
     inside = {path for path in names if not _outside(path, rows)}
+    shapes = {
+        path
+        for folder in experts.values()
+        for path, leaf in folder.leaves.items()
+        if path in base.leaves and base.leaves[path].shape != leaf.shape
+        if not differs_in_rows(path, base.leaves[path], leaf)
+    }
+    if all(_outside(path, rows) for path in shapes):  # else models of another size
+        names |= shapes
     if not rows or not names:
         return []
     if inside:
@@ -82,6 +121,16 @@ def head_notes(heads: Mapping[str, dict[str, Tensor]]) -> list[str]:
     return [
         f"the head of expert {name!r} ({', '.join(head)}) is kept as {FOLDER}/{name}.safetensors: load it over the "
         "merged model, with strict=False"
+        for name, head in heads.items()
+        if head
+    ]
+
+
+def left_out(heads: Mapping[str, dict[str, Tensor]]) -> list[str]:
+    """Notes on the heads that are neither merged nor scored, one an expert."""
+    return [
+        f"the head of expert {name!r} ({', '.join(head)}) is left out, for scores are under heads made from "
+        "task data: merge.py RECIPE, the recipe.yml of a merged model, writes it into heads/ there"
         for name, head in heads.items()
         if head
     ]

@@ -11,7 +11,7 @@ from ... import errors
 from ...merge.parts.inputs import Leaves, fit_problems
 from .adapters import is_adapter, open_adapter
 from .beside import differences
-from .heads import apart, ways_out
+from .heads import apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
 from .kinship import strangers
 from .naming import Naming, namings
@@ -24,15 +24,18 @@ from .vocabulary import HEAD, fit_rows, one_head, tokenizer_notes
 RESERVED = "base", "union"  # what options of an output's files may name, beside experts
 
 
-def read_inputs(base: Path, experts: Mapping[str, Path], notes: list[str]) -> tuple[Leaves, dict[str, Leaves]]:
+def read_inputs(
+    base: Path, experts: Mapping[str, Path], notes: list[str], *, stand_ins: dict[str, list[str]] | None = None
+) -> tuple[Leaves, dict[str, Leaves]]:
     """`open_inputs`, checked against each other, as leaves: mapped, or in memory where they are formed.
 
     Appends to ``notes`` which experts have other configurations and tokenizers than base: they run by base's.
 
+    Args: stand_ins: heads of experts may differ from base's, and are left out; takes base's leaves in their place.
     Raises: ValueError that lists all problems.
     """
-    problems = list[str]()
-    start, found = open_inputs(base, experts, "error", problems)
+    problems, heads = list[str](), None if stand_ins is None else dict[str, dict[str, Tensor]]()
+    start, found = open_inputs(base, experts, "error", problems, heads=heads, stand_ins=stand_ins)
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
@@ -40,6 +43,7 @@ def read_inputs(base: Path, experts: Mapping[str, Path], notes: list[str]) -> tu
     errors.raise_problems(wrong)
     notes += [*tokenizer_notes(start.root, roots), *unlike, *strangers(start, found)]
     notes += [folder.note for folder in (start, *found.values()) if folder.note]
+    notes += left_out(heads or {})
     modules = tuple(filter(None, start.outputs))  # those of sentence-transformers are no part of the model
     return _values(start, modules), {name: _values(folder, modules) for name, folder in found.items()}
 
@@ -57,6 +61,7 @@ def open_inputs(
     partial: bool = False,
     align: Callable[[Folder, dict[str, Folder]], tuple[Folder, dict[str, Folder]]] | None = None,
     heads: dict[str, dict[str, Tensor]] | None = None,
+    stand_ins: dict[str, list[str]] | None = None,
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and those experts that can be opened; errors of all of them go into ``problems``.
 
@@ -64,6 +69,7 @@ def open_inputs(
         partial: experts may hold a part of base's leaves, and have the others of base (`placed`).
         align: gives embeddings one order of tokens (`tokens.aligned`).
         heads: takes those of every expert, which need not be base's (`heads.apart`).
+        stand_ins: takes the leaves of base in place of those heads.
     """
     inputs = {"base": Path(base), **{f"expert {name!r}": Path(path) for name, path in experts.items()}}
     if gone := unavailable(inputs):
@@ -73,16 +79,21 @@ def open_inputs(
     if early and (wrong := header_problems(inputs, rows=vocabulary == "error" and align is None)):
         problems += wrong
         return None, {}
-    start, found = _opened(base, experts, problems, partial=partial)
+    start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None)
     if start is None:
         return None, found
     for name, other in list(found.items()):
+        if heads is not None:
+            other = unprefixed(start, other)
         if other.leaves.keys().isdisjoint(start.leaves):
             problems.append(_foreign_names(start, found.pop(name)))
             continue
-        other = found[name] = with_bases(start, other)
-        if heads is not None:
-            found[name], heads[name] = apart(start, other)
+        found[name] = with_bases(start, other)
+    if heads is not None:
+        found, own, lacking = apart(start, found)
+        heads |= own
+        if stand_ins is not None:
+            stand_ins |= lacking
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
         try:
@@ -97,7 +108,7 @@ def open_inputs(
 
 
 def _opened(
-    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool
+    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool, heads: bool
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and experts as they are stored, without a comparison."""
     start, found = None, dict[str, Folder]()
@@ -116,7 +127,7 @@ def _opened(
                 opened = open_folder(label, folder)
                 found[name] = opened if start is None else placed(start, opened) if partial else fitted(start, opened)
             elif start is not None:
-                found[name] = adapted(label, folder, start)
+                found[name] = adapted(label, folder, start, heads=heads)
         except ValueError as error:
             problems.append(str(error))
     if start is None:
@@ -198,13 +209,13 @@ def placed(base: Folder, part: Folder) -> Folder:
     return whole if HEAD in own else whole.without(HEAD)
 
 
-def adapted(label: str, path: Path, base: Folder) -> Folder:
+def adapted(label: str, path: Path, base: Folder, *, heads: bool = False) -> Folder:
     """`open_adapter`, of base as it is stored, else as a class of ``transformers`` names it in memory.
 
     Raises: as `open_adapter`.
     """
     try:
-        return open_adapter(label, path, base)
+        return open_adapter(label, path, base, heads=heads)
     except ValueError:
         for naming in namings(base):
             with suppress(ValueError):
@@ -221,9 +232,10 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 inner = "module" if prefix == "module." else "base_model"
+                head = ", or give heads keep" if longer is name and inner == "base_model" else ""
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
-                    f"(model.{inner}.save_pretrained), or load and save both by one version of transformers"
+                    f"(model.{inner}.save_pretrained){head}, or load and save both by one version of transformers"
                 )
     names = f"{next(iter(other.leaves))!r} the first, base's {next(iter(base.leaves))!r}"
     return f"{other.label} has no parameter of base ({names}): trained from another base?"

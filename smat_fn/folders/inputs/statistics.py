@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ... import checkpoint
 from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
+from .adapters import is_adapter
 from .hub import local_folder
-from .reading import Folder, Store
+from .reading import Folder, Store, open_folder
 
 
 def with_statistics(
@@ -58,18 +60,29 @@ def without(kind: str, places: list[str]) -> list[str]:
     return [f"no {STATISTICS[kind]} in {', '.join(places)}: {way}"]
 
 
-def stale(file: Path, facts: Mapping[str, object], weights: Callable[[], Mapping[str, Tensor]]) -> list[str]:
+def stale(
+    file: Path, facts: Mapping[str, object], weights: Callable[[], Mapping[str, Tensor]], *, compared: bool = False
+) -> list[str]:
     """An error for statistics of other weights than those beside them.
+
+    The fingerprint of an adapter is that of its factors, by its manifest; of a whole model the weights are hashed,
+    since another program may have written them beside the manifest.
 
     Args:
         weights: gives the expert's leaves, where no manifest has their fingerprint.
+        compared: they are known to be those of the manifest.
     """
     try:
-        now = checkpoint.load_manifest(file.parent).get("fingerprint")
+        manifest: Any = checkpoint.load_manifest(file.parent)
     except ValueError:
-        now = None
-    if now is None:
+        manifest = None
+    known = manifest.get("fingerprint") if isinstance(manifest, dict) else None
+    if known is None:
         now = checkpoint.fingerprint(weights())
+    elif compared or is_adapter(file.parent):
+        now = known
+    else:
+        now = checkpoint.fingerprint(open_folder(str(file.parent), file.parent).tensors())
     if facts.get("expert") == now:
         return []
     return [f"{file} was computed from other weights than those in its folder now: remove it and compute it again"]

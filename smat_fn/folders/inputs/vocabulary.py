@@ -82,7 +82,7 @@ def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, 
         wrong: dict[int, list[str]] = {}
         for path, leaf in base.leaves.items():
             other = folder.leaves.get(path)
-            if other is None or not _differs_in_rows(path, leaf, other):
+            if other is None or not differs_in_rows(path, leaf, other):
                 continue
             rows, wanted = len(other), len(leaf)
             if vocabulary == "error" or (rows < wanted and vocabulary != "pad-with-base"):
@@ -107,7 +107,8 @@ def by_token(path: str) -> bool:
     return any(word in path for word in _WORDS) and not any(place in path for place in _PLACES)
 
 
-def _differs_in_rows(path: str, leaf: Tensor, other: Tensor) -> bool:
+def differs_in_rows(path: str, leaf: Tensor, other: Tensor) -> bool:
+    """Whether two leaves of a name have rows of another number of tokens."""
     return bool(by_token(path) and leaf.ndim and leaf.shape[1:] == other.shape[1:] and len(leaf) != len(other))
 
 

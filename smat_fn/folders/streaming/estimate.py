@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
 from ..inputs.reading import Folder
 from .chunks import Job, in_order, write_order
@@ -53,6 +54,10 @@ def _available() -> int | None:
 
 
 class _Noise(dict[str, Tensor]):
+    @property
+    def names(self) -> list[str]:
+        return list(self)
+
     def get_tensor(self, path: str) -> Tensor:
         return self[path]
 
@@ -69,7 +74,11 @@ def seconds_of(job: Job) -> float:
 
     def folder(label: str) -> Folder:
         noise: Any = _Noise(w=torch.randn(shape, generator=generator).mul_(0.02).to(like.dtype))
-        return Folder(label, {"w": torch.empty(shape, dtype=like.dtype, device="meta")}, {"w": Path()}, {Path(): noise})
+        stores = {Path(): noise}
+        if (kind := job.config.statistics()) is not None:
+            own = torch.eye(length) if kind == "gram" else torch.rand(shape, generator=generator)
+            stores[Path(STATISTICS[kind])] = _Noise(w=own)
+        return Folder(label, {"w": torch.empty(shape, dtype=like.dtype, device="meta")}, {"w": Path()}, stores)
 
     trial = job._replace(base=folder("base"), experts={name: folder(name) for name in job.experts}, coefs={"w": 0.5})
     times = []

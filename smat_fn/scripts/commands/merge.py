@@ -257,13 +257,13 @@ def main(args: Merge) -> None:
         say(f"merging {len(experts)} {found} by {', '.join(config.name for config in configs)}")
     if plot := args.output.plot:
         from smat_fn.scripts.analyse.pictures import check_picture, picture, rows_of
+        from smat_fn.suites import has_heads
 
         check_picture(plot)
     if plot and not args.output.dry_run:  # before the merge: experts that cannot be compared are an error at once
         own, tokens = args.inputs, args.output.tokenizer_from
-        rows = rows_of(
-            base, experts, vocabulary=own.vocabulary, heads=own.heads, tokenizer_from=tokens, method="experts"
-        )
+        heads = "keep" if merge is in_memory and has_heads(preset.suite) else own.heads
+        rows = rows_of(base, experts, vocabulary=own.vocabulary, heads=heads, tokenizer_from=tokens, method="experts")
     for line in merge(args, preset, configs, base, experts):
         print(line, flush=True)
     if plot and not args.output.dry_run:

@@ -23,7 +23,7 @@ from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
 from ..merge.inputs import manifest_of, named, unreplaced
-from ..merge.whole_models import own_dtype, part_of, whole_base
+from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -110,7 +110,9 @@ def evaluate(
     main_table(planned(manifests.values(), split=split), split=split)
     if recipes is not None:
         recipes.update({folder: dict(suites[recipe][0].recipe) for folder, recipe in own.items()})
-    for line in dict.fromkeys(f"note: {note}" for suite, _ in suites.values() for note in suite.notes):
+    notes = [note for suite, _ in suites.values() for note in suite.notes]
+    notes += _other_rows(manifests, {folder: suites[recipe][0] for folder, recipe in own.items()})
+    for line in dict.fromkeys(f"note: {note}" for note in notes):
         report(line)
     rows, records = [], Records(keep)
     with score_bar() as bar:
@@ -238,6 +240,30 @@ def _stale(manifests: Mapping[Path, Mapping[str, Any]]) -> list[str]:
     return problems
 
 
+def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Path, Suite]) -> list[str]:
+    """Notes on experts of one task that were trained on different rows, or on others than their data hold now."""
+    found: dict[str, dict[str, list[str]]] = {}
+    notes = []
+    for folder, manifest in manifests.items():
+        rows, suite = manifest.get("train_rows") or {}, suites[folder]
+        if manifest["kind"] != "expert" or "hash" not in rows:
+            continue
+        task, name = manifest["task"], f"{manifest['label']}, seed {manifest['seed']}"
+        found.setdefault(task, {}).setdefault(rows["hash"], []).append(f"{name} on {rows.get('count')} rows")
+        # a language suite would tokenize them all
+        now = suite.train_rows if getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"] else None
+        if now is not None and now(task)["hash"] != rows["hash"]:
+            notes.append(
+                f"the expert of {task} of {name} was trained on other rows than {rows['from']} holds now: rows of test "
+                "may have been among them"
+            )
+    for task, own in found.items():
+        if len(own) > 1:
+            each = "; ".join(names[0] + (f" and {len(names) - 1} more" if names[1:] else "") for names in own.values())
+            notes.append(f"the experts of {task} were trained on different rows: {each}")
+    return notes
+
+
 def _snapshots(expert: Path) -> list[str | None]:
     """The fingerprints of an expert's snapshots, which a merge of its run may take."""
     places = (expert.parent / checkpoint.SNAPSHOTS).glob(f"*/{expert.name}/{checkpoint.MANIFEST}")
@@ -296,7 +322,10 @@ def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str
     if "model" not in suite.recipe:
         raise ValueError(f"{folder} cannot be read as an expert of suite {suite.name!r}, which has no model's folder")
     notes = list[str]()
-    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes)
+    stand_ins: dict[str, list[str]] | None = {} if getattr(suite, "OWN_HEADS", False) else None
+    start, found = read_inputs(Path(suite.recipe["model"]), {task: folder}, notes, stand_ins=stand_ins)
+    part = None if start.keys() == suite.base.keys() else part_of(suite, start)
+    errors.raise_problems(lacking_problems(str(folder), (stand_ins or {}).get(task, ()), suite, part))
     leaves = _of_suite(folder, found[task], suite, start)
     rounded = {
         tree.dtype_name(suite.base[path])

@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     lines: tuple[float, float] | None = None  # factors of γ by depth, at the first and the last block
     notes: tuple[str, ...] = ()  # on folders of other tools
     prints: tuple[tuple[Leaves, str], ...] = ()  # trees of these with their fingerprints, as they were read
+    # base's leaves in place of those of experts' own heads, by name of those experts that have one
+    stand_ins: Mapping[str, list[str]] = MappingProxyType({})
 
     def print_of(self, params: Leaves) -> str:
         """The fingerprint of a tree: the one known from reading it, or computed for any other tree."""
@@ -204,13 +206,15 @@ def by_name(
     return found, problems
 
 
-def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = None) -> Inputs:
+def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = None, heads: bool = False) -> Inputs:
     """Read a base and experts, and check all of them before anything is merged; hash base and whole experts once.
 
     Whole models of train.py are recognised by their manifests. All others are read as a merge on disk reads them:
     sharded folders, hub names, and LoRA adapters, whose changed leaves are in float32 (`like_base` rounds them).
 
-    Args: known: other experts of this base, which is then not read again.
+    Args:
+        known: other experts of this base, which is then not read again.
+        heads: they may differ from base's, which then stand in for them.
     Raises: ValueError that lists every folder that cannot be read, every expert of another base, shape or dtype, or of
         other weights than its manifest names, values that are not finite, and every name that comes twice.
     """
@@ -226,6 +230,7 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
     found, others = by_name(base, experts, own)
     loaded: dict[str, dict[str, Tensor]] = {}
     prints = [] if origin is None or own is None else [(origin, own)]
+    stand_ins: dict[str, list[str]] = {}
     for name, path, manifest in found:
         try:
             if manifest and not is_adapter(path):
@@ -235,16 +240,26 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
                     prints.append((loaded[name], checkpoint.fingerprint(loaded[name])))
                     problems += [] if prints[-1][1] == stated else [_rewritten(path)]
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
-                loaded[name] = read_inputs(base, {path.name: path}, [] if manifest else notes)[1][path.name]
+                apart: dict[str, list[str]] | None = {} if heads and not manifest else None
+                said = [] if manifest else notes
+                loaded[name] = read_inputs(base, {path.name: path}, said, stand_ins=apart)[1][path.name]
+                if apart:
+                    (stand_ins[name],) = apart.values()
                 prints += [] if manifest else [(loaded[name], checkpoint.fingerprint(loaded[name]))]
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
     errors.raise_problems(list(dict.fromkeys(problems + others)))
     assert origin is not None
+    every = {path for own in stand_ins.values() for path in own}  # a head of base's shape is merged with no other
+    if every:
+        loaded = {
+            name: {path: origin[path] if path in every else own[path] for path in own} for name, own in loaded.items()
+        }
     places = {name: path for name, path, _ in found}
     manifests = {name: manifest for name, _, manifest in found}
-    return Inputs(origin, loaded, manifests, places, notes=tuple(dict.fromkeys(notes)), prints=tuple(prints))
+    noted = tuple(dict.fromkeys(notes))
+    return Inputs(origin, loaded, manifests, places, notes=noted, prints=tuple(prints), stand_ins=stand_ins)
 
 
 def _rewritten(path: Path) -> str:
@@ -277,7 +292,8 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
             continue
         try:
             facts = checkpoint.statistics_facts(file)
-            problems += stale(file, facts, partial(dict, params))
+            compared = bool(inputs.manifests.get(name)) and any(own is params for own, _ in inputs.prints)
+            problems += stale(file, facts, partial(dict, params), compared=compared)
             labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))

@@ -17,7 +17,7 @@ from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
 from ...folders.inputs.stacks import parts_of
 from ...folders.prepare import buffers_note, skip_notes
-from ...suites import Suite, describe_options, load_suite
+from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
@@ -25,7 +25,7 @@ from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
 from .recipe_write import written
 from .snapshots import choose_snapshot
-from .whole_models import of_whole_models, own_dtype, part_of
+from .whole_models import lacking_problems, of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
@@ -80,9 +80,10 @@ def merge_run(
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
     try:
-        inputs = load_inputs(base, experts)._replace(lines=lines)
-        names, implied = list(inputs.experts), _of_base(implied or {}, base)
-        scored_by = (search or calibration) and not early  # a suite takes long to load
+        implied = _of_base(implied or {}, base)
+        named = {**implied, **(options or {})}.get("name")
+        inputs = load_inputs(base, experts, heads=named is not None and has_heads(named))._replace(lines=lines)
+        names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
         suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
     except ValueError as error:
@@ -339,7 +340,10 @@ def common_suite(
             f"suite {suite.name!r} gives another base here than the experts': train again with these versions, or, of "
             "experts that train.py did not make, give their own base and its dtype as --suite-options model, dtype"
         )
+    for name, path in inputs.places.items():
+        problems += lacking_problems(str(path), inputs.stand_ins.get(name, ()), suite, part)
     if part is None:
+        errors.raise_problems(problems)
         return suite
     for name, leaves in inputs.experts.items():
         problems += problems_of(part.check, f"expert {name!r}", leaves)
@@ -413,7 +417,8 @@ def _recipe(config: MergerConfig, merged: Merged, base: Path, inputs: Inputs, se
         config = replace(config, coef=merged.coef)  # type: ignore[call-arg]
     coefs = None if merged.layers is None else globs(merged.layers.coefs)
     size = max(SHARD_SIZE, sum(leaf.nbytes for leaf in merged.params.values()))
-    return written(config, base, inputs.places, coefs, {"seed": seed, "shard_size": size})
+    heads = {"heads": "keep"} if inputs.stand_ins else {}
+    return written(config, base, inputs.places, coefs, {"seed": seed, "shard_size": size, **heads})
 
 
 def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:

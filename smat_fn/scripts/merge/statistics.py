@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from ... import checkpoint, errors, lora, random
 from ...checkpoint import STATISTICS
 from ...data.batching import split_rows
+from ...evaluate.records import content_key
 from ...merge.parts.inputs import Leaves
 from ...merge.statistics import diagonal_fisher, drawn_labels, gram_layers, input_grams, untold_padding
 from ...suites import Suite
@@ -21,6 +22,8 @@ from .. import outcome
 from .inputs import find_inputs, like_base, load_inputs, manifest_of, named
 from .merging import common_suite
 from .settings import Statistics
+
+_ELSEWHERE = "model", "data", "tasks"  # of a suite's recipe: what the weights and the digest of the rows say
 
 
 def make_statistics(asked: Statistics) -> Iterator[str]:
@@ -93,6 +96,7 @@ def write_statistics(
         "split": asked.split,
         "rows": sum(map(length, batches)),
         "data": digest(batches),
+        "suite": content_key({name: value for name, value in suite.recipe.items() if name not in _ELSEWHERE}),
         "seed": asked.seed,
     }
     for kind in asked.kinds:

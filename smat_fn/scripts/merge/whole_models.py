@@ -42,6 +42,10 @@ class Part(NamedTuple):
                 "options that freeze layers, or give experts that changed only what the suite trains"
             )
 
+    def runs(self, path: str) -> bool:
+        """Whether scores depend on a leaf of base, by its stored name."""
+        return (path if self.naming is None else self.naming.names.get(path, path)) in self.read
+
     def _seen(self, leaves: Leaves) -> Folder:
         own = _in_memory("model", leaves, self.view.root)
         return own if self.naming is None else self.naming.seen(own)
@@ -57,6 +61,22 @@ def part_of(suite: Suite, base: Leaves) -> Part:
     known = None if suite.reads is None else {f"{prefix}{path}" for path in suite.reads}
     read = [path for path in view.leaves if known is None or path in known]
     return Part(base, view, {f"{prefix}{path}": path for path in suite.base}, naming, suite.name, read)
+
+
+def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part: Part | None) -> list[str]:
+    """An error for leaves of base that stand in for those of a model's own head, where scores depend on them.
+
+    Args: part: None where the suite's leaves are the whole model.
+    """
+    read = [path for path in stand_ins if part is None or part.runs(path)]
+    if not read:
+        return []
+    more = f" and {len(read) - 1} more" if read[1:] else ""
+    return [
+        f"{label} lacks {read[0]!r}{more} of its base, or has it in another shape, and the scores of suite "
+        f"{suite.name!r} depend on it: give a model of the kind and size of its base, saved by the same version of "
+        "transformers"
+    ]
 
 
 def whole_base(suite: Suite) -> dict[str, Tensor] | None:

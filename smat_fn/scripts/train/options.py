@@ -76,6 +76,12 @@ def check_run(
         problems.append(f"{' and '.join(own)}: with eval_every the best state is the expert, leave one of them out")
     problems += ["no tasks: name at least one"] if not tasks else []
     problems += [f"task {task!r} is named twice" for task in dict.fromkeys(tasks) if tasks.count(task) > 1]
+    taken = checkpoint.BASE, checkpoint.SNAPSHOTS
+    problems += [
+        f"task {task!r} is named like a folder of every run ({', '.join(taken)}): rename its folder of data"
+        for task in dict.fromkeys(tasks)
+        if task.casefold() in taken
+    ]
     for task in dict.fromkeys(tasks):
         problems += problems_of(check_member, "task", task, known)
         if run.resume:

@@ -200,6 +200,27 @@ def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):
     assert json.loads((tmp_path / "runs.jsonl").read_text())["suite"] == scored
 
 
+def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
+    folders, told = [], []
+    for name, rows in (("ft", "a"), ("smat", "b")):
+        folders.append(shutil.copytree(runs[name] / "rot90", tmp_path / name))
+        manifest = json.loads((folders[-1] / "manifest.json").read_text())
+        manifest["train_rows"] = {"hash": rows, "count": 120, "from": "train.jsonl"}
+        (folders[-1] / "manifest.json").write_text(json.dumps(manifest))
+    evaluate(folders, report=told.append)
+    different = (
+        "the experts of rot90 were trained on different rows: FT, seed 21 on 120 rows; SMAT, seed 21 on 120 rows"
+    )
+    assert told == [f"note: {different}"]
+    manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
+    now = SimpleNamespace(OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a"})
+    changed, last = evaluation._other_rows(manifests, dict.fromkeys(folders, now))
+    assert changed.startswith(
+        "the expert of rot90 of SMAT, seed 21 was trained on other rows than train.jsonl holds now"
+    )
+    assert last == different
+
+
 def test_a_suite_is_loaded_once_for_all_its_checkpoints(runs, monkeypatch):
     loads = []
     load = evaluation.load_suite

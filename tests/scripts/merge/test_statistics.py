@@ -49,7 +49,7 @@ def test_statistics_are_those_of_the_tasks_training_rows(known, suite):
     facts = checkpoint.statistics_facts(folder / "fisher.safetensors")
     assert facts == {
         "kind": "fisher", "expert": checkpoint.load_manifest(folder)["fingerprint"], "task": "rot90", "split": "train",
-        "rows": 32, "data": statistics.digest(batches), "seed": 3, "labels": "model",
+        "rows": 32, "data": statistics.digest(batches), "seed": 3, "labels": "model", "suite": facts["suite"],
     }  # fmt: skip
 
 
@@ -71,6 +71,8 @@ def test_those_that_are_there_stay_and_others_are_not_replaced_unasked(known, tm
                            for task in ("mirror", "rot90") for kind in ("fisher", "gram")]  # fmt: skip
     with pytest.raises(ValueError, match=r"gram\.safetensors is from other rows, weights or settings: remove it, or"):
         make([run / "mirror"], kinds=("gram",), split="dev")
+    with pytest.raises(ValueError, match=r"gram\.safetensors is from other rows, weights or settings: remove it, or"):
+        make([run / "mirror"], kinds=("gram",), suite_options={"linearised": True})
     (line,) = make([run / "mirror"], kinds=("gram",), split="dev", overwrite=True)
     assert line == f"gram: {run / 'mirror' / 'gram.safetensors'}, 250 rows"
     with pytest.raises(ValueError, match="rows is 0, must be at least 1; kinds is empty"):

@@ -135,7 +135,7 @@ def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
         train(
             tmp_path,
             method=Smat(alpha_min=2.0, drop_prob=1.0, sigma=0.01, period=0, noise="uniform"),
-            tasks=("rot9", "mirror", "negative", "negative"),
+            tasks=("rot9", "mirror", "negative", "negative", "Base"),
             training=Training(steps=0, lr=1e-3, weight_decay=0.1, max_grad_norm=-1.0, accumulate=0),
             log_every=0,
             save_every_steps=0,
@@ -148,7 +148,7 @@ def test_all_problems_are_told_before_any_work(suite, train, tmp_path):
         assert part in text
     for part in ("accumulate is 0", "save_every_steps is 0", "save_every_minutes is 0", "probe is -1", "'wandp'"):
         assert part in text
-    for part in ("-1.0", "'rot9' is unknown", "mirror exists", "'negative' is named twice"):
+    for part in ("-1.0", "'rot9' is unknown", "mirror exists", "'negative' is named twice", "'Base' is named like a"):
         assert part in text
     assert text.count("steps is 0") == 2  # of training, and save_every_steps
     assert "\n" not in text
