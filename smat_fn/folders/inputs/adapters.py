@@ -143,7 +143,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
 
 
 def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:
-    """Errors for names in an adapter's file that are no factors of a leaf of base, by their kind."""
+    """Errors for names in an adapter's file that are not factors of a leaf of base, by their kind."""
     return [
         f"{label}: {weights_of(path).name} holds {name!r}{f' and {len(more)} more of its kind' if more else ''}, "
         f"which is not a plain LoRA of a leaf of base{_tied(name)}: "
