@@ -92,12 +92,17 @@ def text(result: dict[str, Any]) -> str:
     return pretrained("text", "five tasks", result)
 
 
-def pretrained(name: str, tasks: str, result: dict[str, Any]) -> str:
+def smollm2_text(result: dict[str, Any]) -> str:
+    """One backward pass a step against two, on a language model."""
+    return pretrained("smollm2_text", "four tasks", result, least="Three")
+
+
+def pretrained(name: str, tasks: str, result: dict[str, Any], least: str = "Five") -> str:
     """One backward pass a step against two, on a pretrained backbone."""
     return (
         f"{one_pass(f'{name}_onepass', result)}\n"
         f"Test score, mean over {tasks} and {seeds(result)} ± standard deviation; differences are paired by seed. "
-        "Five or more candidates of every method were compared on dev of another seed, by a "
+        f"{least} or more candidates of every method were compared on dev of another seed, by a "
         f"[protocol](protocols/{name}.md) fixed before the runs. Model and tasks are the same for all seeds, so "
         "intervals do not cover their choice; they are not corrected for their number. "
         f"{since(result)}{by_merger(result['test'])}\n"
@@ -114,7 +119,8 @@ def since(result: dict[str, Any]) -> str:
 
 def one_pass(name: str, result: dict[str, Any]) -> str:
     """Passes, scores, differences from FT and from both of ASAM, and training times, by method."""
-    test, rivals = result["test"], ("ASAM", "ASAM, half the steps")
+    test = result["test"]
+    rivals = [name for name in ("ASAM", "ASAM, half the steps") if name in test]
     seconds = training_seconds(name)
     lines = []
     for label, scores in test.items():
@@ -123,23 +129,30 @@ def one_pass(name: str, result: dict[str, Any]) -> str:
         values = spread(scores["Expert"]), spread(scores["All"]), interval(result, label), *against, f"{ratio:.2f}"
         lines.append((label, str(passes(label)), *values))
     differences = (f"- {name} (95 %)" for name in ("FT", *rivals))
-    head = "Method", "Passes a step", "Expert", "Mean of eight mergers", *differences, "Training time x FT"
+    count = {5: "five", 8: "eight"}[len(mergers_of(test))]
+    head = "Method", "Passes a step", "Expert", f"Mean of {count} mergers", *differences, "Training time x FT"
     return table(head, lines)
 
 
 def by_merger(test: Scores) -> str:
-    """Means by method and each of the eight mergers, the best of a merger in bold."""
-    best = {name: max(mean(scores[name]) for scores in test.values()) for name in EIGHT}
+    """Means by method and each merger, the best of a merger in bold."""
+    names = mergers_of(test)
+    best = {name: max(mean(scores[name]) for scores in test.values()) for name in names}
 
     def cell(scores: dict[str, list[float]], name: str) -> str:
         shown = f"{(value := mean(scores[name])):.2f}"
         return f"**{shown}**" if value == best[name] else shown
 
-    lines = [(label, *(cell(own, name) for name in EIGHT)) for label, own in test.items()]
+    lines = [(label, *(cell(own, name) for name in names)) for label, own in test.items()]
     return (
-        f"{table(('Method', *EIGHT), lines)}\n"
+        f"{table(('Method', *names), lines)}\n"
         "The same scores by merger, mean over seeds; the best method of each merger is bold."
     )
+
+
+def mergers_of(test: Scores) -> list[str]:
+    """Those of the eight mergers that the methods were compared with."""
+    return [name for name in EIGHT if name in test["FT"]]
 
 
 def digits_mergers(result: dict[str, Any]) -> str:

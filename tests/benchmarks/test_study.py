@@ -503,3 +503,16 @@ def test_the_tables_of_the_pages_are_those_of_the_stored_results():
         page = (readme.ROOT / place).read_text(encoding="utf-8")
         result = readme.stored(readme.SOURCES.get(name, name))
         assert readme.between(page, name.replace("_", "-"), text(result)) == page
+
+
+def test_a_table_of_one_pass_has_the_methods_and_mergers_that_there_are(monkeypatch):
+    result = readme.stored("text_onepass")
+    labels, gone = ("FT", "SMAT", "SMAT climbing", "ASAM"), ("DARE", "DELLA", "ISO_C")
+    test = {label: {name: own for name, own in result["test"][label].items() if name not in gone} for label in labels}
+    seconds = {label: dict.fromkeys(result["seeds"], 1.0) for label in labels}
+    monkeypatch.setattr(readme, "training_seconds", lambda name: seconds)
+    lines = readme.smollm2_text({**result, "test": test}).splitlines()
+    heads = [line for line in lines if line.startswith("| Method")]
+    assert "| Mean of five mergers | - FT (95 %) | - ASAM (95 %) | Training time x FT |" in heads[0]
+    assert heads[1] == "| Method | WA | TA | TIES | TSV_MERGE | WUDI |"
+    assert len([line for line in lines if line.startswith("|")]) == 2 * (2 + len(labels))
