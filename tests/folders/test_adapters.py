@@ -182,7 +182,7 @@ def merged_whole(folders, path, lora, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"use_dora": True}, "use_dora to True"),
+        ({"use_dora": "yes"}, "use_dora to 'yes'"),
         ({"bias": "all"}, "bias to 'all'"),
         ({"peft_type": "IA3"}, "peft_type to 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights to 'pissa_niter_4'"),
@@ -201,7 +201,6 @@ def test_other_kinds_of_adapters_are_refused_by_name(settings, name, base, adapt
 
 
 KINDS = {
-    "DoRA": lambda peft, **own: peft.LoraConfig(r=2, use_dora=True, **own),
     "LoHa": lambda peft, **own: peft.LoHaConfig(r=2, **own),
     "LoKr": lambda peft, **own: peft.LoKrConfig(r=2, **own),
     "AdaLoRA": lambda peft, **own: peft.AdaLoraConfig(init_r=2, target_r=2, total_step=9, **own),
@@ -220,14 +219,14 @@ def test_adapters_of_peft_that_are_no_plain_lora_are_refused_everywhere_by_their
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's on its own settings
         peft.get_peft_model(model, KINDS[kind](peft, target_modules=["0"])).save_pretrained(tmp_path / kind)
-    name = "use_dora to True" if kind == "DoRA" else f"peft_type to '{kind.upper()}'"
+    name = f"peft_type to '{kind.upper()}'"
     told = (
         f"^(expert|adapter) '{{}}': its adapter_config.json sets {name}, which is not read here: merge it into its base"
     )
     expert, out = tmp_path / kind, tmp_path / "out"
     with pytest.raises(ValueError, match=told.format("x")) as caught:
         merge_folders(TA, base, {"x": expert}, out)
-    assert kind == "DoRA" or "; " not in str(caught.value)
+    assert "; " not in str(caught.value)
     with pytest.raises(ValueError, match=told.format("expert")):
         extract_lora(base, expert, out, rank=2)
     with pytest.raises(ValueError, match=told.format("x")):
@@ -242,8 +241,8 @@ def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path)
     half = {"model.layers.0.q.lora_A.weight": torch.zeros(2, 6)}
     more = half | {"model.norm.lora_magnitude_vector": torch.zeros(6), "score.weight": torch.zeros(2, 6)}
     factors_of = {"model.ghost": ghost, f"model.{UP}": wide, "model.layers.1.q": ranked, "lm_head": factors((6, 6))}
-    folder = adapter(factors_of, more=more, use_dora=True)
-    with pytest.raises(ValueError, match="use_dora") as caught:
+    folder = adapter(factors_of, more=more)
+    with pytest.raises(ValueError, match="magnitude") as caught:
         merged(folders, base, folder, tmp_path)
     for part in (
         "'base_model.model.model.layers.0.q.lora_A.weight' has no other factor in adapter_model.safetensors",
@@ -353,6 +352,30 @@ def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
         plan(TA, adapter({f"model.{UP}": factors((10, 6))}), {"x": path}, tmp_path / "out")
 
 
+def test_dora_gives_every_row_its_magnitude_in_whatever_chunks(adapter, base, folders, tmp_path):
+    path, (a, b) = "model.layers.0.up", factors((10, 6))
+    size = numbers(10, seed=9).abs() + 1
+    magnitudes = {f"{path}.lora_magnitude_vector": size}
+    folder = adapter({path: (a, b)}, more=magnitudes, use_dora=True)
+    ours = merged(folders, base, folder, tmp_path)[f"{path}.weight"]
+    moved = base[f"{path}.weight"].float() + 2 * b @ a
+    torch.testing.assert_close(ours, size[:, None] * moved / moved.norm(dim=1, keepdim=True))
+    for chunk in (7, 1 << 19):
+        options = {"chunk": chunk, "out_dtype": "float32"}
+        merge_folders(TA, tmp_path / "base", {"x": folder}, tmp_path / f"{chunk}", **options)
+        assert torch.equal(folders.load(tmp_path / f"{chunk}")[f"{path}.weight"], ours)
+    lacking = adapter({path: (a, b)}, name="lacking", use_dora=True)
+    short = adapter({path: (a, b)}, name="short", more={f"{path}.lora_magnitude_vector": size[:3]}, use_dora=True)
+    tokens = adapter({"model.embed_tokens": factors((9, 6))}, name="tokens", use_dora=True)
+    with pytest.raises(ValueError, match="lacking") as caught:
+        plan(TA, tmp_path / "base", {own.name: own for own in (lacking, short, tokens)}, tmp_path / "out")
+    for found in ("nothing", r"\(3,\)"):
+        assert re.search(rf"has {found} as 'base_model\.model\.{path}\S+' instead of \(10,\): save", str(caught.value))
+    assert "DoRA of 'base_model.model.model.embed_tokens', which is not a linear layer" in str(caught.value)
+    with pytest.raises(ValueError, match="sets use_dora to True, which is not read here: merge it into its base"):
+        merge_adapters({"x": folder}, tmp_path / "out", lambda held: held["x"])
+
+
 @pytest.fixture(scope="module")
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -375,8 +398,9 @@ def llama():
             "modules_to_save": ["lm_head"],
         },
         {"target_modules": ["embed_tokens", "v_proj"]},
+        {"target_modules": ["q_proj", "up_proj"], "use_dora": True},
     ],
-    ids=["plain", "rank stabilised", "patterns and whole modules", "embeddings"],
+    ids=["plain", "rank stabilised", "patterns and whole modules", "embeddings", "DoRA"],
 )
 def test_peft_merges_the_same(settings, llama, folders, tmp_path):
     peft = pytest.importorskip("peft")

@@ -1,4 +1,4 @@
-"""LoRA adapters: as experts, base + s B A formed a few rows at a time while a leaf is read, and as factors."""
+"""LoRA adapters: as experts, base + s B A (DoRA: rescaled by row) formed a few rows at a time, and as factors."""
 
 import json
 import math
@@ -58,6 +58,7 @@ _PARTS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
+_MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
 _MERGED = "merge it into its base with peft, and give the result"
 
 
@@ -68,6 +69,7 @@ class _Pair(NamedTuple):
     b: str
     transposed: bool
     scale: float
+    magnitude: str | None = None  # of DoRA: the norm of each row
 
 
 def is_adapter(path: Path) -> bool:
@@ -86,12 +88,14 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     """The expert that a LoRA adapter makes of base: θ₀ + s·B·A in float32, whole leaves as they are stored.
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
-    and lora_alpha of the modules that they match, as peft does. No tensor data is read.
+    and lora_alpha of the modules that they match, as peft does. With ``use_dora`` each row of a linear layer's weight
+    is then divided by its norm and multiplied by the module's magnitude. No tensor data is read.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
-    Raises: ValueError that lists what is broken, unknown, of another kind than plain LoRA, or fits no leaf of base.
+    Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
     """
-    config, store, problems = _opened(label, path)
+    config, store, problems = _opened(label, path, dora=True)
+    has_dora = config.get("use_dora") is True
     headers = {name: store.header(name) for name in store.names}
     shapes = {name: tuple(held.shape) for name, held in headers.items() if held is not None}
     problems += [
@@ -108,6 +112,8 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if ending is not None:
             part, embedding = _PARTS[ending]
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
+            continue
+        if has_dora and (module := name.removesuffix(_MAGNITUDE)) != name and f"{module}.lora_A.weight" in shapes:
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
         if leaf is None and _is_copied_head(name, store):
@@ -129,7 +135,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     transposed = _layout(label, halves, shapes, config, base)
     for (module, embedding), names in halves.items():
         try:
-            leaf, pair = _pair(label, module, embedding, names, shapes, config, base, transposed)
+            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, base, transposed)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -242,7 +248,7 @@ def read_adapter(label: str, path: Path) -> Held:
     return Held(found, embeddings, frozenset(parameters), under, config)
 
 
-def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
+def _opened(label: str, path: Path, *, dora: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
     """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -257,7 +263,7 @@ def _opened(label: str, path: Path) -> tuple[dict[str, Any], Store | Pickled, li
     if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
         raise ValueError(f"{problem}: {_MERGED}")
-    return config, store, list(config_problems(label, config))
+    return config, store, list(config_problems(label, config, dora=dora))
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
@@ -266,9 +272,14 @@ def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict
     return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
 
 
-def config_problems(label: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Errors for settings of an adapter under which its weight is not ``W_0 + s B A``, and for unknown ones."""
+def config_problems(label: str, config: Mapping[str, Any], *, dora: bool = False) -> Iterator[str]:
+    """Errors for settings of an adapter under which its weight is not ``W_0 + s B A``, and for unknown ones.
+
+    Args: dora: its weight may have rows of other norms (``use_dora``).
+    """
     for name, value in config.items():
+        if dora and name == "use_dora" and isinstance(value, bool):
+            continue
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
             continue
@@ -310,6 +321,7 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _pair(
     label: str,
+    path: Path,
     module: str,
     embedding: bool,
     names: Mapping[str, str],
@@ -335,7 +347,15 @@ def _pair(
         )
     scale = _scale(label, config, module.removeprefix(PREFIX), a[0])
     swapped = fits[0] if len(fits) == 1 else embedding or transposed(leaf)
-    return leaf, _Pair(names["A"], names["B"], swapped, scale)
+    magnitude = f"{module}{_MAGNITUDE}" if config.get("use_dora") is True else None
+    if magnitude is not None and (embedding or swapped):
+        raise ValueError(f"{label}: DoRA of {module!r}, which is not a linear layer, is not read here: {_MERGED}")
+    if magnitude is not None and shapes.get(magnitude) != wanted[:1]:
+        raise ValueError(
+            f"{label}: its {CONFIG} sets use_dora to True, but {weights_of(path).name} has "
+            f"{shapes.get(magnitude, 'nothing')} as {magnitude!r} instead of {wanted[:1]}: save it again"
+        )
+    return leaf, _Pair(names["A"], names["B"], swapped, scale, magnitude)
 
 
 def _layout(
@@ -432,7 +452,13 @@ def _changed(store: Store | Pickled, pair: _Pair, origin: Read, leaf: Tensor) ->
             block = (left[first : first + height].float().contiguous() @ right).mul_(pair.scale).view(-1)
             begin = first * columns
             low, high = max(start, begin), min(stop, begin + block.numel())
-            out[low - start : high - start] += block[low - begin : high - begin]
+            if pair.magnitude is None:
+                out[low - start : high - start] += block[low - begin : high - begin]
+                continue
+            whole = (origin(begin, begin + block.numel()).to(leaf.dtype) + block).view(-1, columns)
+            size = store.get_tensor(pair.magnitude)[first : first + height, None].float()
+            whole *= size / torch.linalg.vector_norm(whole, dim=1, keepdim=True)
+            out[low - start : high - start] = whole.view(-1)[low - begin : high - begin]
         return out
 
     return read
