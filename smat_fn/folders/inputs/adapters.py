@@ -95,13 +95,13 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
     """
     config, store, problems = _opened(label, path, dora=True)
-    has_dora = config.get("use_dora") is True
     headers = {name: store.header(name) for name in store.names}
-    shapes = {name: tuple(held.shape) for name, held in headers.items() if held is not None}
+    held = {name: leaf for name, leaf in headers.items() if leaf is not None}
+    shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
     problems += [
         f"{label}: {name!r} is stored as {store.code(name)}, which cannot be merged: save the adapter again"
-        for name, held in headers.items()
-        if held is None
+        for name in headers
+        if name not in held
     ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     head, touched = False, set[str]()
@@ -113,7 +113,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
             part, embedding = _PARTS[ending]
             halves.setdefault((name.removesuffix(ending), embedding), {})[part] = name
             continue
-        if has_dora and (module := name.removesuffix(_MAGNITUDE)) != name and f"{module}.lora_A.weight" in shapes:
+        if _is_magnitude(name, config, shapes):
             continue
         leaf = _leaf(name.replace(".base_layer.", "."), base)
         if leaf is None and _is_copied_head(name, store):
@@ -125,9 +125,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
-        held = headers[name]
-        assert held is not None
-        leaves[leaf], made[leaf] = held, reader_of(store, name)
+        leaves[leaf], made[leaf] = held[name], reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)):
@@ -167,6 +165,12 @@ def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
     if not isinstance(named, str) or not named or Path(named).name.lower() in map(str.lower, known):
         return ""
     return f"{label} names {named!r} as its base, here it is {base.root}: make sure that they have the same weights"
+
+
+def _is_magnitude(name: str, config: Mapping[str, Any], shapes: Collection[str]) -> bool:
+    """Whether a name is that of a DoRA module's magnitude."""
+    of_module = name.endswith(_MAGNITUDE) and f"{name.removesuffix(_MAGNITUDE)}.lora_A.weight" in shapes
+    return of_module and config.get("use_dora") is True
 
 
 def _is_copied_head(name: str, store: Store | Pickled) -> bool:
