@@ -14,7 +14,7 @@ from .test_trainer import KEY, STRENGTHS, tiny_llama, trainer_of
 
 
 def refused(folder, rank):
-    """What training says of a model with a part that each process made of its own random numbers."""
+    """The error of training a model with a part that each process made of its own random numbers."""
     module = tiny_llama()
     torch.nn.init.constant_(module.model.norm.weight, rank)
     trainer = trainer_of(module, folder / "out", batch=2)
