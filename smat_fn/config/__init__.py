@@ -34,8 +34,10 @@ from ..merge.karcher import Karcher
 from ..merge.magmax import MagMax
 from ..merge.model_stock import ModelStock
 from ..merge.multislerp import MultiSlerp
+from ..merge.nearswap import NearSwap
 from ..merge.nuslerp import NuSlerp
 from ..merge.pcb import Pcb
+from ..merge.ram import Ram
 from ..merge.reg_mean import RegMean
 from ..merge.sce import Sce
 from ..merge.slerp import Slerp
@@ -52,10 +54,10 @@ from .presets import DIGITS, PRESETS, Adapters, Dev, Preset, Training, preset_of
 from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
-    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters",
-    "ArceeFusion", "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Dev", "Emr", "Finetune",
-    "Fisher", "IsoC", "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout",
-    "ModelStock", "Msam", "MultiSlerp", "NuSlerp", "Orthoreg", "PaperMerger", "Pcb", "Preset", "RegMean", "Sce",
+    "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "ArceeFusion",
+    "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Dev", "Emr", "Finetune", "Fisher", "IsoC",
+    "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout", "ModelStock", "Msam",
+    "MultiSlerp", "NearSwap", "NuSlerp", "Orthoreg", "PaperMerger", "Pcb", "Preset", "Ram", "RegMean", "Sce",
     "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage",
     "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings", "with_semantics",
 ]  # fmt: skip

@@ -41,12 +41,14 @@ from .karcher import karcher
 from .magmax import magmax, magmax_vector
 from .model_stock import model_stock, model_stock_ratios, model_stock_vector
 from .multislerp import multislerp, multislerp_vector
+from .nearswap import nearswap, nearswap_vector
 from .nuslerp import nuslerp, nuslerp_vector
 from .parts.coefs import Rules, apply_rules, coef_of, coefs_of
 from .parts.inputs import Experts, flat_statistics
 from .parts.merger import COEFS, WIDE, Merger
 from .parts.vectors import apply_vector, task_vector
 from .pcb import pcb, pcb_vector
+from .ram import ram, ram_vector
 from .reg_mean import reg_mean, reg_mean_vector
 from .registry import BASELESS, MERGERS, MORE_MERGERS, RANDOM, merge_by, tried, vector_by
 from .sce import sce, sce_vector
@@ -69,10 +71,10 @@ __all__ = [
     "dare_ties_vector", "dare_vector", "della", "della_vector", "edge_of", "emr", "emr_vector", "fisher",
     "fisher_vector", "flat_statistics", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots",
     "lines", "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by", "model_stock",
-    "model_stock_ratios", "model_stock_vector", "multislerp", "multislerp_vector", "norms", "nuslerp",
-    "nuslerp_vector", "pcb", "pcb_vector", "reg_mean", "reg_mean_vector", "sce", "sce_vector", "select_coef",
-    "select_coefs", "shortening", "slerp", "svc", "svc_vector", "tall_mask", "tall_mask_vector", "task_arithmetic",
-    "task_arithmetic_vector", "task_vector", "ties", "ties_density", "ties_vector", "tried", "truncated", "tsv_merge",
-    "tsv_merge_vector", "unequal", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector",
-    "wudi", "wudi_vector",
+    "model_stock_ratios", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap", "nearswap_vector",
+    "norms", "nuslerp", "nuslerp_vector", "pcb", "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_vector",
+    "sce", "sce_vector", "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "tall_mask",
+    "tall_mask_vector", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density",
+    "ties_vector", "tried", "truncated", "tsv_merge", "tsv_merge_vector", "unequal", "vector_by", "weight_average",
+    "weighted_average", "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",
 ]  # fmt: skip

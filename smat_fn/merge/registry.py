@@ -38,6 +38,8 @@ _MORE = (
     "emr",
     "fisher",
     "reg_mean",
+    "nearswap",
+    "ram",
 )
 
 

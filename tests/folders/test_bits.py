@@ -22,8 +22,10 @@ from smat_fn.config import (
     MagMax,
     ModelStock,
     MultiSlerp,
+    NearSwap,
     NuSlerp,
     Pcb,
+    Ram,
     Sce,
     Slerp,
     Svc,
@@ -83,9 +85,13 @@ MORE = {
     "tall_mask": TallMask(task="qa", ratio=0.4),
     "pcb": Pcb(coef=0.7),
     "pcb half": Pcb(coef=0.7, ratio=0.5, clip=0.1),
+    "nearswap": NearSwap(t=0.01),
+    "ram": Ram(coef=0.7, threshold=0.01),
+    "ram plus": Ram(threshold=0.01, boost=0.3),
+    "ram plus by tensor": Ram(threshold=0.01, boost=0.3, cap=0.2, scope="tensor"),
 }
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
-COUNTS = {"wise_ft": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
+COUNTS = {"wise_ft": 1, "nearswap": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 

@@ -41,7 +41,7 @@ SHAPES = {
 ODD = {"m": (13, 7), "tall": (29, 3), "wide": (2, 17), "bias": (5,), "one": (1,), "column": (3, 1), "cube": (2, 3, 5)}
 SCALES = {"large": 0.3, "small": 1e-4}
 PLAIN = {"normalize": False, "lambda": COEF}
-# run -> method, parameters; of every expert, of e0 and e1 (pairs), or of these without a base (alone)
+# run -> method, parameters; of every expert, of e0 (one), of e0 and e1 (pairs), or of these without a base (alone)
 UNRELATED = {
     "linear": ("linear", {"weight": 1.0}),
     "linear_weighted": ("linear", {"weight": WEIGHTS | {"e3": -0.4}}),
@@ -63,7 +63,12 @@ UNRELATED = {
     "sce": ("sce", {}),
     "sce_37": ("sce", {"select_topk": 0.37}),
     "arcee_fusion": ("arcee_fusion", {}),
+    "nearswap": ("nearswap", {"t": 5e-5}),
+    "ram": ("ram", {"epsilon": 1e-4}),
+    "ram_plus": ("ramplus_tl", {"epsilon": 1e-4}),
+    "ram_plus_5": ("ramplus_tl", {"epsilon": 1e-4, "r": 0.3, "alpha": 5.0}),
 }  # fmt: skip
+ONE = ("nearswap",)
 PAIRS = "slerp", "nuslerp", "nuslerp_rows", "nuslerp_columns", "arcee_fusion"
 ALONE = "linear", "linear_weighted", "karcher", "slerp", "arcee_fusion"
 
@@ -80,7 +85,7 @@ def unrelated(scale):
     models = {f"e{i}": {path: base[path] + delta for path, delta in change.items()} for i, change in enumerate(changes)}
     models = {"base": base, **models}
     for run, (method, parameters) in UNRELATED.items():
-        names = ["e0", "e1"] if run in PAIRS else ["e0", "e1", "e2", "e3"]
+        names = ["e0", "e1", "e2", "e3"][: 1 if run in ONE else 2 if run in PAIRS else 4]
         origin = "e0" if run in PAIRS and run in ALONE else None if run in ALONE else "base"
         chosen = {name: models[name] for name in (["base"] if origin == "base" else []) + names}
         models[run] = merge_state_dicts(chosen, method, parameters=parameters, base=origin, dtype=torch.float32)

@@ -45,6 +45,7 @@ COMMITS = {
     "r-three/mats": "cb52c38",
     "tanganke/fusion_bench": "54c9e8c",
     "wang-kee/LiNeS": "43a7bdd",
+    "xiangchi-yuan/mrl": "e2d930d",
     "yule-BUAA/MergeLM": "6d49ad9",
 }
 COEF, SIZE = 0.3, 0.05
@@ -140,6 +141,10 @@ def by_matrices(clones, found):
     yield "iso_cts", theirs.iso_cts(held, config)
     config.method.common_space_fraction = 0.4
     yield "iso_cts_40", theirs.iso_cts(held, config)
+    ram = with_file("xiangchi-yuan/mrl", "ram-main.py", "agentic_reinforcement_merge_rescale_v2")
+    for run, factor in {"ram": 1.0, "ram_plus": 1.5}.items():
+        merged = ram.agentic_reinforcement_merge_rescale_v2(base, vectors, 1.6 * SIZE, factor)
+        yield run, _less(merged, base)
     emr = with_file("harveyhuang18/EMR_Merging", "merge_vit/src/main_emr_merging.py", "emr_merge")
     merged, masks, scales = emr.emr_merge(held)
     for i, name in enumerate(NAMES):

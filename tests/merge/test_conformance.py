@@ -134,6 +134,14 @@ RUNS = {
         "pcb": lambda base, experts, key: merge.pcb(base, experts, coef=0.5),
         "pcb-half": lambda base, experts, key: merge.pcb(base, experts, coef=0.5, ratio=0.5, clip=0.1),
     },
+    "nearswap": {"nearswap": lambda base, experts, key: merge.nearswap(base, some(experts, 1), t=0.1, coef=0.5)},
+    "ram": {
+        "ram": lambda base, experts, key: merge.ram(base, experts, coef=0.5),
+        "ram-plus": lambda base, experts, key: merge.ram(base, experts, coef=0.5, threshold=0.1, boost=0.2),
+        "ram-tensor": lambda base, experts, key: merge.ram(
+            base, experts, coef=0.5, threshold=0.1, boost=0.2, scope="tensor"
+        ),
+    },
     "tall_mask": {
         "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
     },
@@ -193,6 +201,10 @@ VECTORS = {
     ),
     "pcb": lambda base, experts, key: merge.pcb_vector(base, experts),
     "pcb-half": lambda base, experts, key: merge.pcb_vector(base, experts, ratio=0.5, clip=0.1),
+    "nearswap": lambda base, experts, key: merge.nearswap_vector(base, some(experts, 1), t=0.1),
+    "ram": lambda base, experts, key: merge.ram_vector(base, experts),
+    "ram-plus": lambda base, experts, key: merge.ram_vector(base, experts, threshold=0.1, boost=0.2),
+    "ram-tensor": lambda base, experts, key: merge.ram_vector(base, experts, threshold=0.1, boost=0.2, scope="tensor"),
     "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
@@ -209,7 +221,21 @@ ROUNDED = {
     "sce",
     "sce-half",
 }
-JOINT = {"wise-ft", "model-stock", "svc", "emr", "multislerp", "consensus", "tall-mask", *NUSLERP, *ROUNDED}
+JOINT = {
+    "wise-ft",
+    "nearswap",
+    "ram",
+    "ram-plus",
+    "ram-tensor",
+    "model-stock",
+    "svc",
+    "emr",
+    "multislerp",
+    "consensus",
+    "tall-mask",
+    *NUSLERP,
+    *ROUNDED,
+}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
@@ -333,7 +359,9 @@ def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     same(run(base, experts, KEY), whole)
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if n != "fisher" and not n.startswith(("emr", "pcb", "ties-global"))])
+@pytest.mark.parametrize(
+    "name", [n for n in ALL if n not in ("fisher", "ram-plus") and not n.startswith(("emr", "pcb", "ties-global"))]
+)
 def test_leaves_may_be_merged_one_at_a_time(name, family):
     base, experts = family()
     merged = {}

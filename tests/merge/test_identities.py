@@ -43,6 +43,8 @@ WHOLE = {
         base, experts, coef=coef, task=name_of(experts), ratio=0.0
     ),
     "emr": lambda base, experts, coef: merge.emr(base, experts, coef=coef, task=name_of(experts)),
+    "nearswap": lambda base, experts, coef: merge.nearswap(base, dict([next(iter(experts.items()))]), t=1e9, coef=coef),
+    "ram": lambda base, experts, coef: merge.ram(base, experts, coef=coef, threshold=0.0),
 }
 NOT_ALONE = {
     "iso_c": "its singular values become equal",

@@ -160,6 +160,21 @@ def plain_svc(merged, *changes, alpha=0.2):
     return u @ np.diag(s) @ vt
 
 
+def plain_nearswap(change, limit=0.7):
+    size = np.abs(change)
+    return change * np.minimum(limit / np.maximum(size, 1e-300), 1)
+
+
+def plain_ram(*changes, threshold=1.0, boost=0.0, cap=0.5):
+    kept = [np.where(np.abs(change) > threshold, change, 0) for change in changes]
+    count = sum((change != 0).astype(int) for change in kept)
+    merged = sum(kept) / np.maximum(count, 1)
+    for change in kept:
+        alone, shared = (change != 0) & (count == 1), (change != 0) & (count > 1)
+        merged[alone] *= 1 + boost * min(shared.sum() / max(alone.sum(), 1), cap)
+    return merged
+
+
 def scaled_back(base, experts, task):
     """The merger without its scale, the only number that sees several leaves."""
     vector = merge.emr_vector(base, experts, task=task)
@@ -220,6 +235,15 @@ PLAIN = {
         " of the paper": (lambda b, e: merge.svc(b, e, coef=COEF), functools.partial(plain_svc, alpha=1.0), 4),
     },
     "emr": {"": (lambda b, e: scaled_back(b, e, next(iter(e), "")), plain_emr, 3)},
+    "nearswap": {"": (lambda b, e: merge.nearswap(b, e, coef=COEF, t=0.7), plain_nearswap, 1)},
+    "ram": {
+        "": (lambda b, e: merge.ram(b, e, coef=COEF, threshold=1.0), plain_ram, 3),
+        " boosted": (
+            lambda b, e: merge.ram(b, e, coef=COEF, threshold=1.0, boost=0.3, cap=2.5, scope="tensor"),
+            functools.partial(plain_ram, boost=0.3, cap=2.5),
+            4,
+        ),
+    },
 }
 RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
 
@@ -535,8 +559,46 @@ def test_emr_takes_the_negative_sign_of_a_sum_of_zero():
     assert merge.emr(base, experts, task="two")["w"][0] < 0
 
 
+def test_nearswap_by_hand():
+    one = torch.tensor([0.5, -0.5, 0.1, 0.0, float("inf"), float("nan")])
+    merged = merge.nearswap({"w": torch.ones(6)}, [{"w": 1 + one}], t=0.25)["w"]
+    assert merged[:5].tolist() == [1.25, 0.75, pytest.approx(1.1), 1.0, 1.25]
+    assert merged[5].isnan()
+
+
+def test_ram_by_hand():
+    base = {"a": torch.zeros(5), "b": torch.zeros(3)}
+    one = {"a": torch.tensor([4.0, 1.0, 0.25, 0.0, 2.0]), "b": torch.tensor([1.0, 2.0, 0.0])}
+    two = {"a": torch.tensor([2.0, 0.0, 8.0, 0.5, -2.0]), "b": torch.tensor([0.0, 0.0, 4.0])}
+    options = {"threshold": 0.5, "cap": 10.0}
+    plain = merge.ram(base, [one, two], **options)
+    assert plain["a"].tolist() == [3.0, 1.0, 8.0, 0.0, 0.0]  # 0.5 is not above 0.5
+    assert plain["b"].tolist() == [1.0, 2.0, 4.0]
+    # both share two coordinates of "a"; alone they change 1 and 1 of them, and 2 and 1 of "b"
+    of_all = merge.ram(base, [one, two], boost=1.0, **options)
+    assert of_all["a"].tolist() == pytest.approx([3.0, 1.0 * (1 + 2 / 3), 8.0 * 2, 0.0, 0.0])
+    assert of_all["b"].tolist() == pytest.approx([1.0 * (1 + 2 / 3), 2.0 * (1 + 2 / 3), 4.0 * 2])
+    of_each = merge.ram(base, [one, two], boost=1.0, scope="tensor", **options)
+    assert of_each["a"].tolist() == [3.0, 1.0 * 3, 8.0 * 3, 0.0, 0.0]
+    assert of_each["b"].tolist() == plain["b"].tolist()  # nothing is shared
+    capped = merge.ram(base, [one, two], boost=1.0, threshold=0.5, cap=0.5)
+    assert capped["b"].tolist() == [1.5, 3.0, 6.0]
+
+
+def test_ram_of_disjoint_changes_is_their_sum_and_keeps_what_is_not_a_number():
+    one, two = torch.tensor([1.0, 0.0, float("nan")]), torch.tensor([0.0, 3.0, 1.0])
+    for scope in ("global", "tensor"):
+        merged = of(merge.ram, one, two, boost=0.5, scope=scope)
+        assert merged[:2].tolist() == [1.0 * 1.5, 3.0 * 1.5]
+        assert merged[2].isnan()
+
+
 def test_options_out_of_range():
     one = {"w": torch.ones(2, 2)}
+    with raises("coef is inf", "t is 0, must be finite and above 0", "the number of experts is 2: nearswap takes"):
+        merge.nearswap(one, [one, one], coef=float("inf"), t=0)
+    with raises("threshold is -1, must be", "boost is nan, must be", "cap is -1, must be", "scope is 'leaf'"):
+        merge.ram(one, [one], threshold=-1, boost=float("nan"), cap=-1, scope="leaf")
     with raises("coef is inf", "share is -1, must be in [0, 1]"):
         merge.tsv_merge(one, [one], coef=float("inf"), share=-1)
     with raises("coef is nan", "common is 1.5, must be in [0, 1]"):

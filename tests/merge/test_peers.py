@@ -140,6 +140,8 @@ RUNS = {
     "wudi": vector("wudi"),
     "actmat": vector("wudi", norms=False, ridge=0.0),
     "cart": without_base("cart", coef=COEF, share=0.3),
+    "ram": vector("ram", threshold=1.6 * MADE.SIZE),
+    "ram_plus": vector("ram", threshold=1.6 * MADE.SIZE, boost=0.5),
     "emr_e0": vector("emr", task="e0"),
     "emr_e1": vector("emr", task="e1"),
     "emr_e2": vector("emr", task="e2"),

@@ -15,7 +15,9 @@ from smat_fn.config import (
     Karcher,
     ModelStock,
     MultiSlerp,
+    NearSwap,
     NuSlerp,
+    Ram,
     Sce,
     Slerp,
     TaskArithmetic,
@@ -57,6 +59,10 @@ UNRELATED = {
     "sce": (Sce(), ALL),
     "sce_37": (Sce(density=0.37), ALL),
     "arcee_fusion": (ArceeFusion(), TWO),
+    "nearswap": (NearSwap(t=5e-5), "e0"),
+    "ram": (Ram(threshold=1e-4), ALL),
+    "ram_plus": (Ram(threshold=1e-4, boost=0.1, cap=0.2), ALL),
+    "ram_plus_5": (Ram(threshold=1e-4, boost=0.3, cap=5.0), ALL),
 }
 EXACT = {"linear", "task_arithmetic", "ties_37", "ties_9", "breadcrumbs_37", "breadcrumbs_85"}
 

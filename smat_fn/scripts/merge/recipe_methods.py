@@ -15,7 +15,9 @@ from ...config import (
     MergerConfig,
     ModelStock,
     MultiSlerp,
+    NearSwap,
     NuSlerp,
+    Ram,
     Sce,
     Slerp,
     TaskArithmetic,
@@ -40,6 +42,7 @@ class Method:
     drops: bool = False  # at random
     single: bool = False  # of one model in each slice
     uneven: bool = False  # slices may have fewer models than others, without weights
+    gamma: str = "lambda"  # the shared parameter that is our coefficient, where the method has it
 
 
 class Resolved(NamedTuple):
@@ -125,6 +128,19 @@ def nuslerp(found: Resolved, *, based: bool) -> MergerConfig:
     return NuSlerp(t=share, along=along) if based else Slerp(coef=share, arc=along)
 
 
+def _nearswap(found: Resolved) -> MergerConfig:
+    """Raises: ValueError for a t that mergekit's floor changes."""
+    limit = float(found.shared["t"])
+    if not limit >= 1e-6:  # t / max(|difference|, 1e-6): below it small differences would be scaled there
+        raise ValueError(f"parameters.t of nearswap is {limit:g}: give 0.000001 or more, a largest change of weights")
+    return NearSwap(t=limit)
+
+
+def _ram(found: Resolved, *, boosted: bool) -> MergerConfig:
+    own = {"boost": found.shared.get("r", 0.1), "cap": found.shared.get("alpha", 0.2)} if boosted else {}
+    return Ram(threshold=found.shared.get("epsilon", 1e-5), scope="tensor", **own)
+
+
 def _linear(found: Resolved) -> MergerConfig:
     """Raises: ValueError for leaves whose weights sum to 0."""
     weights, normalize = found.ordered("weight", 1.0), found.flag("normalize", True)
@@ -173,7 +189,7 @@ METHODS = {
     "breadcrumbs_ties": Method(
         lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)
     ),
-    "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",)),
+    "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",), gamma="t"),
     "nuslerp": Method(
         partial(nuslerp, based=True), ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)
     ),
@@ -184,4 +200,7 @@ METHODS = {
         lambda f: Sce(density=f.shared.get("select_topk", 1.0)), (), ("int8_mask", "select_topk"), uneven=True
     ),
     "arcee_fusion": Method(lambda f: ArceeFusion(), based=False, pair=True),
+    "nearswap": Method(_nearswap, (), ("t",), required=("t",)),
+    "ram": Method(partial(_ram, boosted=False), (), ("epsilon",), uneven=True),
+    "ramplus_tl": Method(partial(_ram, boosted=True), (), ("epsilon", "r", "alpha"), uneven=True),
 }  # fmt: skip

@@ -85,8 +85,8 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     resolved = _resolved(method, names, resolver)
     config = nuslerp(resolved, based=False) if alone else method.make(resolved)
     coef: Any = None
-    if name := next((name for name in ("lambda", "t") if name in method.shared), None):
-        coef = resolver.rules(name, None, 1.0 if name == "lambda" else None, every=True)
+    if method.gamma in method.shared:
+        coef = resolver.rules(method.gamma, None, 1.0 if method.gamma == "lambda" else None, every=True)
         alike = not isinstance(coef, Mapping)
         config, coef = replace(config, coef=coef if alike else None), None if alike else coef  # type: ignore[call-arg]
     notes: tuple[str, ...] = ()
@@ -268,8 +268,8 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
                 problems.append(str(error))
     shared = {}
     for name in method.shared:
-        if name not in ("lambda", "t"):
-            value = resolver.rules(name, None, ...)
+        if name != method.gamma:
+            value = resolver.rules(name, None, None if name in method.required else ...)
             if isinstance(value, dict):
                 problems.append(f"parameters.{name} differs by leaf: give one value")
             elif value is not ...:

@@ -68,6 +68,7 @@ def test_a_recipe_is_what_mergekit_makes_of_it(name, models, golden, tmp_path):
 REPEATED = (
     "ties-gradients", "della", "slerp-gradient-slices", "linear-filters", "breadcrumbs", "passthrough-of-another-base",
     "slices-linear-unequal", "slices-karcher-unequal", "slices-growing", "tokens",
+    "slices-ramplus-unequal", "nearswap",
     "tokenizer-union-mean", "tokenizer-of-a-model",
 )  # fmt: skip
 
@@ -104,7 +105,7 @@ def test_a_model_of_other_layers_or_tokens_loads(name, models, tmp_path):
 
 
 BAD = {
-    "merge_method": "nearswap",
+    "merge_method": "evolve",
     "base_model": "BASE",
     "modules": {},
     "tokenizer": {
@@ -132,7 +133,7 @@ NAMED = (
     "modules is not supported", "tokenizer.pad_to_multiple_of is 0", "tokens.t3.force is 1", "tokens.t4 is {'sources'",
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
     "tokenizer and tokenizer_source are both", "chat_template is 'chatml'", "dtype is 'int8'", "colour is not a field",
-    "merge_method is 'nearswap'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
+    "merge_method is 'evolve'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
     "model C+ADAPTER: an adapter must be one of base_model", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
@@ -152,6 +153,7 @@ ONE = {"sources": [{"model": "A", "layer_range": [0, 2]}]}
 TWO = {"sources": [{"model": "A", "layer_range": [0, 2]}, {"model": "B", "layer_range": [0, 2]}]}
 THREE = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for name in "CAB"]
 EXCEPT_MLP = [{"filter": "mlp", "value": 0}, {"value": 1}]
+NEAR = {"merge_method": "nearswap", "base_model": "BASE", "models": [{"model": "A"}]}
 OTHER = {"model": "BASE", "layer_range": [0, 2], "parameters": {"weight": 1}}
 REFUSALS = {
     "parameters is 3: must be parameters by name": SHARED | {"parameters": 3},
@@ -217,6 +219,9 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": "A", "parameters": {"weight": float("inf")}}],
     },
+    "parameters.t is missing": SLICED | NEAR,
+    "parameters.t of nearswap is 1e-07: give 0.000001 or more": SLICED | NEAR | {"parameters": {"t": 1e-7}},
+    "parameters.t differs by leaf": SLICED | NEAR | {"parameters": {"t": [0.1, 0.2]}},
     "parameters.max_iter is 2.5: must be a whole number": {
         "merge_method": "karcher",
         "models": [{"model": "A"}, {"model": "B"}],
