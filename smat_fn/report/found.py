@@ -230,12 +230,12 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
 
 
 def _several(runs: Iterable[Run]) -> list[str]:
-    """Differences between suites, except for seeds and devices."""
+    """Differences between suites, except for seeds and devices, and tasks, which the scores tell."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.suite.items():
             values.setdefault(name, set()).add(json.dumps(value))
-    ignored = ("seed", "device", "decode_batch")
+    ignored = ("seed", "device", "decode_batch", "tasks")
     return [
         f"runs differ in {name} ({', '.join(sorted(found))})"
         for name, found in values.items()

@@ -28,6 +28,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.evaluate import Scorer
+from smat_fn.folders.inputs.opening import read_inputs
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.merge import commands, merging, settings, streaming
@@ -463,6 +464,11 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     (tmp_path / two / "adapter_config.json").write_text(json.dumps(config))
     (note,) = load_inputs(base, experts).notes
     assert note.startswith(f"expert '{two}' names 'owner/another' as its base, here it is {base}: make sure")
+    stated = {"base_fingerprint": checkpoint.load_manifest(base)["fingerprint"]}  # as train.py has it, on disk too
+    (tmp_path / two / "manifest.json").write_text(json.dumps(stated))
+    read_inputs(base, {two: tmp_path / two}, said := [])
+    assert not said
+    (tmp_path / two / "manifest.json").unlink()
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is not a readable adapter"):
         load_inputs(base, experts)
