@@ -167,7 +167,11 @@ def _suites(
             problems.append(
                 f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
                 "evaluate each alone, with its own --out"
-                + ("" if manifest["kind"] == "merged" else ", or train one with another --label")
+                + (
+                    ""
+                    if manifest["kind"] == "merged"
+                    else ", or name one of them anew: its train.py command with --resume --label NAME"
+                )
             )
         if not (found := named_by[folder]):
             problems.append(

@@ -28,7 +28,8 @@ from .snapshots import choose_snapshot
 from .whole_models import lacking_problems, of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
-COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
+# facts that tell merges apart
+COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts", "label"
 
 
 # over 60 lines: its docstring explains every argument

@@ -405,6 +405,11 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
         assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
     with pytest.raises(ValueError, match="holds another merge: its experts"):
         merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
+    text = (tmp_path / "ta" / "manifest.json").read_text()
+    (tmp_path / "ta" / "manifest.json").write_text(text.replace('"label": "', '"label": "once '))
+    with pytest.raises(ValueError, match="holds another merge: its label is once FT, this merge's would be FT"):
+        merge_run(configs[:1], *inputs, **options)
+    (tmp_path / "ta" / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=f"holds another merge: it was made of experts in the order {', '.join(TWO)}"):
         merge_run(configs[:1], inputs[0], inputs[1][::-1], **options)
     assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
