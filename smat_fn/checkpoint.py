@@ -126,7 +126,7 @@ def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             with safe_open(file, framework="pt") as store:
                 leaves |= {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): train or merge it again") from error
+        raise ValueError(f"{file} cannot be read ({error}): train or merge it again with --overwrite") from error
     return leaves, manifest
 
 
@@ -270,9 +270,10 @@ def describe(params: Params, **facts: Any) -> dict[str, Any]:
 def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary sibling folder that takes the place of ``path`` when the block ends without an exception.
 
-    Of a symbolic link what it points to is replaced, and the link stays.
+    Of a symbolic link what it points to is replaced, and the link stays. Files of weights, which safetensors writes for
+    their owner alone, get the permissions of other files.
 
-    Raises: ValueError as `refuse_existing`.
+    Raises: ValueError as `refuse_existing`; OSError where weights cannot be written.
     """
     target = follow(Path(path))
     refuse_existing(target, overwrite=overwrite)
@@ -282,7 +283,11 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     fresh.mkdir()
     try:
         yield fresh
+        for file in fresh.glob("*.safetensors"):
+            file.chmod(fresh.stat().st_mode & 0o666)
         take_place(fresh, target)
+    except SafetensorError as error:
+        raise OSError(f"{target} cannot be written ({error}): free space there, and run the command again") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -39,8 +39,10 @@ def raise_problems(problems: Sequence[str], of: str = "") -> None:
 
 
 def suggestion(value: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'smat'?" for a value that is nearly one of ``known``, else an empty text."""
-    near = get_close_matches(value.lower(), list(known), n=1, cutoff=0.6)
+    """ ", did you mean 'smat'?" for a value that begins one of ``known``, or is nearly one, else an empty text."""
+    names, word = list(known), value.lower()
+    near = [name for name in names if len(word) > 2 and name.lower().startswith(word)]
+    near = near or get_close_matches(word, names, n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}?" if near else ""
 
 

@@ -226,7 +226,7 @@ def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) ->
     Raises: ValueError for a source that is not a name on the hub, or is unavailable.
     """
     if source.endswith(SUFFIXES) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w.-]+)?", source):
-        raise ValueError(f"there is no file or folder {source}")
+        raise ValueError(f"there is no file or folder {source}: give one (--data), or a dataset's name on the hub")
     import datasets
 
     name, _, revision = source.partition("@")

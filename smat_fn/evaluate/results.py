@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..checkpoint import write_text
+from ..errors import shortened
 
 Row = TypeVar("Row")
 EXPERT, SET = "expert:", "experts"
@@ -92,7 +93,8 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
         except (ValueError, TypeError) as error:
             problems.append(f"{path}, line {number}: {error}")
     if problems:
-        raise ValueError("; ".join(problems) + ": remove these lines or write the file again")
+        few = shortened(problems, "and {} more lines")
+        raise ValueError("; ".join(few) + ": remove these lines or write the file again")
     return rows
 
 

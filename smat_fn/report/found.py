@@ -214,11 +214,14 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
     Raises: ValueError as `main_table` and `settings_of`; for no scores of the split, for runs of several suites, and
         for a reference other than FT that is not there.
     """
+    rows = list(rows)
     scores, facts = with_muon(_once(row for row in rows if row.split == split), list(runs))
     scored = {(row.method, row.seed) for row in scores}
     # one model may have rows under two labels, from before with_muon
     facts = [run for run in once(facts) if (run.label, run.seed) in scored]
-    problems = [] if scores else [f"no {split} scores of any model: evaluate some with eval.py"]
+    others = sorted({row.split for row in rows} - {split})
+    way = f"pass --split {others[0]}, or evaluate some with eval.py" if others else "evaluate some with eval.py"
+    problems = [] if scores else [f"no {split} scores of any model: {way}"]
     problems += [f"{problem}: make a report for each suite" for problem in _several(facts)]
     raise_problems(problems)
     table, costs = main_table(scores, split=split), costs_of(facts, scores)
@@ -230,12 +233,12 @@ def find(rows: Iterable[Result], runs: Iterable[Run], *, split: str, reference: 
 
 
 def _several(runs: Iterable[Run]) -> list[str]:
-    """Differences between suites, except for seeds and devices."""
+    """Differences between suites, except for seeds and devices, and tasks, which the scores tell."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.suite.items():
             values.setdefault(name, set()).add(json.dumps(value))
-    ignored = ("seed", "device", "decode_batch")
+    ignored = ("seed", "device", "decode_batch", "tasks")
     return [
         f"runs differ in {name} ({', '.join(sorted(found))})"
         for name, found in values.items()

@@ -203,7 +203,7 @@ def _gaps(method: str, split: str, mine: dict[str, dict[int, dict[str, float]]])
     five = [column for column in mine if column in COLUMNS]
     gaps = [f"{method}, {column} lacks seed {s}" for column in five for s in sorted(every_seed - set(mine[column]))]
     return gaps + [
-        f"{method}, {column}, seed {seed} lacks task {task!r}"
+        f"{method}, {column}, seed {seed} lacks task {task!r}, which others have: add it, or leave them out"
         for column, by_seed in mine.items()
         for seed, tasks in by_seed.items()
         for task in sorted(every_task - set(tasks))

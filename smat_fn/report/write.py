@@ -63,7 +63,8 @@ def scores(found: Found) -> Section:
                 "label": row.method, "seed": row.seed, "model": row.model, "task": row.task, "split": row.split,
                 "score": row.score, "coef": row.coef, "method": setting and setting.method,
                 "optimizer": setting and setting.training.get("optimizer"),
-                "lr": setting and setting.training.get("lr"), "strengths": setting and words(setting.hyperparameters),
+                "lr": setting and setting.training.get("lr"),
+                "hyperparameters": setting and words(setting.hyperparameters),
             }
         )  # fmt: skip
     text = f"{len(records)} scores, a line each with its experts' settings: `scores.csv`."

@@ -194,7 +194,7 @@ def spoken(text: str) -> str:
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
-    text = text.replace("give max_length ", "pass --suite-options max_length ")
+    text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
     return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
 
@@ -274,7 +274,7 @@ def run(
             print(outcome.HELP, end="")
         raise
     try:
-        raise_problems(_twice(words, parsed))
+        raise_problems([*_twice(words, parsed), *_no_folder(parsed)])
         for part in (parsed, *vars(parsed).values()):
             if (threads := getattr(part, "threads", 1)) < 1:
                 raise ValueError(f"--threads is {threads}, must be at least 1")
@@ -292,6 +292,18 @@ def _twice(words: Sequence[str], parsed: Any) -> list[str]:
         for name in dict.fromkeys(names)
         if names.count(name) > 1 and name.replace("_", "-") in several
     ]
+
+
+def _no_folder(parsed: Any) -> list[str]:
+    """An error for an --out that no folder can be made at, before anything is loaded."""
+    out = dict(_values(parsed)).get("out")
+    if not isinstance(out, Path) or out.is_symlink():
+        return []
+    above = next((place for place in (out, *out.parents) if place.is_symlink() or place.exists()), None)
+    if above is None or above.is_dir():
+        return []
+    what = "a link that leads nowhere" if above.is_symlink() else "a file"
+    return [f"--out is {out}, but {above} is {what}: remove it, or choose another folder"]
 
 
 def _values(options: Any) -> Iterator[tuple[str, Any]]:

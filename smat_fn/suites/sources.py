@@ -132,7 +132,10 @@ def one_class(task: str, labels: Mapping[str, Sequence[int]], names: Sequence[st
 def model_problems(model: str) -> list[str]:
     """A message for a model's folder that does not exist, or nothing."""
     if Path(model).is_absolute() and not Path(model).is_dir():
-        return [f"there is no folder {model}: give a model's folder, or its name on the hub"]
+        return [
+            f"there is no folder {model}: give a model's folder, or its name on the hub (--model, or "
+            "--suite-options model where a command has no such option)"
+        ]
     return []
 
 

@@ -276,10 +276,14 @@ class Trace(BaseSuite):
         limit, new, examples = self._positions, self._settings[task].max_new_tokens, self._examples(task, "train")
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
+        fewer = "give max_new_tokens"
         if new > limit:
-            problems.append(f"max_new_tokens of {task} is {new}, more than the model's {limit}")
+            problems.append(f"max_new_tokens of {task} is {new}, more than the model's {limit}: {fewer} below it")
         if (longest := max(len(ids) for e in examples for ids in e)) > limit:
-            problems.append(f"training rows of {task} have up to {longest} tokens, more than the model's {limit}")
+            problems.append(
+                f"training rows of {task} have up to {longest} tokens, more than the model's {limit}: "
+                f"give max_length {limit} or less, which cuts them"
+            )
         for split in ("dev", "test"):
             room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
@@ -287,8 +291,10 @@ class Trace(BaseSuite):
             longest = max(map(len, self._lm.tokenizer(long, verbose=False)["input_ids"])) if long else 0
             if longest > room:
                 more = f" with {beside} new ones" if beside else ""
+                way = f", or {fewer} {limit - longest} or less" if beside and longest < limit else ""
                 problems.append(
-                    f"{split} prompts of {task} have up to {longest} tokens,{more} more than the model's {limit}"
+                    f"{split} prompts of {task} have up to {longest} tokens,{more} more than the model's {limit}: "
+                    f"shorten these prompts{way}"
                 )
         errors.raise_problems(problems)
         return -(-len(examples) // self.options.batch_size)

@@ -52,7 +52,7 @@ def test_what_cannot_be_reported_ends_in_one_line(call, tmp_path):
     text, _ = call("report", tmp_path / "none", "--out", tmp_path / "out")
     assert text == f"eval.py report: {tmp_path / 'none'}: there is no such file or folder"
     text, _ = call("report", STUDY, "--split", "dev", "--out", tmp_path / "out")
-    assert text == "eval.py report: no dev scores of any model: evaluate some with eval.py"
+    assert text == "eval.py report: no dev scores of any model: pass --split test, or evaluate some with eval.py"
     text, _ = call("report", "--out", tmp_path / "out")
     assert text == "eval.py report: give at least one folder of scores"
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from smat_fn import checkpoint, tree
 
@@ -96,6 +97,22 @@ def test_the_tree_of_a_checkpoint_is_that_of_like(tmp_path):
     flat, _ = checkpoint.load_expert(tmp_path / "e", OrderedDict({"b": torch.empty(1), "a.w": torch.empty(2)}))
     assert type(flat) is OrderedDict
     assert torch.equal(flat["a.w"], values(2))
+
+
+def test_weights_are_as_readable_as_their_folder_and_a_full_disk_is_named(tmp_path, monkeypatch):
+    checkpoint.save_expert(tmp_path / "e", {"w": torch.zeros(2)}, {})
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "e").iterdir()}
+    assert modes["model.safetensors"] == modes["manifest.json"]
+
+    def full(*given, **options):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(
+        OSError, match=f"^{tmp_path / 'x'} cannot be written .*No space left.*: free space there, and run"
+    ):
+        checkpoint.save_expert(tmp_path / "x", {"w": torch.zeros(2)}, {})
+    assert [folder.name for folder in tmp_path.iterdir()] == ["e"]
 
 
 def test_an_exception_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
@@ -207,7 +224,7 @@ def test_a_truncated_weights_file_is_refused(tmp_path, keep):
     checkpoint.save_expert(tmp_path / "e", make(), {})
     file = tmp_path / "e" / checkpoint.WEIGHTS
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*: train or merge it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*: train or merge it again with --o"):
         checkpoint.load_expert(tmp_path / "e", make())
 
 

@@ -23,6 +23,7 @@ def test_of_many_problems_every_kind_is_said():
 
 def test_a_mistyped_name_is_suggested():
     assert suggestion("samt", ["ft", "smat"]) == ", did you mean 'smat'?"
+    assert suggestion("tsv", ["svc", "tsv_merge"]) == ", did you mean 'tsv_merge'?"
     assert suggestion("zebra", ["ft", "smat"]) == ""
     with pytest.raises(ValueError, match=r"task 'rot9' is unknown, did you mean 'rot90'\? choose one of 'rot90', 'mir"):
         check_member("task", "rot9", ["rot90", "mirror"])

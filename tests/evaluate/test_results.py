@@ -43,6 +43,9 @@ def test_all_bad_lines_are_named(tmp_path):
     path.write_text(f'{good}{{"method": "FT"\n{unknown}\n{{"method": "FT"}}\n')
     with pytest.raises(ValueError, match=r"line 2: .*line 3: unknown fields \['extras'\].*line 4: .*missing"):
         read_results(path)
+    path.write_text(f"{unknown}\n" * 20)  # as scores.jsonl, which is a cache
+    with pytest.raises(ValueError, match=r"line 6: [^;]*; and 14 more lines: remove these lines or write the file"):
+        read_results(path)
 
 
 def test_a_score_of_a_tensor_is_a_float_and_a_text_is_refused(tmp_path):

@@ -57,6 +57,7 @@ def test_one_page_markdown_csv_and_png(make, tmp_path):
     assert (out / "own-part.png").read_bytes() == PNG
     with open(out / "scores.csv", newline="", encoding="utf-8") as file:
         scores = list(csv.DictReader(file))
+    assert scores[0].keys() >= {"label", "seed", "model", "task", "split", "score", "coef", "hyperparameters"}
     assert [float(line["score"]) for line in scores] == [row.score for row in rows + more]
     assert {name for _, name in re.findall(r"(!\[.*?\])\((.*?)\)", text)} <= names
 

@@ -72,6 +72,20 @@ def test_several_values_are_given_once(monkeypatch):
         run("linear", elsewhere={"linear": "wa"})
 
 
+def test_an_output_below_a_file_is_an_error_before_anything_is_loaded(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    main = lambda args: pytest.fail(f"{args} ran")  # noqa: E731
+    for out, what in (
+        ("file", "file is a file"),
+        ("file/x", "file is a file"),
+        ("nowhere/x", "nowhere is a link"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / out)])
+        with pytest.raises(SystemExit, match=rf"^own: --out is {tmp_path / out}, but {tmp_path}/{what}"):
+            cli.run("own", main, Paths, description=None)
+
+
 def test_options_are_said_as_the_command_line_has_them():
     assert spoken("train it whole, train_layers=None") == "train it whole, --suite-options train_layers None"
     assert spoken("cut by truncate='prompt-middle'") == "cut by --suite-options truncate prompt-middle"
@@ -86,6 +100,7 @@ def test_options_are_said_as_the_command_line_has_them():
     assert spoken("say whose the output has, by config_from").endswith("by --config-from")
     long = "max_length is 128, m has 64 positions: give max_length 64 or less"
     way = "pass --suite-options max_length 64 or less"
+    assert spoken("give max_new_tokens below it") == "pass --suite-options max_new_tokens below it"
     assert spoken(long) == f"--suite-options max_length is 128, m has 64 positions: {way}"
 
 

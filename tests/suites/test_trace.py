@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS, Dev, Finetune, Training
+from smat_fn.config import PRESETS, Dev, Finetune, TaskArithmetic, Training
 from smat_fn.data import text
 from smat_fn.data.batching import batch_indices
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
@@ -24,6 +24,9 @@ from smat_fn.grad import value_and_grad
 from smat_fn.mat import finetune
 from smat_fn.models import causal_lm
 from smat_fn.optim import adamw
+from smat_fn.scripts.evaluate import evaluation
+from smat_fn.scripts.merge.inputs import facts_of, find_inputs, load_inputs
+from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.train.loop import budget
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -408,8 +411,12 @@ def test_models_that_do_not_fit_are_told_before_training(load, folders, tmp_path
     config = "tokenizer_config.json"
     with pytest.raises(ValueError, match="has no EOS token"):
         load(model=edited("eos", config, lambda values: values.pop("eos_token")))
-    with pytest.raises(ValueError, match="more than the model's 20"):
-        load(model=edited("short", "config.json", lambda v: v.update(max_position_embeddings=20))).epoch_steps("FOMC")
+    short = edited("short", "config.json", lambda values: values.update(max_position_embeddings=20))
+    with pytest.raises(ValueError, match=r"rows of FOMC have up to \d+ tokens, more than the model's 20: give max_len"):
+        load(model=short).epoch_steps("FOMC")
+    room = edited("room", "config.json", lambda values: values.update(max_position_embeddings=40))
+    with pytest.raises(ValueError, match=r"prompts of FOMC .* with 20 new .*: shorten these prompts, or give max_new_"):
+        load(model=room, max_new_tokens=20).epoch_steps("FOMC")
     EXAMPLE["write_model"](tmp_path / "small", ["a"], vocabulary=300, width=16, layers=1)
     for file in ("tokenizer.json", config):
         shutil.copy(folders / "model" / file, tmp_path / "small" / file)
@@ -744,6 +751,47 @@ def test_a_run_does_not_resume_on_edited_training_rows(load, tmp_path):
     manifest.write_text(json.dumps(facts))  # as earlier code wrote it
     file.write_text(json.dumps(rows[:9]))
     train(resume=True)
+
+
+def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(load, folders, tmp_path, monkeypatch):
+    data, out, training = write_rows(tmp_path / "rows", "FOMC"), tmp_path / "run", Training(steps=2, lr=1e-3)
+    suite = load(data=str(data))
+    train_run(suite, Finetune(), training, RunOptions(out, suite.tasks, 3))
+    data, model, told = data.rename(tmp_path / "moved"), tmp_path / "model", list[str]()
+    write_rows(data, "A first one")
+    shutil.copytree(folders / "model", model)
+    places = {"model": str(model), "data": str(data)}
+    own = RunOptions(out, ("A first one", "FOMC"), 3, resume=True)
+    with pytest.raises(ValueError, match=r"FOMC in .* other settings: suite.max_length was 512, is 20; give the sett"):
+        train_run(load(max_length=20, **places), Finetune(), training, own)
+    with pytest.raises(ValueError, match=f"suite.model was {folders / 'model'}, is {model}, suite.train_layers was N"):
+        train_run(load(train_layers=1, **places), Finetune(), training, own)
+    train_run(load(**places), Finetune(), training, own, report=told.append)
+    assert told[0].startswith(
+        f"note: model was {folders / 'model'}, is {model}: weights and tokens of training rows ar"
+    )
+    assert told[1:] == ["FOMC: finished before"]
+    merger, search = [TaskArithmetic(coef=0.5)], {"out": tmp_path / "merged", "search": True, "seed": 0}
+    differ = (
+        rf"'FOMC' is of another suite than the first \(model .*, data {tmp_path / 'rows'}, of the first {data}\): --d"
+    )
+    with pytest.raises(ValueError, match=differ):
+        merge_run(merger, *find_inputs(out), **search)
+    merge_run(merger, *find_inputs(out), **search, options=places)
+    assert facts_of(*find_inputs(out), load_inputs(*find_inputs(out)).manifests, 0)["suite"]["tasks"] == [
+        "FOMC",
+        "A first one",
+    ]
+    loaded = []
+    monkeypatch.setattr(evaluation, "load_suite", lambda **asked: loaded.append(load_suite(**asked)) or loaded[-1])
+    rows = evaluation.evaluate(evaluation.find_checkpoints([out, tmp_path / "merged"]), options=places)
+    assert [(row.model, row.task) for row in rows] == [
+        ("expert:A first one", "A first one"),
+        ("expert:FOMC", "FOMC"),
+        ("ta", "A first one"),
+        ("ta", "FOMC"),
+    ]
+    assert [suite.tasks for suite in loaded] == [("FOMC", "A first one")]  # one model, whatever the experts name
 
 
 def test_a_run_does_not_resume_on_another_template_or_on_dev_rows_that_chose_its_weights(load, chatting, tmp_path):

@@ -142,7 +142,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         made[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
-    note = "; ".join(filter(None, (_base_note(label, config, base), _tied_note(label, config, touched, base, head))))
+    note = "; ".join(
+        filter(None, (_base_note(label, path, config, base), _tied_note(label, config, touched, base, head)))
+    )
     return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
 
 
@@ -156,7 +158,16 @@ def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> lis
     ]
 
 
-def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest that train.py wrote beside weights; empty for folders of other tools."""
+    try:
+        found: Any = checkpoint.load_manifest(folder)
+    except (ValueError, OSError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _base_note(label: str, path: Path, config: Mapping[str, Any], base: Folder) -> str:
     """A note on an adapter whose configuration names another model than base, by the last part of the name."""
     named = config.get("base_model_name_or_path")
     own = config_of(base.root).get("_name_or_path")
@@ -164,6 +175,8 @@ def _base_note(label: str, config: Mapping[str, Any], base: Folder) -> str:
     known = {base.root.resolve().name, *hub, Path(own).name if isinstance(own, str) else ""}
     if not isinstance(named, str) or not named or Path(named).name.lower() in map(str.lower, known):
         return ""
+    if (start := _manifest(path).get("base_fingerprint")) and start == _manifest(base.root).get("fingerprint"):
+        return ""  # of train.py, beside the base that it was trained from
     return f"{label} names {named!r} as its base, here it is {base.root}: make sure that they have the same weights"
 
 

@@ -22,9 +22,10 @@ from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import manifest_of, named, unreplaced
+from ..merge.inputs import manifest_of, named, unreplaced, with_tasks_of
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
+SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
@@ -39,16 +40,17 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     problems = []
     for path in paths:
         name, folder = named(path)
-        if name is not None and not manifest_of(folder):
+        if name is not None:
+            if manifest_of(folder).get("kind") in SCORED:
+                problems.append(f"{folder} is a checkpoint of train.py or merge.py: give it without a name")
             found[path] = None
             continue
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
-        folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in ("expert", "merged")]
+        folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in SCORED]
         if not folders:
             way = "give folders of train.py or merge.py" if path.is_dir() else "there is no such folder"
             if (path / "config.json").is_file() or is_adapter(path):
                 way += f", or name the task of an expert of another tool: TASK={path}"
-            way += "" if name is None else f"; {folder} is a checkpoint, give it without a name"
             problems.append(f"{path} holds no expert or merged checkpoint: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
@@ -150,6 +152,12 @@ def _suites(
     """
     recipes: dict[Path, str] = {}
     suites: dict[str, tuple[Suite, str]] = {}
+    # third-party experts name no suite, nor does a model merged from them
+    named_by = {
+        folder: manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
+        for folder, manifest in manifests.items()
+    }
+    loaded: dict[str, tuple[Suite, str]] = {}  # one model for the recipes that differ in tasks alone
     wholes: dict[str, str | None] = {}
     rows_of: dict[tuple[Any, ...], Path] = {}
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
@@ -159,11 +167,13 @@ def _suites(
             problems.append(
                 f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
                 "evaluate each alone, with its own --out"
-                + ("" if manifest["kind"] == "merged" else ", or train one with another --label")
+                + (
+                    ""
+                    if manifest["kind"] == "merged"
+                    else ", or name one of them anew: its train.py command with --resume --label NAME"
+                )
             )
-        # third-party experts name no suite, nor does a model merged from them
-        found = manifest.get("suite") or _asked(Path(manifest.get(OTHER, folder)), {**implied, **options})
-        if not found:
+        if not (found := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
                 "images, with --model BASE --data DATA"
@@ -171,8 +181,15 @@ def _suites(
             continue
         recipe = recipes[folder] = json.dumps(found)
         if recipe not in suites:
-            suite = load_suite(**{**found, **options})
-            suites[recipe] = suite, checkpoint.fingerprint(suite.base)
+            if (kind := _but_tasks({**found, **options})) not in loaded:
+                alike = (other for other in named_by.values() if other and _but_tasks({**other, **options}) == kind)
+                suite = load_suite(**{**(with_tasks_of(alike) or found), **options})
+                loaded[kind] = suite, checkpoint.fingerprint(suite.base)
+            suite, print_ = loaded[kind]
+            tasks = tuple(() if "tasks" in options else found.get("tasks") or ())
+            if tasks and tasks != suite.tasks:
+                suite = suite.replace(tasks=tasks, recipe={**suite.recipe, "tasks": list(tasks)})
+            suites[recipe] = suite, print_
         suite, base = suites[recipe]
         fits = OTHER in manifest or manifest.get("base_fingerprint") == base
         if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools
@@ -193,6 +210,10 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
+
+
+def _but_tasks(recipe: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in recipe.items() if name != "tasks"})
 
 
 def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:

@@ -333,10 +333,17 @@ def facts_of(
         "merge_seed": seed,
         "label": "+".join(dict.fromkeys(manifest.get("label", name) for name, manifest in manifests.items())),
         "seed": next((manifest["seed"] for manifest in known if "seed" in manifest), seed),
-        "suite": next((manifest["suite"] for manifest in known if manifest.get("suite")), None),
+        "suite": with_tasks_of(manifest.get("suite") for manifest in known),
         "base_model": model_names(base, experts),
         "experts": {name: manifest.get("fingerprint") for name, manifest in manifests.items()},
     }
+
+
+def with_tasks_of(recipes: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """The first recipe of a suite with the tasks of all: experts of new tasks may have come beside the first ones."""
+    found = [recipe for recipe in recipes if recipe]
+    tasks = dict.fromkeys(task for recipe in found for task in recipe.get("tasks") or ())
+    return {**found[0], **({"tasks": list(tasks)} if tasks else {})} if found else None
 
 
 def model_names(base: Path, experts: Sequence[Path] = ()) -> list[str]:

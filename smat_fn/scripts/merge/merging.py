@@ -22,13 +22,14 @@ from .. import outcome
 from .card import CARD, card
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, sources_text, verify
-from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics
+from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, with_tasks_of
 from .recipe_write import written
 from .snapshots import choose_snapshot
 from .whole_models import lacking_problems, of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
-COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts"  # facts that tell merges apart
+# facts that tell merges apart
+COMPARED = "merger", "asked", "merge_seed", "suite", "base_fingerprint", "experts", "label"
 
 
 # over 60 lines: its docstring explains every argument
@@ -310,10 +311,13 @@ def common_suite(
     recipes = {task: manifest.get("suite") for task, manifest in inputs.manifests.items() if manifest}
     other = options.get("name", implied.get("name")) != implied.get("name")
     asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
-    first = next(iter(recipes.values()), asked)
+    first = with_tasks_of(recipes.values()) or asked
     problems = [f"expert {task!r} names no suite to search on" for task, r in recipes.items() if not r]
     problems += [
-        f"expert {task!r} is of another suite than the first" for task, r in recipes.items() if r and r != first
+        f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
+        "for all"
+        for task, r in recipes.items()
+        if r and first and (differ := _unlike({**first, **options}, {**r, **options}))
     ]
     if first is None and not recipes:
         problems.append(
@@ -349,6 +353,15 @@ def common_suite(
         problems += problems_of(part.check, f"expert {name!r}", leaves)
     errors.raise_problems(problems)
     return of_whole_models(suite, part)
+
+
+def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The options in which two recipes of suites differ, but for tasks."""
+    return [
+        f"{name} {other.get(name)}, of the first {first.get(name)}"
+        for name in dict.fromkeys((*first, *other))
+        if name != "tasks" and first.get(name) != other.get(name)
+    ]
 
 
 def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:

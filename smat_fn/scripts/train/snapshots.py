@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -160,8 +160,11 @@ def restore_all(path: Path, state: Any, world: World) -> Any:
     return found
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Messages for settings that differ, by path, if bits depend on them; only those named in ``now`` count."""
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any], *, besides: Collection[str] = ()) -> list[str]:
+    """Messages for settings that differ, by path, if bits depend on them; only those named in ``now`` count.
+
+    Args: besides: paths of settings that do not count.
+    """
     rows = stored.get("train_rows") or {}  # of earlier code, or a suite that does not know, without some
     if "train_rows" in now:
         now = {**now, "train_rows": {name: value for name, value in now["train_rows"].items() if name in rows}}
@@ -169,6 +172,8 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for settings in (old, new):
         settings.pop("hyperparameters.offload", None)  # which earlier code wrote
         settings.pop("train_rows.from", None)
+        for name in besides:
+            settings.pop(name, None)
     missing = "left out"
     return [
         f"{name} was {old.get(name, missing)}, is {new.get(name, missing)}"

@@ -154,7 +154,7 @@ def train_run(
         if world.leads:
             _hold(run, held)
             if run.resume:
-                _check_resumed(run.out, experts)
+                _check_resumed(run, experts, report)
             origin = experts[0].facts["base_fingerprint"]
             _write_base(run.out / checkpoint.BASE, suite, origin, overwrite=run.overwrite)
             for task in run.tasks if run.overwrite else ():
@@ -252,7 +252,8 @@ def _train_one(
     if finished:
         if world.leads:
             _forget_replaced(run, task)
-        report(f"{task}: finished before{_other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ''}")
+        code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
+        report(f"{task}: finished before{code}{_relabelled(run, task) if world.leads else ''}")
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
@@ -291,6 +292,21 @@ def _forget_replaced(run: RunOptions, task: str) -> None:
         if not problems_of(checkpoint.refuse_existing, folder, overwrite=True):  # nothing of others is in it
             shutil.rmtree(folder)
     mark.unlink(missing_ok=True)
+
+
+def _relabelled(run: RunOptions, task: str) -> str:
+    """Give a finished expert and its snapshots the label of the command line; says so if it is another one.
+
+    No bit of an expert depends on its label, which tells the lines of a table apart.
+    """
+    said = ""
+    for folder in (run.out / task, *sorted(run.out.glob(f"{checkpoint.SNAPSHOTS}/*/{task}"))):
+        manifest = manifest_of(folder)
+        if run.label and manifest and manifest["label"] != run.label:
+            said = said or f", label {manifest['label']} is now {run.label}"
+            text = json.dumps({**manifest, "label": run.label}, indent=2, allow_nan=False)
+            checkpoint.write_text(folder / checkpoint.MANIFEST, text + "\n")
+    return said
 
 
 def _manifest(
@@ -369,9 +385,13 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
     )
 
 
-def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
-    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows."""
-    problems, edited = [], []
+def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[[str], None]) -> None:
+    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows.
+
+    A label that is given is a new name. Tasks may have come beside, and folders of data and model may have moved:
+    hashes compare what is in them. A model of another place is reported, since its configuration has none.
+    """
+    out, problems, edited, moved = run.out, list[str](), list[str](), dict[str, None]()
     for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
@@ -390,7 +410,12 @@ def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
         if "dev" in other:
             edited.append(f"the dev rows of {task} changed since {task} in {out} was begun, which --eval-every scores")
         others = {name: value for name, value in facts.items() if name != "train_rows"}
-        if differ := snapshots.differences(found, others):
+        besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
+        was, has = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
+        if was != has and "inputs" in rows and _holds_all(facts["suite"]):
+            besides.append("suite.model")
+            moved[f"model was {was}, is {has}"] = None
+        if differ := snapshots.differences(found, others, besides=besides):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
@@ -398,6 +423,13 @@ def _check_resumed(out: Path, experts: Sequence[Expert]) -> None:
     if edited:
         edited.append("put the old files back, or choose another --out, or begin anew with --overwrite")
     errors.raise_problems(problems + edited)
+    for line in moved:
+        report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
+
+
+def _holds_all(suite: Mapping[str, Any]) -> bool:
+    """Whether an expert has every weight that its loss reads, so that the fingerprint of the base tells the model."""
+    return suite.get("name") != "clip8" and not suite.get("train_layers") and not suite.get("train")
 
 
 def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:

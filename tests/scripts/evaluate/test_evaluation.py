@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def rows(folders):
     return evaluate(folders)
 
 
-def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged, tmp_path):
+def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged, tmp_path, monkeypatch):
     inside = find_checkpoints([runs["ft"], runs["ft"] / "rot90", merged["ft"].parent])
     experts = [runs["ft"] / task for task in ("mirror", "negative", "rot90", "stripes")]
     assert inside[:4] == experts
@@ -58,6 +59,11 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
     (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match=f"or name the task of an expert of another tool: TASK={tmp_path}"):
         find_checkpoints([tmp_path])
+    checkpoint.save_expert(tmp_path / "exported", {"w": torch.zeros(1)}, {"kind": "exported", "label": "FT"})
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoints([Path("rot90=exported")]) == [Path("rot90=exported")]
+    with pytest.raises(ValueError, match=f"^{runs['ft'] / 'rot90'} is a checkpoint of train.py or merge.py: give it w"):
+        find_checkpoints([Path(f"x={runs['ft'] / 'rot90'}")])
 
 
 def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, folders, suite):
@@ -99,7 +105,7 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
     assert "bare names no suite to be scored on: pass --preset lm" in str(error.value)
     twins = f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21"
-    assert f"{twins}: evaluate each alone, with its own --out, or train one" in str(error.value)
+    assert f"{twins}: evaluate each alone, with its own --out, or name one of them anew: its" in str(error.value)
 
 
 def copied(folder, place, **facts):

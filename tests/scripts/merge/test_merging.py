@@ -28,6 +28,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.evaluate import Scorer
+from smat_fn.folders.inputs.opening import read_inputs
 from smat_fn.scripts.analyse import scores
 from smat_fn.scripts.analyse.runs import Run, merged_params
 from smat_fn.scripts.merge import commands, merging, settings, streaming
@@ -404,6 +405,11 @@ def test_a_merge_that_is_done_stays_and_one_of_other_settings_is_refused(runs, t
         assert f"{tmp_path / 'ta'} holds another merge: {told}" in str(error.value)
     with pytest.raises(ValueError, match="holds another merge: its experts"):
         merge_run(configs[:1], inputs[0], inputs[1][::-1][:1], **options)
+    text = (tmp_path / "ta" / "manifest.json").read_text()
+    (tmp_path / "ta" / "manifest.json").write_text(text.replace('"label": "', '"label": "once '))
+    with pytest.raises(ValueError, match="holds another merge: its label is once FT, this merge's would be FT"):
+        merge_run(configs[:1], *inputs, **options)
+    (tmp_path / "ta" / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=f"holds another merge: it was made of experts in the order {', '.join(TWO)}"):
         merge_run(configs[:1], inputs[0], inputs[1][::-1], **options)
     assert not merge_run(configs[:1], *inputs, **options, overwrite=True)[tmp_path / "ta"].kept
@@ -463,6 +469,11 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     (tmp_path / two / "adapter_config.json").write_text(json.dumps(config))
     (note,) = load_inputs(base, experts).notes
     assert note.startswith(f"expert '{two}' names 'owner/another' as its base, here it is {base}: make sure")
+    stated = {"base_fingerprint": checkpoint.load_manifest(base)["fingerprint"]}  # as train.py has it, on disk too
+    (tmp_path / two / "manifest.json").write_text(json.dumps(stated))
+    read_inputs(base, {two: tmp_path / two}, said := [])
+    assert not said
+    (tmp_path / two / "manifest.json").unlink()
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is not a readable adapter"):
         load_inputs(base, experts)

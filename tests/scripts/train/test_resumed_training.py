@@ -270,6 +270,11 @@ def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_pa
     told = []
     train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
     assert told[:2] == ["rot90: finished before", "mirror: resumes after step 4 of 6"]
+    train(tmp_path, tasks=("rot90", "mirror"), resume=True, label="NEW", report=told.append)
+    assert told[-2:] == [f"{task}: finished before, label SMAT is now NEW" for task in ("rot90", "mirror")]
+    assert checkpoint.load_manifest(tmp_path / "mirror")["label"] == "NEW"
+    with pytest.raises(ValueError, match=r"mirror in .* was trained with other settings: label was NEW, is SMAT; g"):
+        train(tmp_path, tasks=("mirror",), resume=True)
     assert (tmp_path / "rot90" / "model.safetensors").stat().st_mtime_ns == before
 
 
