@@ -88,12 +88,16 @@ def count_problem(name: str, value: Any, low: int = 1) -> list[str]:
 
 
 def problems_of(check: Callable[..., object], *args: Any, **options: Any) -> list[str]:
-    """The text of the ValueError that ``check(*args, **options)`` raises, or nothing."""
+    """The texts of the ValueError that ``check(*args, **options)`` raises, one for each problem, or nothing."""
     try:
         check(*args, **options)
     except ValueError as error:
-        return [str(error)]
+        return _listed(error)
     return []
+
+
+def _listed(error: ValueError) -> list[str]:
+    return list(error.problems) if isinstance(error, Problems) else [str(error)]
 
 
 def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
@@ -101,7 +105,7 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
     try:
         result = step()
     except ValueError as error:
-        raise ValueError("; ".join([*problems, str(error)])) from None
+        raise Problems(list(dict.fromkeys([*problems, *_listed(error)]))) from None
     raise_problems(problems)
     return result
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smat_fn.errors import check_member, first_line, raise_problems, suggestion
+from smat_fn.errors import Problems, all_at_once, check_member, first_line, problems_of, raise_problems, suggestion
 
 
 def test_problems_are_said_once_and_joined():
@@ -11,6 +11,16 @@ def test_problems_are_said_once_and_joined():
         raise_problems(["a", "b", "a"])
     with pytest.raises(ValueError, match=r"^row 0; row 1; .*row 9$"):
         raise_problems([f"row {i}" for i in range(10)])
+
+
+def test_problems_of_a_check_inside_another_are_listed_one_by_one():
+    def check():
+        raise_problems(["a is 1", "b is 2"])
+
+    assert problems_of(check) == ["a is 1", "b is 2"]
+    with pytest.raises(Problems, match="c is 3; a is 1; b is 2") as raised:
+        all_at_once(["c is 3", "a is 1"], check)
+    assert raised.value.problems == ("c is 3", "a is 1", "b is 2")
 
 
 def test_of_many_problems_every_kind_is_said():
