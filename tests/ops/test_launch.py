@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smat_fn import ops
+from smat_fn.mat.offload.rebuild import Absent
 from smat_fn.ops import launch, library
 from smat_fn.testing import assert_trees_equal
 
@@ -114,6 +116,25 @@ def test_tensors_on_the_cpu_take_no_kernel_unless_forced(case):
     with library.forced(), pytest.raises(ZeroDivisionError):
         1 / 0  # noqa: B018
     assert not library.by_kernel(list(c.params.values()))
+
+
+def test_tensors_without_memory_of_their_own_take_no_kernel(kernels):
+    with FakeTensorMode():
+        fake = torch.zeros(8, device="cuda")
+    assert not library.by_kernel([fake])  # else the kernel would read address 0
+    with kernels():
+        assert not library.by_kernel([Absent(torch.zeros(8), "w", "")])
+        assert library.by_kernel([torch.nn.Parameter(torch.zeros(8))]) == library.by_kernel([torch.zeros(8)])
+
+
+def test_the_norm_of_leaves_of_several_dtypes_is_put_in_order_without_a_wait(monkeypatch):
+    waits, to = [], torch.Tensor.to
+    with FakeTensorMode():
+        sums, leaves = [torch.zeros(1, device="cuda") for _ in range(2)], [torch.zeros(8, device="cuda")] * 2
+        spy = lambda own, *args, **more: waits.append(more.get("non_blocking")) or to(own, *args, **more)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "to", spy)
+        library.in_order([(sums[0], [1]), (sums[1], [0])], leaves)
+    assert waits[-1] is True  # of the order, which the host makes
 
 
 def test_no_launch_becomes_part_of_a_cuda_graph(monkeypatch):
