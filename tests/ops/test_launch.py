@@ -145,6 +145,16 @@ def test_no_launch_becomes_part_of_a_cuda_graph(monkeypatch):
         launch._send(torch.zeros(8, dtype=torch.int64), torch.device("cuda"))
 
 
+def test_strided_keys_and_tables_are_read_in_their_logical_order(case, kernels, device):
+    c = case(ALIGNED, noise="gaussian", masked=True)
+    plain = type(c.numbers)(*(number.to(device) for number in c.numbers))
+    streams, table = plain.streams.permute(1, 2, 0).contiguous(), plain.quantiles.repeat_interleave(2)
+    strided = plain._replace(streams=streams.permute(2, 0, 1), quantiles=table[::2])
+    with kernels():
+        for a, b in zip(c._by_ops(strided, device), c._by_ops(plain, device), strict=True):
+            assert_trees_equal(a, b)
+
+
 def test_a_scale_of_float64_is_rounded_before_a_kernel_reads_it(case, kernels, device):
     c = case(ALIGNED)
     exact = c._replace(drawn=c.drawn._replace(scale=c.drawn.scale.double()))
