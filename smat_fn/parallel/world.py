@@ -75,10 +75,11 @@ def joined() -> Iterator[World]:
         if place >= count:
             raise ValueError(
                 f"LOCAL_RANK is {place}, but this machine shows {count} GPUs, one for each process: give torchrun "
-                f"--nproc-per-node {count}, or train on the CPU with CUDA_VISIBLE_DEVICES= and --device cpu"
+                f"--nproc-per-node {count}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
             )
         torch.cuda.set_device(place)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")  # --device cpu where GPUs are needs both
+    # a model may be trained on the CPU where GPUs are too
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     try:
         # what the first process prepares may take long; if it ends, torchrun ends the others
         hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1))
