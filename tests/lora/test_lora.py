@@ -75,6 +75,17 @@ def test_the_start_is_the_base_and_every_matrix_of_a_block_has_adapters(setting,
     assert lora.linear_paths(model, ["down", "layers.1.*"])[0] == (adapter.paths[1], *adapter.paths[2:])
 
 
+def test_adapters_start_at_the_same_bits_on_every_device(setting, monkeypatch):
+    base, adapter, start, _ = setting
+    asked, to = [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda own, *args: asked.append(own) or to(own, *args))
+    there = lora.init(KEY, {path: leaf.to("meta") for path, leaf in base.items()}, adapter)
+    assert all(there[name].is_meta and there[name].dtype == leaf.dtype for name, leaf in start.items())
+    # what is sent there needs no arithmetic any more, which a GPU would round otherwise
+    sent = [leaf.double() for leaf in asked if leaf.shape == (2, 6) and not leaf.is_meta]
+    assert any(torch.equal(leaf, start["layers.0.up.lora_A.weight"]) for leaf in sent)
+
+
 def test_expanded_weights_are_those_of_the_definition(setting):
     base, adapter, _, moved = setting
     merged = lora.expand(moved, base, adapter)
