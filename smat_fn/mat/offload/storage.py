@@ -131,7 +131,7 @@ class CudaRuntime:
             total = sum(leaf.nbytes for leaf in leaves.values()) / 2**30
             raise ValueError(
                 f"the base takes {total:.1f} GiB of pinned host memory, which this machine cannot give: choose offload "
-                "None or 'recompute', which keep it on the device (--offload device or recompute)"
+                "None or 'recompute', which keep it on the device"
             ) from error
 
     def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
