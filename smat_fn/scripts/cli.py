@@ -274,6 +274,11 @@ def run(
         if helped:
             print(outcome.HELP, end="")
         raise
+    _call(main, parsed, words, prog, script)
+
+
+def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: str, script: str) -> None:
+    """Raises: SystemExit with the text of an error that a user can do something about."""
     try:
         raise_problems(_twice(words, parsed))
         for part in (parsed, *vars(parsed).values()):
