@@ -17,6 +17,9 @@ demo: $(VENV)/.demo
 report: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks digits-report digits-study --jobs 2
 
+# without a GPU, on which models would be loaded by default: tests compare bits of the CPU
+test test-all test-matrix: export CUDA_VISIBLE_DEVICES =
+
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow"
 

@@ -160,14 +160,16 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
     return rates
 
 
-def measure(name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool) -> list[dict[str, Any]]:
+def measure(
+    name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool
+) -> Iterator[dict[str, Any]]:
     """Rows of one model: FT against FT, then SMAT against FT by offload; none is started after the deadline."""
     setup = set_up(SHAPES[name], device, dry_run)
     train, rates = trainer(setup), bandwidths(device, 1 << (16 if dry_run else 30))
     ft = finetune.build(setup.loss, setup.optimizer, setup.state.params, **_shared(setup))
     size = sum(leaf.nbytes for leaf in setup.state.params.values())
     common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}
-    rows, memory = [], None
+    memory = None
     for offload in ("FT", *OFFLOADS):
         if time.monotonic() > deadline:
             print(f"steps: {name}, offload {offload}, not started, {LIMIT} s are over")
@@ -202,10 +204,9 @@ def measure(name: str, device: torch.device, *, seconds: float, deadline: float,
             # theta and theta_0 read, theta~ written
             row["simulate floor ms"] = round(1e3 * passes * 3 * size / rates["device"], 4)
             row["copies floor ms"] = round(1e3 * copies * size / rates["link"], 4)
-        rows.append({**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}})
+        yield {**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}}
         del method, period
         gc.collect()
-    return rows
 
 
 def _peak(period: Callable[[], None]) -> int:
@@ -238,11 +239,12 @@ def main(
         if time.monotonic() > deadline:
             print(f"steps: {name} not started, {LIMIT} s are over")
             continue
-        rows += measure(name, device, seconds=0.0 if dry_run else seconds, deadline=deadline, dry_run=dry_run)
+        for row in measure(name, device, seconds=0.0 if dry_run else seconds, deadline=deadline, dry_run=dry_run):
+            rows.append(row)
+            if not dry_run:  # at once, should the next one run out of memory
+                timing.store(out, {**timing.describe("python -m benchmarks steps"), "period": PERIOD, "rows": rows})
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if not dry_run:
-            timing.store(out, {**timing.describe("python -m benchmarks steps"), "period": PERIOD, "rows": rows})
     print(timing.markdown(rows), flush=True)
     return rows

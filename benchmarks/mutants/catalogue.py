@@ -89,7 +89,7 @@ MUTANTS = [
         "simulation/relative.py",
         ("max(1, sum(delta.numel() for delta in deltas.values()))", "len(deltas)"),
         ("leaf.to(dtype) - origin.to(dtype)", "leaf.to(dtype)"),
-        ("sigma = draw.sigma * update_rms", "sigma = update_rms"),
+        ("sigma=sigma * rms", "sigma=rms"),
     ),
     *_of(
         "simulation/probes.py",
@@ -161,8 +161,7 @@ MUTANTS = [
     ),
     *_of(
         "mat/relative.py",
-        ("drawn.sigma * update_rms(params, self._base)", "update_rms(params, self._base)"),
-        ("drawn._replace(sigma=sigma)", "drawn"),
+        ("in_units_of(update_rms(params, self._base), drawn)", "drawn"),
         ("self._base, drawn, where=self._where", "self._base, drawn"),
     ),
     *_of(
@@ -178,7 +177,7 @@ MUTANTS = [
     ),
     *_of(
         "mat/mergopt.py",
-        ("k * a / 10 - 1", "k * a / 10"),
+        ("(a, 10.0) - 1", "(a, 10.0)"),
         (".floor() + 1", ".floor()"),
         ("sigma=math.sqrt(2) * b, noise", "sigma=b, noise"),
         (", state.step), b=b", ", 0), b=b"),

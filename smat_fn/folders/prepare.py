@@ -210,13 +210,17 @@ def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]
 
 def _device_problems(device: str) -> list[str]:
     try:
-        kind = torch.device(device).type
+        place = torch.device(device)
     except RuntimeError:
         return [f"device is {device!r}: give cpu or cuda"]
-    if kind not in ("cpu", "cuda"):
+    if place.type not in ("cpu", "cuda"):
         return [f"device is {device!r}: give cpu or cuda"]
-    missing = kind == "cuda" and not torch.cuda.is_available()
-    return [f"device is {device!r}, but torch sees no GPU here: give cpu"] if missing else []
+    if place.type == "cpu":
+        return []
+    if not torch.cuda.is_available():
+        return [f"device is {device!r}, but torch sees no GPU here: give cpu"]
+    last = torch.cuda.device_count() - 1
+    return [f"device is {device!r}, but the last GPU is cuda:{last}"] if (place.index or 0) > last else []
 
 
 def skip_notes(config: Merger, floating: Collection[str]) -> list[str]:

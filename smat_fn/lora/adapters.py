@@ -150,8 +150,8 @@ def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tenso
     for path in lora.paths:
         leaf, layer = base[path], layer_of(path)
         out, into = reversed(leaf.shape) if path in lora.transposed else leaf.shape
-        drawn = random.uniform(random.fold_in(key, path), (lora.rank, into)).to(leaf.device)
-        adapters[layer + A] = ((2 * drawn - 1) / math.sqrt(into)).to(leaf.dtype)
+        drawn = (2 * random.uniform(random.fold_in(key, path), (lora.rank, into)) - 1) / math.sqrt(into)
+        adapters[layer + A] = drawn.to(leaf.device, leaf.dtype)  # divided where the key is: a GPU rounds otherwise
         adapters[layer + B] = torch.zeros(out, lora.rank, dtype=leaf.dtype, device=leaf.device)
     return {**adapters, **{path: base[path].clone() for path in lora.saved}}
 

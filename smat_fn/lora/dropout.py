@@ -13,6 +13,8 @@ from ..grad import ModuleLoss
 from ..types import Aux
 from .adapters import WEIGHT, Lora, layer_of
 
+CHUNK = 1 << 24  # numbers drawn at a time, of about 40 bytes each meanwhile
+
 
 class WithDropout(ModuleLoss):
     """A `ModuleLoss` whose adapted layers drop the inputs of their updates; made by `with_dropout`."""
@@ -67,7 +69,13 @@ class WithDropout(ModuleLoss):
         return torch.where(self._kept(path, x), x / (1 - self._p), 0) if self._keys else x
 
     def _kept(self, path: str, x: Tensor) -> Tensor:
-        return random.uniform(random.fold_in(self._keys[0], path), tuple(x.shape)).to(x.device) >= self._p
+        # drawn where x is, bit-identical: the host would take longer than the layer
+        key = random.fold_in(self._keys[0], path).to(x.device, non_blocking=x.is_cuda)
+        parts = []
+        for start in range(0, max(x.numel(), 1), CHUNK):
+            own = torch.stack((key[0], key[1] + start // 4))  # a block of the key has four numbers
+            parts.append(random.uniform(own, (min(CHUNK, x.numel() - start),)) >= self._p)
+        return torch.cat(parts).view(x.shape)
 
 
 def chain(loss_fn: Any) -> Iterator[Any]:

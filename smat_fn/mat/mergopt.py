@@ -87,9 +87,10 @@ def offset(key: Tensor, *, b: Number, k_max: int) -> Draw:
 
 def _factor(key: Tensor, k_max: int) -> Tensor:
     """``c = k a - 1`` of a step's key."""
-    steps = torch.tensor([k_max, STRENGTHS], dtype=torch.float64, device=key.device)
-    k, a = (random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64) * steps).floor() + 1
-    return k * a / 10 - 1
+    units = random.uniform(random.fold_in(key, 1), (2,), dtype=torch.float64)
+    k, a = ((units[i] * count).floor() + 1 for i, count in enumerate((k_max, STRENGTHS)))
+    # by a tensor: a GPU multiplies by the reciprocal of a number, which is not always the quotient
+    return k * a / torch.full_like(a, 10.0) - 1
 
 
 @dataclass(frozen=True)

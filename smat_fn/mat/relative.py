@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from .. import tree
 from ..grad import value_and_grad
 from ..simulation import Draw
-from ..simulation.relative import simulate_by_leaf, update_rms
+from ..simulation.relative import in_units_of, simulate_by_leaf, update_rms
 from ..types import Batch, Engine, LossFn, Offload, Params, Where
 from .simulated import Result, SimulatedGradient
 from .step import accumulate
@@ -38,8 +38,7 @@ class _ByUpdate(SimulatedGradient):
         self._at_simulated, self._base = at_simulated, base
 
     def __call__(self, params: Params, batch: Batch, drawn: Draw) -> Result:
-        sigma = drawn.sigma * update_rms(params, self._base).to(drawn.sigma.device)
-        return self._at_simulated(params, batch, drawn._replace(sigma=sigma))
+        return self._at_simulated(params, batch, in_units_of(update_rms(params, self._base), drawn))
 
 
 class _ByLeaf(SimulatedGradient):

@@ -75,7 +75,7 @@ def adamerging(
     }
     places = floating if layer_wise else ["*"]
     first = next(iter(deltas.values()))[floating[0]]
-    coefs: Leaves = {name: torch.full((len(places),), start, device=first.device) for name in flat}
+    coefs: Leaves = {name: torch.full((len(places),), float(start), device=first.device) for name in flat}
 
     def vector(coefs: Leaves, path: str) -> Tensor:
         place = floating.index(path) if layer_wise else 0

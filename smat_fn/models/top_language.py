@@ -59,13 +59,15 @@ def _loss_of(cut: Cut, places: list[Tensor]) -> Callable[[nn.Module, Batch], tup
 
     def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         device = next(module.parameters()).device
-        ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        ids, mask = (sent(batch[name], device) for name in ("input_ids", "attention_mask"))
+        # where the batch is: on a device the host would wait for their number
+        targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
         predicted = (targets != IGNORED).nonzero()[:, 0]
-        cut.given[:], places[:] = [sent(batch["states"], device)], [predicted]
+        cut.given[:], places[:] = [sent(batch["states"], device)], [sent(predicted, device)]
         logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits, count = logits.to(tree.compute_dtype(logits)), torch.full((), len(predicted), device=device)
         # the mean of nothing is nan, as it is for the whole model
-        return F.cross_entropy(logits.to(tree.compute_dtype(logits)), targets[predicted]), (targets != IGNORED).sum()
+        return F.cross_entropy(logits, sent(targets[predicted], device)), count
 
     return loss
 

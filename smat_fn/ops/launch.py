@@ -30,13 +30,15 @@ def simulate(params: Sequence[Tensor], base: Sequence[Tensor], out: Sequence[Ten
     numbers, masked, starts = drawn
     uniform = not numbers.quantiles.numel()
     factors, cutoff = _factors(numbers, noise_step(numbers.sigma, uniform, torch.float32))
+    # kernels read them by address: of a batch of draws they may be strided
+    streams, quantiles = numbers.streams.contiguous(), numbers.quantiles.contiguous()
     for group in _groups((params, base, out), starts):
         columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, base, out)]
         table, owner, programs = _table(group, columns, out, masked, starts)
         _launch(
             kernels.simulate_kernel,
             programs,
-            (table, owner, *numbers.streams, factors, cutoff, numbers.quantiles if not uniform else factors),
+            (table, owner, *streams, factors, cutoff, quantiles if not uniform else factors),
             DTYPE=_triton(group.dtypes[0]),
             BASE=_triton(group.dtypes[1]),
             MASKED=any(masked[i] for i in group.members),
@@ -63,6 +65,7 @@ def reweight(
 
     numbers, masked, starts = drawn
     factors, cutoff = _factors(numbers)
+    streams = numbers.streams.contiguous()
     first = first_tiles([g.numel() for g in grads], starts)
     for group in _groups((grads, out), starts):
         columns = [[g.data_ptr() for g in (grads[i] for i in group.members)], [first[i] for i in group.members]]
@@ -74,7 +77,7 @@ def reweight(
             (
                 table,
                 owner,
-                numbers.streams[0],
+                streams[0],
                 factors,
                 cutoff,
                 factors if sums is None else sums,

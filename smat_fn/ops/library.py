@@ -40,7 +40,10 @@ def by_kernel(*leaves: Sequence[Tensor]) -> bool:
     """Whether these leaves go to the kernels: on CUDA (or forced), in a dtype that they compute in float32."""
     every = [leaf for group in leaves for leaf in group]
     on_device = bool(every) and every[0].is_cuda and all(leaf.device == every[0].device for leaf in every)
-    return (on_device or (_forced and bool(every))) and all(leaf.dtype in SUPPORTED for leaf in every)
+    if not (on_device or (_forced and bool(every))):
+        return False
+    # fake tensors, DTensors and other types that dispatch themselves have no memory at their address
+    return all(leaf.dtype in SUPPORTED and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__ for leaf in every)
 
 
 @torch.library.custom_op("smat_fn::simulate_into", mutates_args=("out",), tags=TAGS)
@@ -139,7 +142,8 @@ def in_order(found: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Ten
     blocks = numpy.concatenate([numpy.arange(first[i], first[i + 1]) for _, rows in found for i in rows])
     order = numpy.empty_like(blocks)
     order[blocks] = numpy.arange(len(blocks))
-    return torch.cat(sums)[torch.from_numpy(order).to(place)]
+    # the host does not wait for the copy
+    return torch.cat(sums).index_select(0, torch.from_numpy(order).to(place, non_blocking=place.type == "cuda"))
 
 
 @block_squares.register_fake

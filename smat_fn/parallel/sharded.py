@@ -192,6 +192,7 @@ class Sharded:
 
 def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the module on these parameters, the only ones trained, sharded by FSDP2: each block, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     own = copy.deepcopy(module)
@@ -201,9 +202,11 @@ def sharded_copy(module: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
         p.requires_grad_(path in params)
     narrow = any(tree.compute_dtype(leaf) != leaf.dtype for leaf in params.values())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
+    # by default that of a GPU, to which weights would be moved from the CPU
+    mesh = init_device_mesh(next(iter(params.values())).device.type, (dist.get_world_size(),))
     for block in _blocks(own):
-        fully_shard(block, mp_policy=policy)
-    fully_shard(own, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(own, mesh=mesh, mp_policy=policy)
     return own
 
 

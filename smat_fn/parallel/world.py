@@ -61,14 +61,25 @@ ALONE = World()
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world of this process by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK); each takes a GPU of its own."""
+    """The world of this process by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK); each takes a GPU of its own.
+
+    Raises: ValueError for more processes than GPUs on a machine that has some.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if place >= count:
+            raise ValueError(
+                f"LOCAL_RANK is {place}, but this machine shows {count} GPUs, one for each process: give torchrun "
+                f"--nproc-per-node {count}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+            )
+        torch.cuda.set_device(place)
+    # a model may be trained on the CPU where GPUs are too
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     try:
         # what the first process prepares may take long; if it ends, torchrun ends the others
         hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1))

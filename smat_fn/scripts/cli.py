@@ -194,6 +194,7 @@ def spoken(text: str) -> str:
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
+    text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
     text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
     return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
@@ -235,7 +236,7 @@ def run(
     first: First = MappingProxyType({}),
     brief: tuple[type, Sequence[str]] | None = None,
 ) -> None:
-    """Call ``main`` on the command line's options; ValueError and OSError end the script with one line.
+    """Call ``main`` on the command line's options; ValueError, OSError and a full GPU end the script with one line.
 
     Args: commands: subcommands by name; the docstring of the class of their options is their description. prepare:
         rewrites the words of the command line before they are parsed. names: other subcommands, to suggest one
@@ -273,6 +274,11 @@ def run(
         if helped:
             print(outcome.HELP, end="")
         raise
+    _call(main, parsed, words, prog, script)
+
+
+def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: str, script: str) -> None:
+    """Raises: SystemExit with the text of an error that a user can do something about."""
     try:
         raise_problems([*_twice(words, parsed), *_no_folder(parsed)])
         for part in (parsed, *vars(parsed).values()):
@@ -281,6 +287,14 @@ def run(
         main(parsed)
     except (ValueError, OSError) as error:
         sys.exit(f"{prog}:{named(spoken(in_lines(error)), script)}")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which is not imported here
+            raise
+        sys.exit(
+            f"{prog}: the GPU is out of memory ({textwrap.shorten(str(error), 200)}): take less at a time, in training "
+            "--accumulate 8, --offload stream or --suite-options gradient_checkpointing True, for scores "
+            "--suite-options decode_batch 4 (texts) or eval_batch 16 (images)"
+        )
 
 
 def _twice(words: Sequence[str], parsed: Any) -> list[str]:

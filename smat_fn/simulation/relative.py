@@ -35,9 +35,14 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
     found: dict[str, Tensor] = {}
     for path, leaf in tree.flatten(params).items():
         own, origin = {path: leaf}, {path: origins[path]}
-        sigma = draw.sigma * update_rms(own, origin).to(draw.sigma.device)
-        found |= simulate(own, origin, draw._replace(sigma=sigma), where=where)
+        found |= simulate(own, origin, in_units_of(update_rms(own, origin), draw), where=where)
     return tree.unflatten(params, found)
+
+
+def in_units_of(rms: Tensor, draw: Draw) -> Draw:
+    """The draw whose sigma is multiplied by an RMS, on the device of that: the host does not wait to read it."""
+    sigma = draw.sigma.to(rms.device, non_blocking=rms.device.type == "cuda")
+    return draw._replace(sigma=sigma * rms)
 
 
 def _delta(leaf: Tensor, origin: Tensor) -> Tensor:

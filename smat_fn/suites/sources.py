@@ -153,4 +153,6 @@ def pick_device(name: str | None) -> torch.device:
         raise ValueError(f"device {name!r} is unknown: cpu, cuda, or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: there is no GPU here, or torch cannot use it")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device {name!r}: torch sees {count} GPUs here, the last one is cuda:{count - 1}")
     return device

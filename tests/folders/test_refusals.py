@@ -263,6 +263,9 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
     assert refusal(tmp_path, *inputs, device="cuda") == ["device is 'cuda', but torch sees no GPU here: give cpu"]
     for device in ("gpu", "meta"):
         assert refusal(tmp_path, *inputs, device=device) == [f"device is {device!r}: give cpu or cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert refusal(tmp_path, *inputs, device="cuda:2") == ["device is 'cuda:2', but the last GPU is cuda:1"]
 
 
 def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):

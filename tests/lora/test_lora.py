@@ -10,6 +10,7 @@ from smat_fn import draw, lora, materialise, optim, random, value_and_grad
 from smat_fn.folders import open_folder
 from smat_fn.folders.inputs.adapters import open_adapter
 from smat_fn.grad import ModuleLoss
+from smat_fn.lora import dropout
 from smat_fn.mat import smat
 from smat_fn.models.pretrained import checkpoint_blocks
 from smat_fn.types import Micro
@@ -72,6 +73,17 @@ def test_the_start_is_the_base_and_every_matrix_of_a_block_has_adapters(setting,
     bound = {name: leaf.abs().max() * leaf.shape[1] ** 0.5 for name, leaf in start.items() if "lora_A" in name}
     assert all(0.5 < value <= 1 for value in bound.values())
     assert lora.linear_paths(model, ["down", "layers.1.*"])[0] == (adapter.paths[1], *adapter.paths[2:])
+
+
+def test_adapters_start_at_the_same_bits_on_every_device(setting, monkeypatch):
+    base, adapter, start, _ = setting
+    asked, to = [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda own, *args: asked.append(own) or to(own, *args))
+    there = lora.init(KEY, {path: leaf.to("meta") for path, leaf in base.items()}, adapter)
+    assert all(there[name].is_meta and there[name].dtype == leaf.dtype for name, leaf in start.items())
+    # what is sent there needs no arithmetic any more, which a GPU would round otherwise
+    sent = [leaf.double() for leaf in asked if leaf.shape == (2, 6) and not leaf.is_meta]
+    assert any(torch.equal(leaf, start["layers.0.up.lora_A.weight"]) for leaf in sent)
 
 
 def test_expanded_weights_are_those_of_the_definition(setting):
@@ -417,6 +429,19 @@ def test_both_passes_of_a_step_drop_the_same_inputs_and_a_run_repeats():
     for clean, simulated in zip(seen[::2], seen[1::2], strict=True):
         torch.testing.assert_close(clean, simulated, rtol=0, atol=1e-5)
     assert (seen[2] - seen[0]).abs().max() > 0.1
+
+
+def test_masks_are_drawn_where_the_input_is_and_a_chunk_at_a_time(monkeypatch):
+    loss = lora.with_dropout(ModuleLoss(encoder(), squares), {}, lora.Lora(("up.weight",), rank=2, alpha=4.0), 0.4)
+    loss._keys[:], x, keys, uniform = [KEY], torch.zeros(3, 11), [], random.uniform
+    wanted = uniform(random.fold_in(KEY, "w"), (3, 11)) >= 0.4
+    monkeypatch.setattr(dropout, "CHUNK", 8)
+    monkeypatch.setattr(random, "uniform", lambda key, shape: keys.append(key) or uniform(key, shape))
+    assert torch.equal(loss._kept("w", x), wanted)
+    assert loss._kept("w", x[:0]).shape == (0, 11)
+    keys.clear()
+    loss._kept("w", x.to("meta"))
+    assert [key.device.type for key in keys] == ["meta"] * 5
 
 
 def test_bad_dropout_is_refused():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import optim, random, simulate
 from smat_fn.mat import asam, mergopt, orthoreg
@@ -116,6 +117,28 @@ def test_the_coefficient_of_mergopt_runs_over_k_a_minus_one():
     drawn = torch.func.vmap(lambda key: mergopt.offset(key, b=1.0, k_max=3).sigma)(random.split(KEY, 2000))
     seen = {round(float(s) / math.sqrt(2), 9) for s in drawn}
     assert seen == {round(k * a / 10 - 1, 9) for k in (1, 2, 3) for a in range(1, 7)}
+
+
+def test_the_coefficient_of_mergopt_has_the_bits_of_the_cpu_on_a_gpu_that_is_not_waited_for():
+    key = KEY.to("meta")
+    with Calls() as seen:
+        mergopt._factor(key, 4)
+    # a GPU multiplies by the reciprocal of a number, and what the host makes is copied
+    divisors = [args[1] for name, args in seen.calls if name.startswith("aten.div.")]
+    assert [type(divisor) for divisor in divisors] == [torch.Tensor]
+    assert not [name for name, args in seen.calls if "copy" in name and args[0].is_cpu]
+
+
+class Calls(TorchDispatchMode):
+    """Names and arguments of the operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((str(func), args))
+        return func(*args, **(kwargs or {}))
 
 
 def test_mergopt_noise_has_rms_sqrt_two_b_times_c_and_no_mean():

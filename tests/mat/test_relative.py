@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from smat_fn import draw, optim, random, simulate, testing
-from smat_fn.mat import smat
+from smat_fn.mat import relative, smat
+from smat_fn.simulation import relative as by_leaf
 from smat_fn.simulation.relative import simulate_by_leaf, update_rms
 
 SHAPES = {"blocks.0.w": (8, 4), "head": (4,), "still": (3,)}
@@ -35,6 +36,17 @@ def test_one_step_is_the_gradient_at_that_state(of):
     else:
         want = simulate(PARAMS, BASE, drawn._replace(sigma=0.4 * update_rms(PARAMS, BASE)), where=in_block)
     testing.assert_trees_equal(seen[0], want)
+
+
+def test_the_update_is_not_read_by_the_host(monkeypatch):
+    drawn, seen = draw(KEY, **HYPER), []
+    there = torch.ones((), dtype=torch.float64, device="meta")  # has no value that could be read
+    for module in (relative, by_leaf):
+        monkeypatch.setattr(module, "update_rms", lambda *_: there)
+    monkeypatch.setattr(by_leaf, "simulate", lambda params, base, drawn, **_: seen.append(drawn) or params)
+    simulate_by_leaf(PARAMS, BASE, drawn)
+    relative._ByUpdate(lambda *given: seen.append(given[-1]), BASE)(PARAMS, None, drawn)
+    assert [own.sigma.device.type for own in seen] == ["meta"] * (len(SHAPES) + 1)
 
 
 def test_alpha_reaches_up_to_alpha_max():

@@ -7,6 +7,7 @@ from torch.func import vmap
 
 from smat_fn.data import text
 from smat_fn.grad import value_and_grad
+from smat_fn.models import top_language as top_module
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.models.head import IGNORED
 from smat_fn.models.modules import train_only
@@ -90,13 +91,17 @@ def test_models_of_several_weights_run_together(model):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_the_head_runs_where_a_token_is_predicted(model):
-    lm, given, sizes = model("llama"), batch(9, 30, prompt=6), []
+def test_the_head_runs_where_a_token_is_predicted(model, monkeypatch):
+    lm, given, sizes, moved = model("llama"), batch(9, 30, prompt=6), [], []
+    monkeypatch.setattr(top_module, "sent", lambda own, device: moved.append(own) or own)
     top = top_of(lm)
     head = top.loss_fn.module.get_output_embeddings()
     head.register_forward_hook(lambda _, args, out: sizes.append(tuple(out.shape)))
     top.loss_fn(lm.params, {**given, "states": top.states(given)})
     assert sizes == [(3 + 24, 61)]
+    # the host would wait for the number of tokens that are predicted, were it counted on a device
+    assert len(moved) > 5
+    assert not any(own is given["labels"] for own in moved)
 
 
 def test_models_that_need_more_say_why(model):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smat_fn import ops
+from smat_fn.mat.offload.rebuild import Absent
 from smat_fn.ops import launch, library
 from smat_fn.testing import assert_trees_equal
 
@@ -116,12 +118,41 @@ def test_tensors_on_the_cpu_take_no_kernel_unless_forced(case):
     assert not library.by_kernel(list(c.params.values()))
 
 
+def test_tensors_without_memory_of_their_own_take_no_kernel(kernels):
+    with FakeTensorMode():
+        fake = torch.zeros(8, device="cuda")
+    assert not library.by_kernel([fake])  # else the kernel would read address 0
+    with kernels():
+        assert not library.by_kernel([Absent(torch.zeros(8), "w", "")])
+        assert library.by_kernel([torch.nn.Parameter(torch.zeros(8))]) == library.by_kernel([torch.zeros(8)])
+
+
+def test_the_norm_of_leaves_of_several_dtypes_is_put_in_order_without_a_wait(monkeypatch):
+    waits, to = [], torch.Tensor.to
+    with FakeTensorMode():
+        sums, leaves = [torch.zeros(1, device="cuda") for _ in range(2)], [torch.zeros(8, device="cuda")] * 2
+        spy = lambda own, *args, **more: waits.append(more.get("non_blocking")) or to(own, *args, **more)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "to", spy)
+        library.in_order([(sums[0], [1]), (sums[1], [0])], leaves)
+    assert waits[-1] is True  # of the order, which the host makes
+
+
 def test_no_launch_becomes_part_of_a_cuda_graph(monkeypatch):
     names = "simulate", "simulate_into", "reweight", "reweight_into", "block_squares", "climb_into"
     assert all(torch.Tag.cudagraph_unsafe in getattr(torch.ops.smat_fn, name).default.tags for name in names)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ValueError, match="leave simulate, reweight, norms, clipping and climbs out of the graph"):
         launch._send(torch.zeros(8, dtype=torch.int64), torch.device("cuda"))
+
+
+def test_strided_keys_and_tables_are_read_in_their_logical_order(case, kernels, device):
+    c = case(ALIGNED, noise="gaussian", masked=True)
+    plain = type(c.numbers)(*(number.to(device) for number in c.numbers))
+    streams, table = plain.streams.permute(1, 2, 0).contiguous(), plain.quantiles.repeat_interleave(2)
+    strided = plain._replace(streams=streams.permute(2, 0, 1), quantiles=table[::2])
+    with kernels():
+        for a, b in zip(c._by_ops(strided, device), c._by_ops(plain, device), strict=True):
+            assert_trees_equal(a, b)
 
 
 def test_a_scale_of_float64_is_rounded_before_a_kernel_reads_it(case, kernels, device):

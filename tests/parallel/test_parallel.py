@@ -255,7 +255,22 @@ def test_whole_parameters_start_at_zero():
     assert parallel.starts_of(module) == {"weight": 0, "bias": 0}
 
 
-def test_what_shards_would_ignore_or_get_wrong_is_refused():
+def test_processes_of_a_machine_with_gpus_may_train_on_its_cpu_and_no_more_join_than_it_has(monkeypatch):
+    groups, places = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", places.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: groups.append(backend) or 1 / 0)
+    for rank in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        wanted = pytest.raises(ZeroDivisionError) if rank == "1" else pytest.raises(ValueError, match=r"shows 2 GPUs")
+        with wanted, parallel.joined():
+            pass
+    assert (groups, places) == (["cpu:gloo,cuda:nccl"], [1])
+
+
+def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     module, adam = worker.model(torch.float32), optim.adam(1e-2)
     loss_fn = ModuleLoss(module, worker.squares)
     base = {path: p.detach() for path, p in module.named_parameters()}
@@ -273,6 +288,9 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused():
         for optimizer, kind in zip(wide, ("ChainState", "MuonState"), strict=True):
             with pytest.raises(ValueError, match=f"holds a {kind}, but a process sees its shards alone"):
                 parallel.Sharded(loss_fn, optim.partition(where.matrices, optimizer, adam)).init(base)
+        with monkeypatch.context() as with_a_gpu:  # shards stay where the weights are
+            with_a_gpu.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+            assert all(leaf.is_cpu for leaf in parallel.Sharded(loss_fn, adam).init(base).params.values())
         own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)
         base["0.bias"].add_(1)
         with pytest.raises(ValueError, match="base was written to since the method was built"):

@@ -86,7 +86,24 @@ def test_an_output_below_a_file_is_an_error_before_anything_is_loaded(monkeypatc
             cli.run("own", main, Paths, description=None)
 
 
+def test_a_full_gpu_is_a_line_and_other_faults_keep_their_traceback(monkeypatch):
+    def run(error):
+        def main(args):
+            raise error
+
+        cli.run("own", main, Paths, description=None)
+
+    monkeypatch.setattr(sys, "argv", ["own", "--out", "a"])
+    with pytest.raises(SystemExit, match=r"^own: the GPU is out of memory \(Tried to allocate 2 GiB\): take less at a"):
+        run(torch.OutOfMemoryError("Tried to allocate 2 GiB"))
+    with pytest.raises(RuntimeError, match="another"):
+        run(RuntimeError("another"))
+
+
 def test_options_are_said_as_the_command_line_has_them():
+    assert spoken("choose offload None or 'recompute', which keep it") == (
+        "pass --offload device or recompute, to keep it"
+    )
     assert spoken("train it whole, train_layers=None") == "train it whole, --suite-options train_layers None"
     assert spoken("cut by truncate='prompt-middle'") == "cut by --suite-options truncate prompt-middle"
     assert spoken("1 to 2, or None to train everything") == "1 to 2, or leave it out to train everything"

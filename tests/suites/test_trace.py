@@ -382,6 +382,11 @@ def test_bad_options_are_told_together(load):
         load_suite("trace", seed=0)
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         load(device="gpu")
+    with pytest.MonkeyPatch.context() as two_gpus:
+        two_gpus.setattr(torch.cuda, "is_available", lambda: True)
+        two_gpus.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(ValueError, match="device 'cuda:2': torch sees 2 GPUs here, the last one is cuda:1"):
+            load(device="cuda:2")
     with pytest.raises(ValueError, match="dtype 'int8'"):
         load(dtype="int8")
 

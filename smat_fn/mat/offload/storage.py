@@ -121,8 +121,18 @@ class CudaRuntime:
         self._held: deque[tuple[Any, list[Tensor]]] = deque()
 
     def pin(self, leaves: Mapping[str, Tensor]) -> Host:
-        """A copy in pinned host memory."""
-        return Arena(leaves, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
+        """A copy in pinned host memory. Raises: ValueError where the host has too little."""
+        try:
+            return Arena(leaves, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            # CUDA's message is that of a full device
+            total = sum(leaf.nbytes for leaf in leaves.values()) / 2**30
+            raise ValueError(
+                f"the base takes {total:.1f} GiB of pinned host memory, which this machine cannot give: choose offload "
+                "None or 'recompute', which keep it on the device"
+            ) from error
 
     def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory on the device."""

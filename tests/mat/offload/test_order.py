@@ -222,3 +222,12 @@ def test_pinned_memory_is_the_hosts_whatever_the_default_device(machine):
     with torch.device("meta"), Pageable():
         host = runtime.pin(BASE)
     assert_trees_equal({path: host.pieces(path, 0, 10)[0][2] for path in BASE}, BASE)
+
+
+def test_too_little_host_memory_is_not_called_a_full_device(machine, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ValueError, match=r"takes 0\.0 GiB of pinned host memory.*choose offload None or 'recompute'"):
+        CudaRuntime(CPU).pin(BASE)
