@@ -411,10 +411,10 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
             edited.append(f"the dev rows of {task} changed since {task} in {out} was begun, which --eval-every scores")
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
-        was, has = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
-        if was != has and "inputs" in rows and _holds_all(facts["suite"]):
+        old, model = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
+        if old != model and "inputs" in rows and _holds_all(facts["suite"]):
             besides.append("suite.model")
-            moved[f"model was {was}, is {has}"] = None
+            moved[f"model was {old}, is {model}"] = None
         if differ := snapshots.differences(found, others, besides=besides):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
     checkpoint.sweep(out / checkpoint.BASE)
