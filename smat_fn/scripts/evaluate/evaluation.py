@@ -426,10 +426,19 @@ def write_report(
 
 
 def verdict(table: MainTable) -> str:
-    """One line: each method's mean over the five mergers, and its difference from the first method's, by seed."""
+    """One line: each method's mean over the five mergers, and its difference from the first method's, by seed.
+
+    Where no method has all five, each method's best merged model.
+    """
     five = {method: line["Avg"] for method, line in table.cells.items() if "Avg" in line}
     if not five:
-        return "no method has all five mergers"
+        merged = {
+            method: max((cell.mean, name) for name, cell in line.items() if name != "Expert")
+            for method, line in table.cells.items()
+            if line.keys() - {"Expert"}
+        }
+        best = ", ".join(f"{method} {mean:.2f} by {name}" for method, (mean, name) in merged.items())
+        return f"best merged model: {best}" if best else "no merged models: merge the experts with merge.py"
     first, *others = five
     parts = [f"{method} {cell.mean:.2f}" for method, cell in five.items()]
     for method in others:
