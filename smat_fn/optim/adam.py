@@ -105,7 +105,8 @@ def _build(
     foreach: bool | None,
     fused: bool | None,
 ) -> Optimizer:
-    problems = [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
+    problems = [] if len(betas) == 2 else [f"betas are {betas}: give two numbers"]
+    problems += [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
     schedule = schedule_of(lr, problems, eps=eps, weight_decay=weight_decay)
 
     def init(params: Params) -> AdamState:
@@ -180,7 +181,8 @@ def _pure(
     moved, mu, nu = {}, {}, {}
     for path, leaf in leaves.items():
         grad = flat_grads[path]
-        decayed = leaf * (1 - lr * weight_decay) if weight_decay else leaf
+        # a float64 rate would promote a 0-d leaf
+        decayed = (leaf * (1 - lr * weight_decay)).to(leaf.dtype) if weight_decay else leaf
         mu[path] = torch.lerp(old_mu[path], grad, 1 - betas[0])
         nu[path] = (old_nu[path] * betas[1]).addcmul(grad, grad, value=1 - betas[1])
         denominator = tree.root(nu[path]) / root + eps
