@@ -168,6 +168,15 @@ def test_a_schedule_of_tensors_leaves_a_single_number_its_dtype():
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected)
 
+    def twice(slope):  # torch's forward derivative of a 0-d number divided by a float is float64
+        params, state = start, optimizer.init(start)
+        for _ in range(2):
+            params, state = optimizer.update({"s": slope * params["s"]}, state, params)
+        return params["s"]
+
+    value, tangent = jvp(twice, (torch.tensor(1.0),), (torch.tensor(1.0),))
+    assert (value.dtype, tangent.dtype) == (torch.float32, torch.float32)
+
 
 def clipped(grads, max_norm=1.0):
     return optim.clip(grads, max_norm)[0]["w"]
