@@ -106,6 +106,8 @@ def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
         int64 (size,) in [0, 65536).
     """
     check_key(key)
+    if size < 0 or start < 0:
+        raise ValueError(f"bits: size is {size} and start {start}, must not be negative")
     return streams(key[None], (size,), starts=(start,))[0]
 
 

@@ -387,7 +387,10 @@ def global_norm(tree: Params) -> Tensor:
     no device and no number of threads. Leaves may lie on several devices: only the s_b travel. Outside of transforms
     and autograd `smat_fn.ops` sums the squares, by one launch for each device and dtype.
     """
-    leaves = list(flatten(tree).values())
+    flat = flatten(tree)
+    if wrong := [path for path, leaf in flat.items() if leaf.is_complex()]:
+        raise_problems([f"leaf {p!r} is complex: give torch.view_as_real(leaf), whose norm is the same" for p in wrong])
+    leaves = list(flat.values())
     if not leaves:
         return torch.zeros((), dtype=torch.float64)
     recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)

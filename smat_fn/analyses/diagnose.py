@@ -58,7 +58,8 @@ def diagnose(
     """A `Group` for each kind that is there, in the order of `KINDS`, and last of all leaves together.
 
     Args: experts: by task, at least one; kinds: by leaf path (`groups`); coef: γ.
-    Raises: ValueError that lists leaves of base without a kind; for a coef that is negative or not finite.
+    Raises: ValueError that lists leaves of base without a kind, or of another one; for a coef that is negative or not
+        finite.
     """
     errors.raise_problems([] if 0 <= coef < math.inf else [f"coef is {coef}, must be finite and not negative"])
     start = _floating(base, kinds)
@@ -112,7 +113,13 @@ def suggested_sigma(whole: Group) -> float | None:
 
 def _floating(base: Params, kinds: Mapping[str, str]) -> dict[str, Tensor]:
     leaves = {path: leaf for path, leaf in tree.flatten(base).items() if leaf.is_floating_point()}
-    errors.raise_problems([f"leaf {path!r} has no kind: name every leaf" for path in leaves if path not in kinds])
+    problems = [f"leaf {path!r} has no kind: name every leaf" for path in leaves if path not in kinds]
+    problems += [
+        f"leaf {path!r} is of kind {kinds[path]!r}: choose one of {', '.join(KINDS)}"
+        for path in leaves
+        if path in kinds and kinds[path] not in KINDS
+    ]
+    errors.raise_problems(problems)
     return leaves
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, get_args
 
@@ -55,7 +55,8 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
     as its weight this is the mean over all of them. Sums run in float32 (float64 for float64 leaves) and are rounded
     once to the gradient's dtype.
 
-    Raises: ValueError for an empty list, for a list of which only a part is `Micro`, and for a `Micro` outside a list.
+    Raises: ValueError for an empty list, for a list of which only a part is `Micro`, for a `Micro` outside a list, and
+        for an iterator.
     """
     parts = micro_batches(batch)
     if parts is None:
@@ -91,6 +92,11 @@ def micro_batches(batch: Batch) -> list[Micro] | None:
         return batch
     if isinstance(batch, list) and not batch:
         raise ValueError("the batch is an empty list: give one batch, or a list of at least one Micro(batch, weight)")
+    if isinstance(batch, Iterator):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}, which can be read only once, and some methods read a batch in two "
+            "passes: give what it yields, as next(batch), or a list of Micro(batch, weight) for micro-batches"
+        )
     if isinstance(batch, Micro) or (
         isinstance(batch, (list, tuple)) and any(isinstance(part, Micro) for part in batch)
     ):

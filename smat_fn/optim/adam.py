@@ -105,7 +105,8 @@ def _build(
     foreach: bool | None,
     fused: bool | None,
 ) -> Optimizer:
-    problems = [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
+    problems = [] if len(betas) == 2 else [f"betas are {betas}: give two numbers"]
+    problems += [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
     schedule = schedule_of(lr, problems, eps=eps, weight_decay=weight_decay)
 
     def init(params: Params) -> AdamState:
@@ -179,14 +180,16 @@ def _pure(
     size, root = lr / corrections[0], corrections[1] ** 0.5
     moved, mu, nu = {}, {}, {}
     for path, leaf in leaves.items():
-        grad = flat_grads[path]
-        decayed = leaf * (1 - lr * weight_decay) if weight_decay else leaf
-        mu[path] = torch.lerp(old_mu[path], grad, 1 - betas[0])
-        nu[path] = (old_nu[path] * betas[1]).addcmul(grad, grad, value=1 - betas[1])
-        denominator = tree.root(nu[path]) / root + eps
-        moved[path] = _stepped(decayed, mu[path], denominator, size)
-    mean, square = tree.unflatten(params, mu), tree.unflatten(params, nu)
-    return tree.unflatten(params, moved), AdamState(tree.counter(step, params), mean, square)
+        # 0-d leaves as (1,): a float64 rate would promote them, and so do torch's forward derivatives by float numbers
+        own = [t if t.ndim else t.reshape(1) for t in (leaf, flat_grads[path], old_mu[path], old_nu[path])]
+        theta, grad, mean, square = own
+        decayed = theta * (1 - lr * weight_decay) if weight_decay else theta
+        mean = torch.lerp(mean, grad, 1 - betas[0])
+        square = (square * betas[1]).addcmul(grad, grad, value=1 - betas[1])
+        found = _stepped(decayed, mean, tree.root(square) / root + eps, size), mean, square
+        moved[path], mu[path], nu[path] = found if leaf.ndim else (t.reshape(()) for t in found)
+    means, squares = tree.unflatten(params, mu), tree.unflatten(params, nu)
+    return tree.unflatten(params, moved), AdamState(tree.counter(step, params), means, squares)
 
 
 def _stepped(param: Tensor, mean: Tensor, denominator: Tensor, size: float | Tensor) -> Tensor:

@@ -121,7 +121,16 @@ def schedule_of(lr: float | Schedule, problems: list[str], **values: float) -> S
         if not (math.isfinite(value) and value >= 0)
     ]
     errors.raise_problems(problems + ([] if callable(lr) else _lr_problems(lr)))
-    return lr if callable(lr) else constant(lr)
+    if not callable(lr):
+        return constant(lr)
+
+    def checked(step: int | Tensor) -> float | Tensor:
+        rate = lr(step)
+        if not isinstance(rate, Tensor):  # a tensor may be on a device that the host would wait for
+            errors.raise_problems([f"step {step} of the schedule: {text}" for text in _lr_problems(rate)])
+        return rate
+
+    return checked
 
 
 def _lr_problems(lr: float | Tensor) -> list[str]:

@@ -1,6 +1,7 @@
 """Estimate the loss after merging, before other experts exist."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ def probe(
     loss_fn: LossFn,
     params: Params,
     base: Params,
-    batches: Sequence[Batch | Micro],
+    batches: Iterable[Batch | Micro],
     keys: Tensor,
     *,
     where: Where | None = None,
@@ -50,10 +51,14 @@ def probe(
         where, alpha_min, drop_prob, sigma, noise: as in `smat_fn.draw` and `smat_fn.simulate`.
 
     Raises:
-        ValueError: for no batches, for keys of another shape, and for hyperparameters out of range.
+        ValueError: for no batches, weights without a positive sum, keys of another shape, and hyperparameters out of
+            range.
 
     Source: the simulated term of paper Eq. smat-objective, on data that is not trained on.
     """
+    if isinstance(batches, Tensor):
+        raise ValueError("probe: batches are a tensor: give a list of batches")
+    batches = list(batches)
     if not batches:
         raise ValueError("probe: no batches, give at least one")
     if not isinstance(keys, Tensor) or keys.ndim != 2 or keys.shape[1] != 2 or not len(keys):
@@ -61,6 +66,8 @@ def probe(
         raise ValueError(f"probe: keys {got}, must be (N, 2): take smat_fn.random.split")
     parts = [part if isinstance(part, Micro) else Micro(part, 1.0) for part in batches]
     total = sum(part.weight for part in parts)
+    if not (math.isfinite(total) and total > 0):
+        raise ValueError(f"probe: the weights of the batches add up to {total}, must be positive and finite")
 
     def loss(state: Params) -> float:
         return sum(float(loss_and_aux(loss_fn(state, part.batch))[0]) * part.weight for part in parts) / total

@@ -52,6 +52,8 @@ def test_a_single_expert_has_no_partners():
 def test_every_leaf_needs_a_kind():
     with pytest.raises(ValueError, match=r"'embed' has no kind.*'gain' has no kind"):
         diagnose(BASE, {"a": BASE}, {"q": "mlp"})
+    with pytest.raises(ValueError, match="'q' is of kind 'weights': choose one of embeddings, attention"):
+        diagnose(BASE, {"a": BASE}, {"embed": "embeddings", "q": "weights", "gain": "norms"})
     for coef in (-0.3, float("nan")):
         with pytest.raises(ValueError, match=f"coef is {coef}, must be finite and not negative"):
             diagnose(BASE, {"a": BASE, "b": BASE}, KINDS, coef=coef)

@@ -276,6 +276,8 @@ def test_bad_ranges_are_refused():
         random.split(random.key(0), 0)
     with pytest.raises(ValueError, match=r"minval 2\.0 is above maxval 1\.0"):
         random.uniform(random.key(0), minval=2.0, maxval=1.0)
+    with pytest.raises(ValueError, match="size is 3 and start -1, must not be negative"):
+        random.bits(random.key(0), 3, start=-1)
 
 
 def test_vmap_over_keys():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from smat_fn import tree
+from smat_fn import testing, tree
 
 
 class Pair(NamedTuple):
@@ -389,6 +389,18 @@ def test_global_norm_of_nothing_is_zero(empty):
 def test_global_norm_shows_what_is_not_finite():
     assert tree.global_norm([torch.tensor([math.inf, 1.0])]).item() == math.inf
     assert math.isnan(tree.global_norm([torch.tensor([math.nan]), t(3)]).item())
+
+
+def test_global_norm_of_complex_numbers_is_refused():
+    with pytest.raises(ValueError, match="leaf 'a' is complex"):
+        tree.global_norm({"a": torch.tensor([3 + 4j])})
+
+
+def test_trees_of_complex128_are_compared():
+    one, two = ({"a": torch.tensor([1, part], dtype=torch.complex128)} for part in (3j, 4j))
+    testing.assert_trees_equal(one, one)
+    with pytest.raises(AssertionError, match="'a' differs in 1 of 2 values, first at flat index 1: 3j, expected 4j"):
+        testing.assert_trees_equal(one, two)
 
 
 def test_trees_leave_no_leaf_alive():

@@ -142,6 +142,8 @@ def test_a_list_is_one_batch_unless_all_its_members_are_micro_batches():
     ids=["alone", "tuple", "some"],
 )
 def test_micro_batches_in_another_form_are_refused(batch):
+    with pytest.raises(ValueError, match="the batch is a generator, which can be read only once"):
+        gradients("asam", slope, [(part for part in batch)])
     with pytest.raises(ValueError, match=r"micro-batches are a list whose members are all Micro\(batch, weight\)"):
         gradients("ft", slope, [batch])
 

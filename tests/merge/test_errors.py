@@ -158,6 +158,21 @@ def test_a_nested_vector_is_applied_and_one_of_buffers_named():
         merge.apply_vector(base(), merge.task_vector(base(), base()), coef=1.0)
 
 
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (lambda leaf: leaf.to("meta"), "on the meta device"),
+        (torch.Tensor.to_sparse, r"sparse_coo: give leaf\.to_dense"),
+    ],
+)
+def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
+    one = {"w": torch.eye(2), "n": torch.arange(2)}
+    two = {path: odd(leaf) for path, leaf in one.items()}
+    for call in (lambda: merge.task_arithmetic(one, [one, two], coef=1.0), lambda: merge.weight_average([one, two])):
+        with pytest.raises(ValueError, match=f"leaf 'w' of expert '1' is {why}"):
+            call()
+
+
 def test_complex_leaves_are_no_buffers():
     one, two = ({"w": torch.ones(2, dtype=torch.complex64) * i} for i in (1, 2))
     calls = merge.task_vector, lambda a, b: merge.task_arithmetic(a, [b], coef=1.0), lambda *t: merge.weight_average(t)

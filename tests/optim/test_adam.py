@@ -220,9 +220,15 @@ def test_bad_learning_rates_are_refused(lr):
     for build in (optim.adam, lambda x: optim.adamw(x, weight_decay=0.0), optim.constant, lambda x: optim.cosine(x, 5)):
         with pytest.raises(ValueError, match=f"learning rate is {lr}, must be finite and not negative"):
             build(lr)
+    start = {"w": torch.ones(2)}
+    falling = optim.adam(lambda step: lr)  # as a decay that runs on after its end
+    with pytest.raises(ValueError, match=f"step 0 of the schedule: learning rate is {lr}"):
+        falling.update(start, falling.init(start), start)
 
 
 def test_all_bad_hyperparameters_are_listed_at_once():
+    with pytest.raises(ValueError, match=r"betas are \(0\.9, 0\.99, 0\.999\): give two numbers"):
+        optim.adam(1e-3, betas=(0.9, 0.99, 0.999))
     with pytest.raises(ValueError, match="learning rate is nan") as caught:
         optim.adamw(math.nan, weight_decay=-1.0, betas=(1.0, math.nan), eps=math.inf)
     text = str(caught.value)

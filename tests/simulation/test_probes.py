@@ -67,8 +67,11 @@ def test_the_expectation_on_a_quadratic_has_its_closed_form():
 
 def test_bad_input_is_refused():
     base, params = trees()
-    with pytest.raises(ValueError, match="no batches"):
-        probe(loss_fn, params, base, [], KEYS, **STRENGTHS)
+    for batches, why in (([], "no batches"), (iter([]), "no batches"), (torch.ones(2, 3), "batches are a tensor")):
+        with pytest.raises(ValueError, match=why):
+            probe(loss_fn, params, base, batches, KEYS, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"weights of the batches add up to 0\.0"):
+        probe(loss_fn, params, base, [Micro(torch.ones(2, 3), 0.0)], KEYS, **STRENGTHS)
     with pytest.raises(ValueError, match=r"keys have shape \(2,\), must be \(N, 2\)"):
         probe(loss_fn, params, base, [torch.ones(2, 3)], random.key(0), **STRENGTHS)
     with pytest.raises(ValueError, match="keys are a int"):

@@ -161,6 +161,23 @@ def test_a_schedule_of_tensors_is_that_of_numbers(schedule):
     torch.testing.assert_close(found, torch.tensor([schedule(s) for s in range(11)], dtype=found.dtype), rtol=1e-14, atol=1e-16)  # fmt: skip  # noqa: E501
 
 
+def test_a_schedule_of_tensors_leaves_a_single_number_its_dtype():
+    optimizer, start = optim.adamw(optim.cosine(0.1, 8), weight_decay=0.5), {"s": torch.tensor(2.0)}
+    (found,) = vmap(lambda _: optimizer.update(start, optimizer.init(start), start)[0]["s"])(torch.arange(1))
+    expected = optimizer.update(start, optimizer.init(start), start)[0]["s"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+    def twice(slope):  # torch's forward derivative of a 0-d number divided by a float is float64
+        params, state = start, optimizer.init(start)
+        for _ in range(2):
+            params, state = optimizer.update({"s": slope * params["s"]}, state, params)
+        return params["s"]
+
+    value, tangent = jvp(twice, (torch.tensor(1.0),), (torch.tensor(1.0),))
+    assert (value.dtype, tangent.dtype) == (torch.float32, torch.float32)
+
+
 def clipped(grads, max_norm=1.0):
     return optim.clip(grads, max_norm)[0]["w"]
 

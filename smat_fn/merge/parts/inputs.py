@@ -76,6 +76,21 @@ def complex_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
+def storage_problems(label: str, leaves: Mapping[str, Tensor]) -> list[str]:
+    """Errors for leaves that are sparse, or on the meta device, where they have no values (`shortened`)."""
+    problems = [
+        f"leaf {path!r} of {label} is {str(leaf.layout).removeprefix('torch.')}: give leaf.to_dense()"
+        for path, leaf in leaves.items()
+        if leaf.layout != torch.strided
+    ]
+    problems += [
+        f"leaf {path!r} of {label} is on the meta device and has no values: load the weights, without offloading"
+        for path, leaf in leaves.items()
+        if leaf.is_meta
+    ]
+    return errors.shortened(problems, f"{{}} more leaves of {label} are not dense or have no values")
+
+
 def tied_problems(base: Mapping[str, Tensor]) -> list[str]:
     """Errors for a weight under two names: it would count twice in thresholds, and get two masks."""
     return [
@@ -219,6 +234,7 @@ def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
     try:
         leaves = tree.flatten(params)
         problems += derivative_problems(label, leaves) + complex_problems(label, leaves)
+        problems += storage_problems(label, leaves)
         return {path: leaf.detach() for path, leaf in leaves.items()}
     except ValueError as error:
         problems.append(f"{label}: {error}")
@@ -261,6 +277,8 @@ def _value_problems(start: Leaves, start_name: str, leaves: Leaves, name: str) -
             continue
         if other.dtype != leaf.dtype:
             problems.append(of_two_dtypes(path, other, name, leaf, start_name))
+        elif leaf.is_meta or other.is_meta or not leaf.layout == other.layout == torch.strided:
+            continue  # `storage_problems`
         elif (
             not leaf.is_floating_point() and other.shape == leaf.shape and not torch.equal(other.to(leaf.device), leaf)
         ):
