@@ -104,8 +104,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if name not in held
     ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
-    head, touched = False, set[str]()
-    unknown: dict[str, list[str]] = {}
+    head, touched, unknown = False, set[str](), dict[str, list[str]]()
     leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
     for name in shapes:
         ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
@@ -142,10 +141,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         made[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
-    note = "; ".join(
-        filter(None, (_base_note(label, path, config, base), _tied_note(label, config, touched, base, head)))
-    )
-    return Folder(label, leaves, {}, {weights_of(path): store, path / CONFIG: None}, path, made, note=note)
+    notes = _base_note(label, path, config, base), _tied_note(label, config, touched, base, head)
+    stores = {weights_of(path): store, path / CONFIG: None}
+    return Folder(label, leaves, {}, stores, path, made, note="; ".join(filter(None, notes)))
 
 
 def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:

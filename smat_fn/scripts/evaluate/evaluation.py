@@ -164,15 +164,7 @@ def _suites(
     for folder, manifest in manifests.items():
         line = manifest["label"], _model(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
-            problems.append(
-                f"{folder} and {other} are both {line[0]} {line[1]} of seed {line[2]}: "
-                "evaluate each alone, with its own --out"
-                + (
-                    ""
-                    if manifest["kind"] == "merged"
-                    else ", or name one of them anew: its train.py command with --resume --label NAME"
-                )
-            )
+            problems.append(_both(folder, other, line, manifest["kind"]))
         if not (found := named_by[folder]):
             problems.append(
                 f"{folder} names no suite to be scored on: pass --preset lm (language models), text (text encoders) or "
@@ -181,15 +173,7 @@ def _suites(
             continue
         recipe = recipes[folder] = json.dumps(found)
         if recipe not in suites:
-            if (kind := _but_tasks({**found, **options})) not in loaded:
-                alike = (other for other in named_by.values() if other and _but_tasks({**other, **options}) == kind)
-                suite = load_suite(**{**(with_tasks_of(alike) or found), **options})
-                loaded[kind] = suite, checkpoint.fingerprint(suite.base)
-            suite, print_ = loaded[kind]
-            tasks = tuple(() if "tasks" in options else found.get("tasks") or ())
-            if tasks and tasks != suite.tasks:
-                suite = suite.replace(tasks=tasks, recipe={**suite.recipe, "tasks": list(tasks)})
-            suites[recipe] = suite, print_
+            suites[recipe] = _loaded(found, named_by.values(), options, loaded)
         suite, base = suites[recipe]
         fits = OTHER in manifest or manifest.get("base_fingerprint") == base
         if not fits and manifest["kind"] == "merged":  # perhaps of whole models of other tools
@@ -210,6 +194,30 @@ def _suites(
             )
     errors.raise_problems(problems)
     return recipes, suites
+
+
+def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:
+    way = "" if kind == "merged" else ", or name one of them anew: its train.py command with --resume --label NAME"
+    label, model, seed = line
+    return f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own --out{way}"
+
+
+def _loaded(
+    recipe: Mapping[str, Any],
+    every: Iterable[Mapping[str, Any] | None],
+    options: Mapping[str, Any],
+    loaded: dict[str, tuple[Suite, str]],
+) -> tuple[Suite, str]:
+    """The suite of a recipe, of a model that is loaded once for all recipes that differ in tasks alone."""
+    if (kind := _but_tasks({**recipe, **options})) not in loaded:
+        alike = (other for other in every if other and _but_tasks({**other, **options}) == kind)
+        suite = load_suite(**{**(with_tasks_of(alike) or recipe), **options})
+        loaded[kind] = suite, checkpoint.fingerprint(suite.base)
+    suite, base = loaded[kind]
+    tasks = tuple(() if "tasks" in options else recipe.get("tasks") or ())
+    if tasks and tasks != suite.tasks:
+        suite = suite.replace(tasks=tasks, recipe={**suite.recipe, "tasks": list(tasks)})
+    return suite, base
 
 
 def _but_tasks(recipe: Mapping[str, Any]) -> str:

@@ -312,18 +312,7 @@ def common_suite(
     other = options.get("name", implied.get("name")) != implied.get("name")
     asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
     first = with_tasks_of(recipes.values()) or asked
-    problems = [f"expert {task!r} names no suite to search on" for task, r in recipes.items() if not r]
-    problems += [
-        f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
-        "for all"
-        for task, r in recipes.items()
-        if r and first and (differ := _unlike({**first, **options}, {**r, **options}))
-    ]
-    if first is None and not recipes:
-        problems.append(
-            "no expert names a suite to search on: pass --preset lm, text or images with --data DATA, "
-            "and name each expert after its task, --experts TASK=FOLDER"
-        )
+    problems = _suite_problems(recipes, first, options)
     errors.raise_problems(problems)
     assert first is not None
     asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
@@ -353,6 +342,25 @@ def common_suite(
         problems += problems_of(part.check, f"expert {name!r}", leaves)
     errors.raise_problems(problems)
     return of_whole_models(suite, part)
+
+
+def _suite_problems(
+    recipes: Mapping[str, Mapping[str, Any] | None], first: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> list[str]:
+    """Errors for experts of no suite, and of another than the first."""
+    problems = [f"expert {task!r} names no suite to search on" for task, r in recipes.items() if not r]
+    problems += [
+        f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
+        "for all"
+        for task, r in recipes.items()
+        if r and first and (differ := _unlike({**first, **options}, {**r, **options}))
+    ]
+    if first is None and not recipes:
+        problems.append(
+            "no expert names a suite to search on: pass --preset lm, text or images with --data DATA, "
+            "and name each expert after its task, --experts TASK=FOLDER"
+        )
+    return problems
 
 
 def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
