@@ -29,6 +29,11 @@ class Lora:
     dropout: float = 0.0  # of the adapters' inputs (`with_dropout`); here for PEFT's file alone
 
     def __post_init__(self) -> None:
+        named = {"paths": self.paths, "saved": self.saved}
+        texts = [
+            f"{name} is the text {own!r}: give a tuple of paths" for name, own in named.items() if type(own) is str
+        ]
+        errors.raise_problems(texts, "lora")
         problems = [] if self.paths else ["no matrices: name at least one"]
         problems += [
             f"{path!r} is not the weight of a layer" for path in self.paths if not path.endswith((WEIGHT, IN_PROJ))

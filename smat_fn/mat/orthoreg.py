@@ -82,6 +82,8 @@ def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tens
     """``sum_W || dW^T dW - I ||_F`` over the 2-D leaves that ``where`` picks (None: all), in float32 (float64).
 
     Differentiable; where a Gram matrix is the identity, and the norm has no gradient, the gradient is zero.
+
+    Raises: ValueError for trees that do not match.
     """
     terms = [torch.linalg.matrix_norm(_excess(delta)) for delta in _updates(params, base, where).values()]
     return _sum(terms)
@@ -114,8 +116,9 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def _updates(params: Params, base: Params, where: Where | None) -> dict[str, Tensor]:
-    origins, found, picks = tree.flatten(base), {}, tree.predicate(where)
-    for path, leaf in tree.flatten(params).items():
+    leaves, origins, found, picks = tree.flatten(params), tree.flatten(base), {}, tree.predicate(where)
+    tree.check_same(leaves, "params", base=origins)
+    for path, leaf in leaves.items():
         if leaf.ndim == 2 and leaf.numel() and (picks is None or picks(path, leaf)):
             dtype = tree.compute_dtype(leaf, origins[path])
             found[path] = leaf.to(dtype) - origins[path].to(dtype)

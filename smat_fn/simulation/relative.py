@@ -12,9 +12,12 @@ from .state import Draw, simulate
 
 @no_grad
 def update_rms(params: Params, base: Params) -> Tensor:
-    """RMS of all coordinates of theta - theta_0, a 0-d float64 tensor on the device of the first leaf."""
-    origins = tree.flatten(base)
-    deltas = {path: _delta(leaf, origins[path]) for path, leaf in tree.flatten(params).items()}
+    """RMS of all coordinates of theta - theta_0, a 0-d float64 tensor on the device of the first leaf.
+
+    Raises: ValueError for trees that do not match.
+    """
+    leaves, origins = _matching(params, base)
+    deltas = {path: _delta(leaf, origins[path]) for path, leaf in leaves.items()}
     return tree.global_norm(deltas) / math.sqrt(max(1, sum(delta.numel() for delta in deltas.values())))
 
 
@@ -30,10 +33,13 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
 
     Returns:
         tree of params' structure, shapes and dtypes.
+
+    Raises:
+        ValueError: for trees that do not match.
     """
-    origins = tree.flatten(base)
+    leaves, origins = _matching(params, base)
     found: dict[str, Tensor] = {}
-    for path, leaf in tree.flatten(params).items():
+    for path, leaf in leaves.items():
         own, origin = {path: leaf}, {path: origins[path]}
         found |= simulate(own, origin, in_units_of(update_rms(own, origin), draw), where=where)
     return tree.unflatten(params, found)
@@ -43,6 +49,12 @@ def in_units_of(rms: Tensor, draw: Draw) -> Draw:
     """The draw whose sigma is multiplied by an RMS, on the device of that: the host does not wait to read it."""
     sigma = draw.sigma.to(rms.device, non_blocking=rms.device.type == "cuda")
     return draw._replace(sigma=sigma * rms)
+
+
+def _matching(params: Params, base: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    leaves, origins = tree.flatten(params), tree.flatten(base)
+    tree.check_same(leaves, "params", base=origins)
+    return leaves, origins
 
 
 def _delta(leaf: Tensor, origin: Tensor) -> Tensor:

@@ -161,6 +161,8 @@ def test_bad_input_is_listed(setting, model):
     base, adapter, start, _ = setting
     with pytest.raises(ValueError, match=r"'bias' is not the weight.*; rank is 0.*; alpha is nan"):
         lora.Lora(("bias",), rank=0, alpha=float("nan"))
+    with pytest.raises(ValueError, match=r"^lora: paths is the text 'x.weight': give a tuple of paths$"):
+        lora.Lora("x.weight")
     with pytest.raises(ValueError, match=r"'x.weight' is in paths and in saved"):
         lora.Lora(("x.weight",), saved=("x.weight",))
     with pytest.raises(ValueError, match=r"'x.weight'.*\n?.*rank 7"):

@@ -193,6 +193,11 @@ def test_orthoreg_on_blocks_alone_and_on_every_matrix():
         assert {name for name in base if not torch.equal(state.params[name], params[name])} == moved
 
 
+def test_the_penalty_of_trees_that_do_not_match_is_an_error():
+    with pytest.raises(ValueError, match="base lacks leaf 'a' of params"):
+        orthoreg.penalty({"a": torch.zeros(2, 2)}, {})
+
+
 def test_the_penalty_enters_once_whatever_the_micro_batches():
     base, params = {"w": torch.zeros(3, 2)}, {"w": tensor(3, 2, dtype=torch.float32)}
     method = orthoreg.build(lambda p, x: ((p["w"] * x).sum(), {}), sgd(0.1), base, lambda_reg=0.5)

@@ -38,3 +38,11 @@ def test_by_leaf_the_noise_is_that_of_simulate_times_the_rms_of_the_leaf():
         unit = simulate(PARAMS, BASE, drawn, where=in_block)[path] - quiet[path]
         torch.testing.assert_close(leaf - quiet[path], size * unit, rtol=1e-4, atol=1e-6)
     testing.assert_trees_equal({"still": found["still"]}, {"still": BASE["still"]})
+
+
+@pytest.mark.parametrize(
+    "function", [update_rms, lambda params, base: simulate_by_leaf(params, base, draw(KEY, **HYPER))]
+)
+def test_trees_that_do_not_match_are_one_error(function):
+    with pytest.raises(ValueError, match=r"base lacks leaf 'a' of params; base has leaf 'b' that params lacks"):
+        function({"a": torch.zeros(2)}, {"b": torch.zeros(2)})
