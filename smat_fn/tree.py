@@ -192,11 +192,16 @@ def _differences(reference: Mapping[str, Any], name: str, other_name: str, other
 def gradients(loss: Tensor, leaves: Mapping[str, Tensor], *, touched: bool = False) -> Sequence[Tensor]:
     """Gradients of a loss in leaves of autograd, in their order; zero in those that it does not touch.
 
-    Raises: ValueError for checkpointing that hides leaves, and where ``touched``, for a loss that has a gradient, but
-        in none of the leaves.
+    Raises: ValueError for a loss without a gradient, for checkpointing that hides leaves, and where ``touched``, for a
+        loss that has a gradient, but in none of the leaves.
     """
     if not loss.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if leaves:
+            raise ValueError(
+                "the loss has no gradient: it was computed under torch.no_grad, detached, or made of numbers such as "
+                ".item() gives; compute it from the parameters given to it"
+            )
+        return []
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     if any(grad is None for grad in found) and _reentrant(loss):
         raise ValueError(

@@ -31,8 +31,8 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
         this gradient: loss, grads and tensors of aux (any pytree) are detached by "autograd", those of "func" have the
         graph of transforms and leaves outside.
     Raises: ValueError for an unknown engine, for a `ModuleLoss` whose module is torch's DDP or has hooks on gradients,
-        for leaves that are not floating-point tensors, and for a loss function that does not return a pair (0-d loss,
-        aux).
+        for leaves that are not floating-point tensors, for a loss function that does not return a pair (0-d loss, aux),
+        and from "autograd" for a loss without a gradient, such as one computed under ``torch.no_grad``.
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")

@@ -179,12 +179,22 @@ def test_nested_trees_aux_and_unused_leaves(engine):
     assert aux == {"name": "aux", "none": None, "count": 3}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_loss_that_touches_no_leaf_has_zeros_as_its_gradient(engine):
+def test_a_loss_that_touches_no_leaf_has_zeros_as_its_gradient_under_torch_func_and_is_an_error_to_autograd():
     params = {"a": torch.ones(2, 3), "b": torch.ones((), dtype=torch.float64)}
-    (loss, _), grads = grad.value_and_grad(lambda p: (torch.tensor(2.5), None), engine=engine)(params)
+    (loss, _), grads = grad.value_and_grad(lambda p: (torch.tensor(2.5), None), engine="func")(params)
     assert loss == 2.5
     assert all(torch.equal(grads[path], torch.zeros_like(leaf)) for path, leaf in params.items())
+    module, (x, y) = mlp(), CASES["mlp"][2]
+    hidden = grad.ModuleLoss(module, lambda module, *batch: (mlp_loss(module, *batch)[0].detach(), None))
+    cases = (
+        (lambda p: (torch.tensor(p["a"].sum().item()), None), (params,)),
+        (hidden, (dict(module.named_parameters()), x, y)),
+    )
+    for loss_fn, args in cases:
+        with pytest.raises(
+            ValueError, match=r"the loss has no gradient: it was computed under torch.no_grad, detached"
+        ):
+            grad.value_and_grad(loss_fn, engine="autograd")(*args)
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
