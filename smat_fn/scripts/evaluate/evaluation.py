@@ -221,7 +221,7 @@ def _loaded(
 
 
 def _but_tasks(recipe: Mapping[str, Any]) -> str:
-    return json.dumps({name: value for name, value in recipe.items() if name != "tasks"})
+    return json.dumps({name: value for name, value in recipe.items() if name != "tasks"}, default=repr)
 
 
 def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
