@@ -15,8 +15,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 FAST = (
     *("llama", "gpt2", "falcon", "mixtral", "gpt_oss", "t5"),
     *("bert (a masked language model, the top layer)", "modernbert (the top layer)"),
-    *("vit (backbone alone)", "dinov2 (backbone alone)", "convnext"),
-    *("clip", "siglip"),
+    *("dinov2 (backbone alone)", "convnext", "clip"),
 )
 
 

@@ -123,6 +123,7 @@ def test_every_choice_is_made_without_the_test_split(first, tmp_path, monkeypatc
     assert sum(a.score != b.score for a, b in pairs) > len(pairs) / 2
 
 
+@pytest.mark.slow
 def test_a_study_scores_the_chosen_learning_rates_alone(first):
     work, study = first
     protocol = small_protocol()
@@ -196,6 +197,7 @@ def test_a_step_that_is_timed_ends_when_its_loss_is_there():
     assert (read, len(stamps)) == ([0], 1)
 
 
+@pytest.mark.slow
 def test_a_stopped_trial_leaves_nothing_that_looks_finished(one, first, tmp_path, monkeypatch):
     whole = outcome(one, first[0])
     for module, name in ((merging, "merge_run"), (training, "train_run")):
@@ -214,6 +216,7 @@ def stopped(*args, **options):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_weights_go_when_all_is_scored_and_scores_are_those_of_kept_weights(first, tmp_path, monkeypatch):
     study = first[1]
     chosen_one = preset_trial("small", "smat", rate(study, "smat"), 21)
@@ -290,6 +293,7 @@ def test_mergers_with_data_choose_without_test_and_a_finished_trial_is_kept(one,
     assert list(running) == [(trial, other)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_muon_leaves_no_moments_to_merge_by_and_weights_are_deleted(one, tmp_path):
     muon = one._replace(training=replace(one.training, optimizer="muon", muon_lr=1e-3), mergers=by_data.CONFIGS)

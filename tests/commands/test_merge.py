@@ -176,6 +176,7 @@ def test_verify_prints_every_change_and_fails(hub, call, tmp_path):
     assert code == f"merge.py verify: 2 of {count} files differ from the hashes stored in {folder / 'README.md'}"
 
 
+@pytest.mark.slow
 def test_a_killed_merge_goes_on_and_ends_with_the_same_bytes(hub, call, tmp_path):
     options = ("--coef", "0.5", "--drop-prob", "0.5", "--shard-size", "4KB")
     words = [str(word) for word in ("dare", *inputs(hub), "--out", tmp_path / "out", *options)]

@@ -151,7 +151,9 @@ def test_code_that_is_not_run_is_python(document):
 
 
 def case(document, line, code):
-    slow = [pytest.mark.slow] if "@torch.compile" in code else []  # a cold compiler takes half a minute
+    slow = (
+        [pytest.mark.slow] if "torch.compile(" in code or "@torch.compile" in code else []
+    )  # a cold compiler takes long
     return pytest.param(document, line, code, id=f"{document.name} line {line}", marks=slow)
 
 

@@ -37,6 +37,7 @@ def inputs(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_clip_main_trains_merges_and_tabulates(inputs, run, tmp_path):
     printed = run(
         "examples/clip_main.sh",
@@ -84,7 +85,8 @@ def test_clip_main_takes_another_image_model_as_it_takes_a_clip(inputs, run, tmp
     assert all(row.score > 90 for row in rows if row.model.startswith("expert:"))
 
 
-@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=[pytest.mark.slow, pytest.mark.skipif(
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=[pytest.mark.skipif(
     not DATA.is_dir(), reason="no ../shared")])])  # fmt: skip
 def test_the_tiny_example_lowers_the_loss_on_its_rows(source, inputs, run, tmp_path):
     data, tasks = (inputs / "rows", TASKS[1:]) if source == "own" else (DATA, ("MNIST", "EuroSAT"))

@@ -121,6 +121,7 @@ def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     assert (process.returncode, process.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_help_is_printed_without_torch_and_says_the_same():
     """One process for all: forgotten modules are imported again."""
     code = f"""

@@ -126,7 +126,7 @@ def few_rounds(monkeypatch):
     torch._dynamo.reset()
 
 
-FIRST = "finetune", "smat", "asam"  # the others take seconds more, and Inductor's test takes all runs
+FIRST = "finetune", "smat"  # the others take seconds more, and Inductor's test takes all runs
 
 
 @pytest.mark.parametrize(

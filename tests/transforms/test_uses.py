@@ -232,7 +232,15 @@ def test_the_rows_are_not_trivial():
 
 
 # seconds each; the others are of the same functions
-MORE = "simulate grad", "simulate jvp", "simulate vmap", "reweight backward", "reweight vmap", "reweight jvp"
+MORE = (
+    "simulate backward",
+    "simulate grad",
+    "simulate jvp",
+    "simulate vmap",
+    "reweight backward",
+    "reweight vmap",
+    "reweight jvp",
+)
 
 
 @pytest.mark.parametrize("use", [pytest.param(use, marks=[pytest.mark.slow] * (use in MORE)) for use in COMPILED])

@@ -75,9 +75,14 @@ def kill():
     [
         {},
         {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
-        {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"},
+        pytest.param(
+            {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"}, marks=pytest.mark.slow
+        ),
         pytest.param({"precision": "bf16", "lora": Adapters(3, 6.0)}, marks=pytest.mark.slow),
-        {"optimizer": "adamw", "weight_decay": 0.1, "decay_matrices": True, "schedule": "linear", "warmup": 6},
+        pytest.param(
+            {"optimizer": "adamw", "weight_decay": 0.1, "decay_matrices": True, "schedule": "linear", "warmup": 6},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"average": "ema:0.5"}, marks=pytest.mark.slow),
         {"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"},
     ],
@@ -165,7 +170,11 @@ def dropping(suite):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("smat", {"accumulate": 2}), ("asam", {"precision": "mixed"}), ("smat", {"lora": Adapters(3, 6.0)})],
+    [
+        pytest.param("smat", {"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param("asam", {"precision": "mixed"}, marks=pytest.mark.slow),
+        ("smat", {"lora": Adapters(3, 6.0)}),
+    ],
     ids=["smat accumulated", "asam mixed", "smat adapters"],
 )
 def test_training_with_dropout_goes_on_to_the_same_bits(train, dropping, tmp_path, monkeypatch, name, change):
