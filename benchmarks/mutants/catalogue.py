@@ -123,7 +123,7 @@ MUTANTS = [
         ("key_of(step.key_of(", "(lambda _: key)(step.key_of("),
         ("1 - 2 * second", "1"),
         ("number - second * period", "number"),
-        ("weights = None if simulated.reweighted else drawn", "weights = None"),
+        ("undone = None if simulated.reweighted else drawn", "undone = None"),
     ),
     *_of(
         "mat/smat.py:_Mixed",
@@ -384,6 +384,24 @@ MUTANTS = [
         ("math.fsum(norms) / len(norms)", "math.fsum(norms) / len(live)"),
     ),
     *_of(
+        "merge/ram.py",
+        ("shared / count.clamp(min=1)", "shared"),
+        ("torch.where(count > 1", "torch.where(count > 0"),
+        ("alone += own * factor", "alone += own"),
+        ("(changed & several).sum(1)", "several.sum().expand(len(deltas))"),
+        ("changed.sum(0) > 1", "changed.sum(0) > 0"),
+        ("counts = found if counts is None else counts + found", "counts = found"),
+        ("1 + boost * min(s / u, cap)", "1 + boost * s / u"),
+        ("~(delta.abs() <= threshold)", "delta.abs() >= threshold"),
+        ('self.boost and self.scope == "tensor"', "self.boost"),
+    ),
+    *_of(
+        "merge/nearswap.py",
+        (".clamp(-self.t, self.t)", ".clamp(0, self.t)"),
+        ("0 < self.t <", "0 <= self.t <"),
+        ("least=1, most=1", "least=1, most=2"),
+    ),
+    *_of(
         "merge/sce.py",
         ("below.clamp_(min=1e-6)", "1"),
         ("total >= floor", "total < floor"),
@@ -498,7 +516,7 @@ MUTANTS = [
     ),
     *_of(
         "tree.py",
-        ("torch.zeros_like(leaf) for leaf in leaves.values()", "torch.ones_like(leaf) for leaf in leaves.values()"),
+        ("torch.zeros_like(leaf) if grad is None", "torch.ones_like(leaf) if grad is None"),
     ),
     *_of(
         "grad/modules.py",
