@@ -63,6 +63,8 @@ from .weighted_average import weighted_average
 from .wise_ft import wise_ft, wise_ft_vector
 from .wudi import wudi, wudi_vector
 
+ta = task_arithmetic  # its name in merge.py and in tables
+
 __all__ = [
     "BASELESS", "CALIBRATION_COEFS", "COEFS", "DROP_PROBS", "MERGERS", "MORE_MERGERS", "RANDOM", "TIES_KEEPS", "WIDE",
     "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "apply_blocks", "apply_rules", "apply_vector",
@@ -73,7 +75,7 @@ __all__ = [
     "lines", "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by", "model_stock",
     "model_stock_ratios", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap", "nearswap_vector",
     "norms", "nuslerp", "nuslerp_vector", "pcb", "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_vector",
-    "sce", "sce_vector", "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "tall_mask",
+    "sce", "sce_vector", "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask",
     "tall_mask_vector", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density",
     "ties_vector", "tried", "truncated", "tsv_merge", "tsv_merge_vector", "unequal", "vector_by", "weight_average",
     "weighted_average", "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",

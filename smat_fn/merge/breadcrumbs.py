@@ -14,7 +14,7 @@ from .parts.arithmetic import add
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.per_expert import Numbers, Part, Sparse, Sparsify, number
 
 Count: TypeAlias = Literal["dropped", "kept"]
 
@@ -30,9 +30,9 @@ def breadcrumbs(
     count: Count = "dropped",
     aggregate: Aggregate = "sum",
     elect: bool = False,
-    weights: Numbers = NONE,
-    densities: Numbers = NONE,
-    largest: Numbers = NONE,
+    weights: Numbers | None = None,
+    densities: Numbers | None = None,
+    largest: Numbers | None = None,
     rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i m_i ⊙ Δ_i, m_i = 0 on the smallest and the largest magnitudes of every leaf, else 1; rounded once.

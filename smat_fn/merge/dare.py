@@ -16,7 +16,7 @@ from .parts.arithmetic import add, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify
+from .parts.per_expert import Numbers, Part, Sparse, Sparsify
 
 
 # over 60 lines: its docstring explains every argument
@@ -28,8 +28,8 @@ def dare(
     coef: float,
     drop_prob: float,
     aggregate: Aggregate = "sum",
-    weights: Numbers = NONE,
-    densities: Numbers = NONE,
+    weights: Numbers | None = None,
+    densities: Numbers | None = None,
     rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i w_i m_i ⊙ Δ_i / (1 − p̂), m_i = 0 with probability p̂ and else 1, rounded once to base's dtypes.

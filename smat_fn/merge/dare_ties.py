@@ -14,7 +14,7 @@ from .parts.arithmetic import agreeing, elected
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import NONE, Numbers, Sparse, Sparsify
+from .parts.per_expert import Numbers, Sparse, Sparsify
 
 
 def dare_ties(
@@ -25,8 +25,8 @@ def dare_ties(
     coef: float,
     drop_prob: float,
     aggregate: Aggregate = "sum",
-    weights: Numbers = NONE,
-    densities: Numbers = NONE,
+    weights: Numbers | None = None,
+    densities: Numbers | None = None,
     rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂_i the masked, rescaled task vectors of `dare`; s = + where Σ_i δ̂_i ≥ 0, else −.

@@ -17,7 +17,7 @@ from .parts.arithmetic import agreeing, elected, zeroed
 from .parts.chunks import BYTES_PER_COORDINATE, Piece, row_length
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.per_expert import Numbers, Part, Sparse, Sparsify, number
 
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
 
@@ -33,9 +33,9 @@ def della(
     window: float,
     aggregate: Aggregate = "mean",
     elect: bool = True,
-    weights: Numbers = NONE,
-    densities: Numbers = NONE,
-    windows: Numbers = NONE,
+    weights: Numbers | None = None,
+    densities: Numbers | None = None,
+    windows: Numbers | None = None,
     rescale: bool = False,
 ) -> Params:
     """θ₀ + γ · mean over i of the δ̂_i ≠ 0 whose sign is s; δ̂ = m ⊙ Δ / q̂, s = + where Σ_i δ̂_i ≥ 0 and else −.

@@ -26,7 +26,7 @@ def fisher(
     coef: float = 1.0,
     normalize: bool = True,
     floor: float = 1e-6,
-    weights: Numbers = NONE,
+    weights: Numbers | None = None,
 ) -> Params:
     """θ₀ + γ Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i, F̂_i = max(F_i / r_i, floor), r_i the RMS of F_i over all leaves.
 
@@ -63,9 +63,10 @@ def fisher_vector(
     *,
     normalize: bool = True,
     floor: float = 1e-6,
-    weights: Numbers = NONE,
+    weights: Numbers | None = None,
 ) -> Leaves:
     """Σ_i w_i F̂_i ⊙ Δ_i / Σ_i w_i F̂_i: flat, floating-point leaves only, for `apply_vector`."""
+    weights = NONE if weights is None else weights
     start, flat = check(base, experts, _problems(experts, floor, weights))
     leaves = InMemory(start, flat, flat_statistics("fisher", start, list(flat), fishers))
     own: Any = {"normalize": normalize, "floor": floor, "weights": weights}  # the option has no weights by leaf

@@ -8,11 +8,11 @@ from .parts import looped
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import NONE, Numbers, Weighted
+from .parts.per_expert import Numbers, Weighted
 
 
 def task_arithmetic(
-    base: Params, experts: Experts, *, coef: float, weights: Numbers = NONE, aggregate: Aggregate = "sum"
+    base: Params, experts: Experts, *, coef: float, weights: Numbers | None = None, aggregate: Aggregate = "sum"
 ) -> Params:
     """θ₀ + γ Σ_i w_i (θ_i − θ₀), in float32 (float64 where a leaf is float64), rounded once to base's dtypes.
 

@@ -28,8 +28,8 @@ def ties(
     keep: float,
     aggregate: Aggregate = "sum",
     scope: Scope = "global",
-    weights: Numbers = NONE,
-    densities: Numbers = NONE,
+    weights: Numbers | None = None,
+    densities: Numbers | None = None,
     rescale: bool = False,
 ) -> Params:
     """θ₀ + γ Σ_i δ̂_i [sgn δ̂_i = s], δ̂ the trimmed task vectors and s the sign of Σ_i δ̂_i, rounded once.

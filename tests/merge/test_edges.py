@@ -106,6 +106,33 @@ def test_a_merge_of_constants_inside_a_derivative_is_a_constant():
     assert slope == CALLS["ta"](base, [expert], 0.5)["w"].sum()
 
 
+WEIGHTED = {
+    "ta": merge.ta,
+    "ties": partial(merge.ties, keep=0.5),
+    "dare": partial(merge.dare, KEY, drop_prob=0.5),
+    "dare_ties": partial(merge.dare_ties, KEY, drop_prob=0.5),
+    "della": partial(merge.della, KEY, drop_prob=0.5, window=0.2),
+    "breadcrumbs": partial(merge.breadcrumbs, drop_smallest=0.25, drop_largest=0.25),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_none_is_no_weight_and_no_density_of_any_expert(name):
+    base, experts = tree(0.0, 0.0, 0.0, 0.0), [tree(1.0, -2.0, 3.0, 4.0), tree(2.0, 5.0, -1.0, 3.0)]
+    options = {"weights": None, "densities": None} if name != "ta" else {"weights": None}
+    merged = WEIGHTED[name](base, experts, coef=0.5, **options)
+    assert merged["w"].tolist() == WEIGHTED[name](base, experts, coef=0.5)["w"].tolist()
+    kind = next(kind for kind in (*merge.MERGERS, *merge.MORE_MERGERS) if kind.name == name)
+    own = getattr(WEIGHTED[name], "keywords", {})
+    assert kind(**own, **options) == kind(**own)
+
+
+def test_none_is_no_weight_of_fisher():
+    base, experts = tree(0.0, 0.0), [tree(1.0, -2.0), tree(2.0, 5.0)]
+    merged = merge.fisher(base, experts, experts, weights=None)
+    assert merged["w"].tolist() == merge.fisher(base, experts, experts)["w"].tolist()
+
+
 @pytest.mark.parametrize("bad", ["1", None, torch.ones(2)])
 def test_a_coef_that_is_no_number_is_named(bad):
     with pytest.raises(ValueError, match=r"coef is .*, must be a number"):

@@ -109,6 +109,11 @@ class Weighted(Merger):
     densities, elect, rescale = NONE, False, False
     whole, rows = False, False  # whether `sparsify` needs whole leaves, or whole rows
 
+    def __post_init__(self) -> None:
+        for option in fields(self):  # None, the functions' default, is no number for any expert
+            if option.default_factory is dict and getattr(self, option.name) is None:
+                object.__setattr__(self, option.name, {})
+
     def sparsify(self, leaves: Mapped) -> Sparsify | None:
         """The function that makes a task vector sparse; None: it stays dense."""
         return None
