@@ -300,6 +300,14 @@ def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_ot
     same(merged, run(base, experts, KEY))
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name not in {*RANDOM, *STATISTICS}])
+def test_torchs_default_device_plays_no_part(name, family):
+    base, experts = family()
+    with torch.device("meta"):
+        merged = ALL[name](base, experts, KEY)
+    same(merged, ALL[name](base, experts, KEY))
+
+
 @every_run
 def test_the_key_decides_everything_random(run, family, request):
     base, experts = family()

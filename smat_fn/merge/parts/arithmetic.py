@@ -21,12 +21,12 @@ def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
 
 
 def divided(tensor: Tensor, number: float) -> Tensor:
-    """``tensor.div_(number)``, with the same bits on every device."""
+    """``tensor.div_(number)``, bit-identical on every device."""
     return tensor.div_(divisor(number, tensor))
 
 
 def divisor(number: float, like: Tensor) -> Tensor:
-    """What ``like`` is divided by: CUDA multiplies with the rounded reciprocal of a number, and divides by a tensor."""
+    """A number as a tensor that ``like`` is divided by: by a number CUDA multiplies with its rounded reciprocal."""
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
