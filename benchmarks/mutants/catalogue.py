@@ -283,9 +283,11 @@ MUTANTS = [
         ("(delta * sign).relu_()", "(delta * sign)"),
         ("count += agrees.sign_()", "count += 1"),
         ("max(magnitudes.numel() - count, 1)", "max(magnitudes.numel() - count + 1, 1)"),
-        ("magnitudes.numel() - count + 1)", "magnitudes.numel() - count)"),
         ("device=delta.device) <= cut.last", "device=delta.device) < cut.last"),
-        ("int(equal[count - int((magnitudes > value).sum()) - 1])", "int(equal[-1])"),
+        (
+            "return Cut(value_of(order.bits, magnitudes.dtype), last)",
+            "return Cut(value_of(order.bits, magnitudes.dtype), None)",
+        ),
         ('_exact if scope == "tensor" else _threshold', '_exact if scope == "global" else _threshold'),
         (
             "not piece.start <= cut.last < stop - 1",
@@ -295,15 +297,18 @@ MUTANTS = [
     ),
     *_of(
         "merge/dare.py",
-        ("zeroed(delta / kept, fields >= threshold)", "zeroed(delta / kept, fields > threshold)"),
-        ("zeroed(delta / kept, fields >= threshold)", "zeroed(delta, fields >= threshold)"),
+        (
+            "zeroed(delta / divisor(kept, delta), fields >= threshold)",
+            "zeroed(delta / divisor(kept, delta), fields > threshold)",
+        ),
+        ("zeroed(delta / divisor(kept, delta), fields >= threshold)", "zeroed(delta, fields >= threshold)"),
     ),
     *_of("merge/dare.py:dropped", ("kept = 1 - threshold / 65536", "kept = threshold / 65536")),
     *_of(
         "merge/della.py",
         ("(1 - drop_prob) - window / 2", "(1 - drop_prob) - window"),
-        ("rank / (length - 1) * window", "rank / length * window"),
-        ("rank / (length - 1) * window", "(length - 1 - rank) / (length - 1) * window"),
+        ("divisor(max(length - 1, 1), rank)", "divisor(length, rank)"),
+        ("share * window", "(1 - share) * window"),
         ("random.threshold(1 - keep)", "random.threshold(keep)"),
         ("agreeing(masked, elected(masked), mean=True)", "agreeing(masked, elected(masked), mean=False)"),
         ("low > _SLACK", "low >= -_SLACK"),
@@ -332,7 +337,7 @@ MUTANTS = [
             "return int(size * drop_smallest), size - int(size * drop_largest)",
             "return int(size * drop_largest), size - int(size * drop_smallest)",
         ),
-        ("kept = delta.abs().reshape(-1).argsort(stable=True)", "kept = delta.reshape(-1).argsort(stable=True)"),
+        ("mask & ~above_smallest(magnitudes, high)", "mask"),
         ("size - kept - int(drop_largest * size)", "size - kept"),
     ),
     *_of(
@@ -354,7 +359,7 @@ MUTANTS = [
     *_of(
         "merge/parts/spectral.py",
         ("values.dtype) * values[0]", "values.dtype) * 0 * values[0]"),
-        ("add(deltas).div_(len(deltas)) if others", "add(deltas) if others"),
+        ("divided(add(deltas), len(deltas)) if others", "add(deltas) if others"),
     ),
     *_of(
         "merge/wudi.py",
@@ -405,7 +410,7 @@ MUTANTS = [
         "merge/sce.py",
         ("below.clamp_(min=1e-6)", "1"),
         ("total >= floor", "total < floor"),
-        ("argsort(descending=True, stable=True)", "argsort(stable=True)"),
+        ("among_largest(variance.abs_(), count)", "~among_largest(variance.abs_(), count)"),
     ),
     *_of(
         "merge/arcee_fusion.py",
@@ -454,15 +459,23 @@ MUTANTS = [
         ("len(deltas) * inside", "inside"),
         ("deltas * add(deltas)", "add(deltas)"),
         ("int(size * (1 - clip) - 1)", "int(size * (1 - clip))"),
-        ("rank - below", "rank"),
+    ),
+    *_of(
+        "merge/parts/ranks.py",
+        ("known, rank - below", "known, rank"),
         ("return keys ^ (", "return keys & ("),
+        ("size - count + 1)", "size - count)"),
+        ("count - (size - order.below - order.equal)", "order.equal"),
+        ("mask[: last + 1]", "mask[:last]"),
+        ("mask[after:] |=", "mask[after - 1 :] |="),
+        ("finite = not bool(counts[not_finite:].any())", "pass"),
     ),
     *_of(
         "merge/around/factors.py",
         ("math.copysign(root, share)", "root"),
         ("count += agrees", "count += 1"),
         ("(total >= 0)", "(total > 0)"),
-        ("t / kept *", "t *"),
+        ("t / divisor(kept, t) *", "t *"),
         ("a * w * s for", "a * w for"),
         ("b @ a * s for", "b @ a for"),
         ("random.fold_in(random.fold_in(key, name), part)", "random.fold_in(key, name)"),
@@ -479,7 +492,7 @@ MUTANTS = [
         ('"lora_alpha": rank', '"lora_alpha": 2 * rank'),
         ("ranks.keys() - parameters", "ranks.keys()"),
     ),
-    *_of("merge/weight_average.py:weight_average", ("div_(len(experts))", "div_(len(experts) + 1)")),
+    *_of("merge/weight_average.py:weight_average", ("len(experts))", "len(experts) + 1)")),
     *_of(
         "merge/weighted_average.py",
         ("math.fsum(weights) if normalize else 1.0", "1.0 if normalize else math.fsum(weights)"),

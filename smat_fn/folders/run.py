@@ -105,7 +105,7 @@ def merge_folders(
         workers: threads that share the chunk; give torch one thread (``torch.set_num_threads``) for each.
         overwrite: replace ``out``, of which only files that its manifest names are ever deleted; a symbolic link
             stays, and what it points to is replaced.
-        device: where chunks are merged; a GPU may round divisions by one number otherwise, in the last bit.
+        device: where chunks are merged; on a GPU some mergers have other last bits (docs/gotchas.md).
         vocabulary: what to do with embeddings and heads of another number of rows than base's: "error", "base-rows"
             or "pad-with-base", as in `fit_rows`.
         partial: an expert may hold a part of base's leaves and has the others of base; they count like any others

@@ -230,7 +230,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
         for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
             packed = torch.from_numpy(np.packbits(mask.numpy()))
             write_chunk(descriptor, packed, shard.offsets[f"mask/{i}/{path}"] + start // 8)
-            sums += magnitudes(delta, zeroed(vector, mask)) if config.scaled else [0.0, 0.0]
+            sums += magnitudes(delta, zeroed(vector, mask)).tolist() if config.scaled else [0.0, 0.0]
         return path, sums
 
     for path in _paths(shard):

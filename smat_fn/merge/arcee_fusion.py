@@ -12,6 +12,7 @@ from .parts.arithmetic import largest
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 from .parts.merger import Mapped, Merger, Rule
+from .parts.ranks import at_places
 
 
 def arcee_fusion(experts: Experts, *, coef: float = 1.0) -> Params:
@@ -45,8 +46,8 @@ def fused(values: Iterable[Tensor], coef: float) -> Tensor:
         return one.clone()
     change = two - one
     importance = change.abs() * _divergence(two, one)
-    ordered = importance.reshape(-1).sort().values
-    first, second, third = (ordered[int(quarter / 4 * (len(ordered) - 1))] for quarter in (1, 2, 3))
+    places = [int(quarter / 4 * (importance.numel() - 1)) for quarter in (1, 2, 3)]
+    first, second, third = at_places(importance.reshape(-1), places)
     return one + change * (importance >= second + 1.5 * (third - first)).to(one.dtype).mul_(coef)
 
 

@@ -15,6 +15,7 @@ from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.per_expert import Numbers, Part, Sparse, Sparsify, number
+from .parts.ranks import above_smallest
 
 Count: TypeAlias = Literal["dropped", "kept"]
 
@@ -77,9 +78,9 @@ def sparse(part: Part, plain: bool, *, own: tuple[float, float], count: Count, l
 
 def _between(delta: Tensor, low: int, high: int) -> Tensor:
     """The coordinates that rank in [low, high) by magnitude."""
-    kept = delta.abs().reshape(-1).argsort(stable=True)[low:high]
-    mask = torch.zeros(delta.numel(), dtype=torch.bool, device=delta.device).index_fill_(0, kept, True)
-    return delta.where(mask.view(delta.shape), 0)
+    magnitudes = delta.abs()
+    mask = above_smallest(magnitudes, low)
+    return delta.where(mask if high >= len(delta) else mask & ~above_smallest(magnitudes, high), 0)
 
 
 def bounds(size: int, drop_smallest: float, drop_largest: float, count: Count) -> tuple[int, int]:
@@ -173,7 +174,7 @@ def _band(first: _End | None, last: _End | None) -> looped.Band:
 
 def _above(delta: Tensor, start: int, value: Tensor, position: int) -> Tensor:
     """Flat coordinates from ``start`` on that rank above a magnitude at a position of their leaf."""
-    magnitude, value = delta.abs(), value.to(delta.device)
+    magnitude = delta.abs()
     later = torch.arange(start, start + delta.numel(), device=delta.device) > position
     return (magnitude > value) | ((magnitude == value) & later)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.arithmetic import add
+from .parts.arithmetic import add, divided
 from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, type_problems
 from .parts.merger import Mapped, Rule
@@ -64,7 +64,7 @@ def centred(weights: list[Tensor], *, coef: float, share: float) -> Tensor:
 
 
 def _mean(weights: list[Tensor]) -> Tensor:
-    return add(weights).div_(len(weights))
+    return divided(add(weights), len(weights))
 
 
 @dataclass(frozen=True)

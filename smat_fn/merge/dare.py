@@ -12,7 +12,7 @@ from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.arithmetic import add, zeroed
+from .parts.arithmetic import add, divisor, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
@@ -76,7 +76,7 @@ def sparse(part: Part, plain: bool, *, drop_prob: float) -> Tensor:
 
 def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tensor:
     if (loops := loops_for(delta, fields)) is None or delta.dtype != torch.float32:
-        return zeroed(delta / kept, fields >= threshold)
+        return zeroed(delta / divisor(kept, delta), fields >= threshold)
     out = torch.empty_like(delta)
     loops.dropped(*map(array, (delta, fields)), numpy.int32(threshold), numpy.float32(kept), array(out))
     return out

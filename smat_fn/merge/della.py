@@ -13,7 +13,7 @@ from .. import random
 from ..compiled import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
-from .parts.arithmetic import agreeing, elected, zeroed
+from .parts.arithmetic import agreeing, divisor, elected, zeroed
 from .parts.chunks import BYTES_PER_COORDINATE, Piece, row_length
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
@@ -86,8 +86,9 @@ def tables(drop_prob: float, window: float) -> Callable[[int, torch.device], Ten
 
 def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
     """T of the ranks 0..length − 1 of a row, ``random.threshold(1 − q)``: int32 (length,)."""
-    rank = torch.arange(length, dtype=torch.float64)
-    keep = (1 - drop_prob) - window / 2 + rank / (length - 1) * window if length > 1 else 1 - drop_prob + 0 * rank
+    rank = torch.arange(length, dtype=torch.float64, device="cpu")
+    share = rank / divisor(max(length - 1, 1), rank)
+    keep = (1 - drop_prob) - window / 2 + share * window if length > 1 else 1 - drop_prob + 0 * rank
     return random.threshold(1 - keep).to(torch.int32)
 
 

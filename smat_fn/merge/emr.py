@@ -50,18 +50,15 @@ def scale_of(leaves: Iterable[tuple[int, Iterable[list[Tensor]]]], place: int) -
     """λ_t, from the size and the blocks of task vectors of every leaf."""
 
     def sums(blocks: Iterable[list[Tensor]]) -> list[float]:
-        found = [0.0, 0.0]
-        for deltas in blocks:
-            own = magnitudes(deltas[place], _own(deltas, place))
-            found = [total + more for total, more in zip(found, own, strict=True)]
-        return found
+        found = [magnitudes(deltas[place], _own(deltas, place)) for deltas in blocks]
+        return add(found).tolist() if found else [0.0, 0.0]
 
     return scale_from((size, sums(blocks)) for size, blocks in leaves)
 
 
-def magnitudes(delta: Tensor, own: Tensor) -> list[float]:
+def magnitudes(delta: Tensor, own: Tensor) -> Tensor:
     """Σ |Δ_t| and Σ |m_t ⊙ τ| of a block."""
-    return halved(torch.stack([delta.abs(), own.abs()]).double()).tolist()
+    return halved(torch.stack([delta.abs(), own.abs()]).double())
 
 
 def scale_from(leaves: Iterable[tuple[int, Sequence[float]]]) -> float:

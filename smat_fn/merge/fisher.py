@@ -96,8 +96,9 @@ def scale_of(leaves: Iterable[Tensor]) -> float:
     total, count = 0.0, 0
     for leaf in leaves:
         flat, count = leaf.detach().reshape(-1), count + leaf.numel()
-        for first in range(0, len(flat), arithmetic.BLOCK):
-            total += float(halved(flat[first : first + arithmetic.BLOCK].double().square()[None]))
+        sums = [halved(part.double().square()[None]) for part in flat.split(arithmetic.BLOCK) if len(part)]
+        for own in torch.cat(sums).tolist() if sums else ():
+            total += own
     return (count / total) ** 0.5 if total else 0.0
 
 

@@ -1,9 +1,9 @@
 """PCB-Merging: coordinates weighted by how large they are in their expert, and how far experts agree on them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from .parts.arithmetic import add, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
+from .parts.ranks import BINS, Scan, ordered
 
-_BINS = 1 << 16
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
-Scan: TypeAlias = Callable[[], Iterator[Tensor]]  # (experts, n), the same ones at each call
 
 
 class Bounds(NamedTuple):
@@ -85,41 +84,6 @@ def bounds_of(blocks: Callable[[], Iterable[list[Tensor]]], ratio: float, clip: 
     return Bounds(low, high, floor, top)
 
 
-def ordered(scan: Scan, ranks: list[int]) -> list[Tensor]:
-    """The values of these ranks, from 0, of every row of all that ``scan`` gives: (rows, 1) float64 each.
-
-    Histograms of bit patterns, which are ordered as floats are: 16 bits a pass, two passes for float32.
-    """
-    first = next(scan())
-    bits, rows = 8 * first.itemsize, len(first)
-    found = [[(0, rank) for rank in ranks] for _ in range(rows)]  # the bits that are known, the rank among their like
-    for shift in range(bits - 16, -1, -16):
-        counts = torch.zeros(rows, len(ranks), _BINS, dtype=torch.int64)
-        for values in scan():
-            keys = _flipped(values.view(torch.int64 if bits == 64 else torch.int32).to(torch.int64), bits).cpu()
-            for row, places in enumerate(found):
-                for column, (known, _) in enumerate(places):
-                    own = keys[row] if shift == bits - 16 else keys[row][keys[row] >> (shift + 16) == known]
-                    offset = _BINS // 2 if shift == bits - 16 else 0
-                    digits = (own >> shift) + offset if offset else (own >> shift) & (_BINS - 1)
-                    counts[row, column] += torch.bincount(digits, minlength=_BINS)
-        sums = counts.cumsum(-1)
-        for row, places in enumerate(found):
-            for column, (known, rank) in enumerate(places):
-                digit = int(torch.searchsorted(sums[row, column], rank, right=True))
-                below = int(sums[row, column, digit] - counts[row, column, digit])
-                known = digit - _BINS // 2 if shift == bits - 16 else known << 16 | digit
-                places[column] = known, rank - below
-    keys = _flipped(torch.tensor([[known for known, _ in places] for places in found]), bits)
-    values = keys.view(torch.float64) if bits == 64 else keys.to(torch.int32).view(torch.float32)
-    return [column[:, None].double().to(first.device) for column in values.T.contiguous()]
-
-
-def _flipped(keys: Tensor, bits: int) -> Tensor:
-    """Integers in the order of the floats whose bits they hold, and back."""
-    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
-
-
 def _balance(deltas: Tensor, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """β of every expert (experts, n), of task vectors in float64."""
     inside = _share(deltas.abs().clamp(bounds.low, bounds.high), bounds.low, bounds.high).square_()
@@ -158,7 +122,7 @@ class Pcb(Merger):
         return Rule(lambda _: lambda piece: fuse(piece, found))
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 32 * experts * _BINS
+        return 64 * experts * min(largest(leaves), arithmetic.BLOCK) + 32 * experts * BINS
 
 
 pcb_vector = vector_function(Pcb)

@@ -74,10 +74,10 @@ def factors_of(blocks: Iterable[list[Tensor]], threshold: float, boost: float, c
     for deltas in blocks:
         changed = torch.stack([_changed(delta, threshold) for delta in deltas])
         several = changed.sum(0) > 1
-        found = torch.stack([(changed & several).sum(1), (changed & ~several).sum(1)]).cpu()
+        found = torch.stack([(changed & several).sum(1), (changed & ~several).sum(1)])
         if counts is not None and counts.shape != found.shape:
             raise ValueError("scope 'global' needs all experts in every layer: take scope 'tensor', or boost 0")
-        counts = found if counts is None else counts + found
+        counts = found if counts is None else found + counts.to(found.device)
     if counts is None:
         return []
     # without a coordinate of its own an expert has nothing to enlarge

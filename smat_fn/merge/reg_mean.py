@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add
+from .parts.arithmetic import add, divided
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Merger, Rule, vector_by_rule
@@ -63,7 +63,7 @@ def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) ->
     parts = [gram * scale + torch.diag_embed(gram.diagonal() * (1 - scale)) for gram in wide]
     left, total = add(delta.double() @ gram for delta, gram in zip(deltas, parts, strict=True)), add(parts)
     dead = total.diagonal() == 0
-    left[:, dead] = (add(deltas) / len(deltas)).double()[:, dead]
+    left[:, dead] = divided(add(deltas), len(deltas)).double()[:, dead]
     total[dead, dead] = 1.0  # of one index each: the diagonal
     if scale == 1:
         return (left @ torch.linalg.pinv(total, hermitian=True)).to(deltas[0].dtype)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add, elected, largest
+from .parts.arithmetic import add, divided, elected, largest
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
+from .parts.ranks import among_largest
 
 
 def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:
@@ -45,7 +46,8 @@ def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
     if density < 1:
         keep = _varying(every, density)
         every = [delta * keep for delta in every]
-    squares = [float(delta.double().square().sum()) / max(delta.numel(), 1) for delta in every]
+    sums = torch.stack([delta.double().square().sum() for delta in every]).tolist()
+    squares = [square / max(every[0].numel(), 1) for square in sums]
     total = sum(squares)
     weights = [square / total for square in squares] if total and total >= floor else [1 / len(every)] * len(every)
     sign = elected(every)
@@ -59,12 +61,11 @@ def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
 
 def _varying(deltas: list[Tensor], density: float) -> Tensor:
     """1 for the coordinates of largest variance, 0 for the others."""
-    mean = add(deltas).div_(len(deltas))
+    mean = divided(add(deltas), len(deltas))
     variance = add((delta - mean).square_() for delta in deltas).reshape(-1)  # times N
     count = int(int(variance.count_nonzero()) * density)
-    keep = torch.zeros_like(variance)
-    keep[variance.argsort(descending=True, stable=True)[:count]] = 1
-    return keep.view(deltas[0].shape)
+    # abs: a NaN may have a sign
+    return among_largest(variance.abs_(), count).to(variance.dtype).view(deltas[0].shape)
 
 
 @dataclass(frozen=True)

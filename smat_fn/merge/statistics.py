@@ -70,8 +70,9 @@ def drawn_labels(loss_fn: LossFn, params: Params, batch: Batch, key: Tensor) -> 
     """
     with torch.no_grad():
         logits = loss_fn(params, batch)[1]
-    shares = logits.double().softmax(1).cumsum(1)
-    drawn = random.uniform(key, (len(shares),), dtype=torch.float64).to(shares.device)
+    # on the CPU: CUDA adds up in no fixed order
+    shares = torch.from_numpy(logits.double().softmax(1).cpu().numpy().cumsum(1))
+    drawn = random.uniform(key, (len(shares),), dtype=torch.float64).cpu()
     labels = (shares < drawn[:, None] * shares[:, -1:]).sum(1)
     if hasattr(batch, "_fields"):
         return batch._replace(labels=labels.to(batch.labels.device))

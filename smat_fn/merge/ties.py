@@ -16,6 +16,7 @@ from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
 from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.ranks import largest, order_of, value_of
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
 
@@ -138,14 +139,12 @@ def _magnitudes(leaves: Leaves, expert: Leaves, dtypes: Mapping[str, torch.dtype
 
 
 def _threshold(magnitudes: Tensor, count: int) -> Cut:
-    return Cut(magnitudes.kthvalue(max(magnitudes.numel() - count, 1)).values, None)
+    return Cut(value_of(order_of(magnitudes, max(magnitudes.numel() - count, 1)).bits, magnitudes.dtype), None)
 
 
 def _exact(magnitudes: Tensor, count: int) -> Cut:
-    count = max(count, 1)
-    value = magnitudes.kthvalue(magnitudes.numel() - count + 1).values
-    equal = (magnitudes == value).nonzero().squeeze(1)
-    return Cut(value, int(equal[count - int((magnitudes > value).sum()) - 1]))
+    order, last = largest(magnitudes, max(count, 1))
+    return Cut(value_of(order.bits, magnitudes.dtype), last)
 
 
 def _kept(piece: Piece, cuts: Cuts) -> list[Tensor]:
@@ -154,7 +153,7 @@ def _kept(piece: Piece, cuts: Cuts) -> list[Tensor]:
 
 def _keeps(delta: Tensor, start: int, cut: Cut) -> Tensor:
     # a 0-d float64 threshold would be rounded to the dtype of a float32 leaf
-    magnitude, value = delta.abs().to(cut.value.dtype), cut.value.to(delta.device)
+    magnitude, value = delta.abs().to(cut.value.dtype), cut.value
     if cut.last is None:
         return magnitude >= value
     early = torch.arange(start, start + delta.numel(), device=delta.device) <= cut.last

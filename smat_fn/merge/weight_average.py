@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..types import Params
-from .parts.arithmetic import add
+from .parts.arithmetic import add, divided
 from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone
 from .parts.merger import Mapped, Merger, Rule
@@ -23,7 +23,7 @@ def weight_average(experts: Experts) -> Params:
 
     Source: Wortsman et al., "Model soups", 2022.
     """
-    return merge_weights(experts, check_alone(experts), lambda _, values: add(values).div_(len(experts)))
+    return merge_weights(experts, check_alone(experts), lambda _, values: divided(add(values), len(experts)))
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,4 @@ class WeightAverage(Merger):
     based = False
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(total=lambda parts: add(parts, into_first=True).div_(len(leaves.experts)))
+        return Rule(total=lambda parts: divided(add(parts, into_first=True), len(leaves.experts)))

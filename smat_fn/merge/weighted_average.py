@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
-from .parts.arithmetic import weighted
+from .parts.arithmetic import divided, weighted
 from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
 from .parts.inputs import Experts, check_alone, type_problems
@@ -51,7 +51,7 @@ def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
             f"the sum of weights {list(weights)} of a leaf is 0: turn normalize off, or give other weights"
         )
     total = math.fsum(weights) if normalize else 1.0
-    return weighted(values, weights).div_(total)
+    return divided(weighted(values, weights), total)
 
 
 def no_sum(weights: Sequence[float]) -> bool:

@@ -41,7 +41,7 @@ from smat_fn.config import (
 from smat_fn.folders import merge_folders, run
 from smat_fn.folders.streaming import chunks, survey
 from smat_fn.merge import BASELESS
-from smat_fn.merge.parts import arithmetic
+from smat_fn.merge.parts import arithmetic, ranks
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -232,13 +232,14 @@ def test_every_order_statistic_is_that_of_a_sort(dtype):
     values = torch.cat([wide, near]).to(dtype).abs()
     ordered = values.sort().values
     for rank in range(1, len(values) + 1):
-        order = survey.select(lambda: iter(values.split(13)), rank, dtype)
-        value = survey.value_of(order.bits, dtype)
+        order, finite = ranks.select(lambda: values.split(13), rank, dtype)
+        value = ranks.value_of(order.bits, dtype)
+        assert finite
         assert value == ordered[rank - 1]
         assert (order.below, order.equal) == (int((values < value).sum()), int((values == value).sum()))
-        assert survey.position(lambda: iter(values.split(13)), value, order.equal) == int(
-            (values == value).nonzero().max()
-        )
+        assert ranks.order_of(values, rank) == order  # sorted, as few are
+        last = int((values == value).nonzero().max())
+        assert ranks.position(lambda: values.split(13), order.bits, order.equal) == last
 
 
 def test_masks_of_an_expert_do_not_depend_on_the_others(family, folders, tmp_path):

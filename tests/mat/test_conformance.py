@@ -248,6 +248,17 @@ def test_the_same_key_gives_the_same_bits(name, hyper):
 
 
 @each_run
+@each_engine
+def test_no_operation_of_a_step_lacks_a_deterministic_form_on_cuda(name, hyper, engine, as_on_cuda):
+    muon = optim.chain(optim.clip_by_global_norm(1.0), optim.muon(0.01, rest=optim.adamw(0.01, weight_decay=0.1)))
+    optimizer = optim.averaged(muon, optim.ema(0.9))
+    m = method(name, regression, optimizer, parameters(), engine=engine, **{"max_grad_norm": 0.1, **hyper})
+    with as_on_cuda():  # in which no compiled loop runs, as on CUDA
+        steps = run(m, parameters(seed=5), batches(3))
+    assert_bits(steps, run(m, parameters(seed=5), batches(3)))
+
+
+@each_run
 def test_global_random_state_plays_no_part(name, hyper):
     m = method(name, regression, optim.adam(0.01), parameters(), **hyper)
     results = []

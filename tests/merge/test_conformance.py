@@ -236,6 +236,12 @@ JOINT = {
     *NUSLERP,
     *ROUNDED,
 }
+# decompositions, transcendental functions, sums in an order of the library: other last bits on CUDA
+OF_A_DEVICE = {
+    *SPECTRAL,
+    *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "arcee", "sce", "sce-half"),
+    *("nuslerp-first", "nuslerp-last"),
+}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
@@ -281,6 +287,25 @@ def test_inputs_are_neither_mutated_nor_aliased(run, family):
     for leaf in merged.values():
         leaf.zero_()
     same({"base": base, **experts}, before)
+
+
+@every_run
+def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_other_bits_there(
+    run, family, as_on_cuda, request
+):
+    base, experts = family()
+    with as_on_cuda() as mode:  # in which no compiled loop runs, as on CUDA
+        merged = run(base, experts, KEY)
+    assert bool(mode.inexact) == (request.node.callspec.id in OF_A_DEVICE), mode.inexact
+    same(merged, run(base, experts, KEY))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in {*RANDOM, *STATISTICS}])
+def test_torchs_default_device_plays_no_part(name, family):
+    base, experts = family()
+    with torch.device("meta"):
+        merged = ALL[name](base, experts, KEY)
+    same(merged, ALL[name](base, experts, KEY))
 
 
 @every_run
@@ -357,6 +382,15 @@ def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     whole = run(base, experts, KEY)
     monkeypatch.setattr("smat_fn.merge.parts.chunks.CHUNK", chunk)
     same(run(base, experts, KEY), whole)
+
+
+@pytest.mark.parametrize("name", [*(n for n in ALL if n.startswith("ties")), "breadcrumbs", "sce-half", "arcee"])
+def test_ranks_that_are_counted_are_those_that_are_sorted(name, family, monkeypatch):
+    base, experts = family(grid=2**-4)  # many equal magnitudes
+    expected = ALL[name](base, experts, KEY)
+    for name_of, number in (("SMALL", 0), ("SORTED", 0), ("STEP", 5)):  # as beyond 2**31 - 1 numbers
+        monkeypatch.setattr(f"smat_fn.merge.parts.ranks.{name_of}", number)
+    same(ALL[name](base, experts, KEY), expected)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,17 @@ def test_folders_give_what_memory_gives(name, chunk, models, tmp_path, monkeypat
     assert all(torch.equal(again[path], leaf) for path, leaf in expected.items())
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_operation_has_a_deterministic_form_on_cuda_and_the_same_bits(name, family, as_on_cuda):
+    base, experts = family()
+    experts = dict(zip("ABC", experts.values(), strict=True))
+    with as_on_cuda() as mode:
+        found = merge.merge_by(CONFIGS[name], base, experts, key=KEY)
+    assert not mode.inexact
+    expected = merge.merge_by(CONFIGS[name], base, experts, key=KEY)
+    assert all(torch.equal(found[path], leaf) for path, leaf in expected.items())
+
+
 def test_one_of_several_experts_is_subtracted(models):
     _, trees = models
     base, a, b = trees["BASE"], trees["A"], trees["B"]

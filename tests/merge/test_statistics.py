@@ -133,13 +133,14 @@ def test_a_row_of_several_tokens_counts_by_its_sum():
     torch.testing.assert_close(found, (errors.T @ inputs).square())
 
 
-def test_drawn_labels_follow_the_predictions():
+def test_drawn_labels_follow_the_predictions(as_on_cuda):
     params, inputs = {"w": torch.tensor([[1.0], [0.0], [-1.0]])}, torch.ones(20_000, 1)
     given = torch.zeros(len(inputs), dtype=torch.int64)
     _, labels = drawn_labels(logistic, params, (inputs, given), random.key(4))
     shares = torch.bincount(labels, minlength=3) / len(labels)
     torch.testing.assert_close(shares, torch.tensor([1.0, 0.0, -1.0]).softmax(0), atol=0.01, rtol=0)
-    again = drawn_labels(logistic, params, (inputs, given), random.key(4))[1]
+    with as_on_cuda():
+        again = drawn_labels(logistic, params, (inputs, given), random.key(4))[1]
     other = drawn_labels(logistic, params, (inputs, given), random.key(5))[1]
     assert torch.equal(labels, again)
     assert not torch.equal(labels, other)

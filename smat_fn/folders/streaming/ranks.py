@@ -3,25 +3,18 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
 from ... import compiled
 from ...merge.parts.looped import sources
+from ...merge.parts.ranks import Order
 from .chunks import SPAN, Job, parts_of, spans
 
 SMALL = 1 << 15  # coordinates that are sorted rather than counted
 FULL = 1 << 32  # coordinates that a table may count
 _NOT_FINITE = 0x7F800000
-
-
-class Order(NamedTuple):
-    """The magnitude of one rank, as bits, and how many others there are below it and equal to it."""
-
-    bits: int
-    below: int
-    equal: int
 
 
 def orders(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int) -> list[Order] | None:

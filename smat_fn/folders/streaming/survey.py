@@ -1,8 +1,6 @@
 """Surveys of whole leaves, or of all leaves, before chunks are merged: order statistics, inner products.
 
-Order statistics are exact, of magnitudes that are never in memory together, from histograms of their bit patterns,
-which are ordered as the floats are. Each level counts 16 bits of the magnitudes that agree with the target in all
-higher bits: two passes for float32, four for float64.
+Order statistics are exact, of magnitudes that are never in memory together: `merge.parts.ranks`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import votes as votes_of
 from ...merge.parts.merger import Cut
 from ...merge.parts.per_expert import NONE, Numbers, number
+from ...merge.parts.ranks import Order, Scan, position, select, value_of
 from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
     SPAN,
@@ -32,15 +31,10 @@ from .chunks import (
     weights_of,
     window,
 )
-from .ranks import Order
 from .ranks import orders as ranks_by_loops
 from .ranks import position as position_by_loops
 
 LARGE = 1 << 24  # coordinates of a group
-_BINS = 1 << 16
-_INTS = {torch.float32: (torch.int32, 32, 0x7F80), torch.float64: (torch.int64, 64, 0x7FF0)}
-
-Scan = Callable[[], Iterator[Tensor]]  # magnitudes, flat tensors of one dtype, the same ones at each call
 
 
 class Survey:
@@ -183,7 +177,7 @@ class Group(NamedTuple):
             found = ranks_by_loops(self.job, self.name, self.paths, ranks, workers)
         else:
             each = [select(_magnitudes(*self), rank, self.dtype) for rank in ranks]
-            found = [order for order in each if order is not None] if None not in each else None
+            found = [order for order, _ in each] if all(finite for _, finite in each) else None
         if found is None:
             refuse_values(self.job, self.paths[0], [])
             raise ValueError("expert - base overflows float32; was the expert fine-tuned from this base?")
@@ -193,33 +187,10 @@ class Group(NamedTuple):
         """The flat position, in all leaves one after the other, of the ``count``-th magnitude of these bits."""
         if self._looped():
             return position_by_loops(self.job, self.name, self.paths, bits, count)
-        return position(_magnitudes(*self), value_of(bits, self.dtype), count)
+        return position(_magnitudes(*self), bits, count)
 
     def _looped(self) -> bool:
         return all(looped(self.job, path) for path in self.paths)
-
-
-def select(scan: Scan, rank: int, dtype: torch.dtype) -> Order | None:
-    """The ``rank``-th smallest (from 1) of all magnitudes of ``dtype``; None if one of them is not finite."""
-    integer, width, not_finite = _INTS[dtype]
-    prefix, left, equal = 0, rank, 0
-    for shift in range(width - 16, -1, -16):
-        counts = torch.zeros(_BINS, dtype=torch.int64)
-        for magnitudes in scan():
-            bits = magnitudes.view(integer)
-            if shift < width - 16:
-                bits = _matching(bits, shift + 16, prefix) >> shift
-                counts += torch.bincount(bits.bitwise_and_(_BINS - 1), minlength=_BINS).cpu()
-            else:
-                counts += torch.bincount(bits >> shift, minlength=_BINS).cpu()
-        if shift == width - 16 and bool(counts[not_finite:].any()):
-            return None
-        upto = counts.cumsum(0)
-        found = int(torch.searchsorted(upto, left))
-        equal = int(counts[found])
-        left -= int(upto[found]) - equal
-        prefix = prefix << 16 | found
-    return Order(prefix, rank - left, equal)
 
 
 def find(
@@ -265,26 +236,3 @@ def _magnitudes(job: Job, name: str, group: Sequence[str], wide: torch.dtype) ->
                 yield delta_of(job.experts[name].read(path, start, stop), origin, dtype).abs_().to(wide)
 
     return scan
-
-
-def _matching(bits: Tensor, shift: int, prefix: int) -> Tensor:
-    high = bits >> shift
-    if bits.device.type != "cpu":
-        return bits[high == prefix]
-    return torch.from_numpy(bits.numpy()[high.numpy() == prefix])  # in a quarter of torch's time
-
-
-def value_of(bits: int, dtype: torch.dtype) -> Tensor:
-    """The 0-d float of a bit pattern."""
-    return torch.tensor(bits, dtype=_INTS[dtype][0]).view(dtype)
-
-
-def position(scan: Scan, value: Tensor, count: int) -> int:
-    """The flat position of the ``count``-th (from 1) magnitude that equals ``value``."""
-    start = 0
-    for magnitudes in scan():
-        equal = (magnitudes == value).nonzero().squeeze(1)
-        if count <= len(equal):
-            return start + int(equal[count - 1])
-        count, start = count - len(equal), start + magnitudes.numel()
-    raise AssertionError("fewer equal magnitudes than counted")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
+from ..parts.arithmetic import divisor
 from ..parts.inputs import type_problems
 
 RULES = "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"
@@ -196,7 +197,7 @@ def _sparse(
     threshold = int(random.threshold(1 - density))
     fields = [random.bits(key, tensor.numel()).view(tensor.shape) for key, tensor in zip(keys, tensors, strict=True)]
     kept = 1 - threshold / 65536
-    return [t / kept * (field.to(t.device) >= threshold) for t, field in zip(tensors, fields, strict=True)]
+    return [t / divisor(kept, t) * (field.to(t.device) >= threshold) for t, field in zip(tensors, fields, strict=True)]
 
 
 def _largest(tensor: Tensor, density: float) -> Tensor:

@@ -20,6 +20,16 @@ def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
     return total
 
 
+def divided(tensor: Tensor, number: float) -> Tensor:
+    """``tensor.div_(number)``, bit-identical on every device."""
+    return tensor.div_(divisor(number, tensor))
+
+
+def divisor(number: float, like: Tensor) -> Tensor:
+    """A number as a tensor that ``like`` is divided by: by a number CUDA multiplies with its rounded reciprocal."""
+    return torch.full((), number, dtype=like.dtype, device=like.device)
+
+
 def weighted(tensors: Iterable[Tensor], weights: Iterable[float]) -> Tensor:
     """Σ_i w_i t_i, in new memory."""
     return add(tensor * weight for tensor, weight in zip(tensors, weights, strict=True))
@@ -71,11 +81,12 @@ def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[flo
 
 def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
     """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
-    total = torch.zeros(count, count, dtype=torch.float64)
+    total = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for begin in range(0, size, BLOCK):
         rows = block(begin, min(begin + BLOCK, size)).double()
+        total = total.to(rows.device)  # once: the host waits for a leaf, not for its blocks
         for index, row in enumerate(rows):
-            total[index] += halved(rows * row).cpu()
+            total[index] += halved(rows * row)
     return total.tolist()
 
 

@@ -113,7 +113,8 @@ def mask_keys(key: Tensor, names: Sequence[str], paths: Sequence[str]) -> Tensor
 
 def fields_of(keys: Tensor, group: Sequence[tuple[int, int, int]], device: torch.device) -> list[list[Tensor]]:
     """The fields of a group's windows, for every expert: those of window w are the w-th list."""
-    chosen = keys[:, [index for index, _, _ in group]].reshape(-1, 2).to(device)
+    chosen = keys[:, [index for index, _, _ in group]].reshape(-1, 2)
+    chosen = chosen.to(device, non_blocking=device.type == "cuda")  # the host does not wait
     centered = centered_fields(list(chosen), [(start, stop) for _, start, stop in group] * len(keys))
     drawn = [field.to(torch.int32).add_(32768) for field in centered]
     return [drawn[position :: len(group)] for position in range(len(group))]

@@ -17,6 +17,7 @@ from .arithmetic import gram, gram_memory
 from .chunks import Fuse, compute_dtype, delta_of, merge_pieces
 from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop
+from .ranks import order_of, position_of, value_of
 from .vectors import apply_vector
 
 COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
@@ -29,7 +30,7 @@ UNKNOWN = "mergekit has no such merger"
 class Cut(NamedTuple):
     """The part of a leaf that an expert keeps: magnitudes above ``value``, equal ones up to flat position ``last``."""
 
-    value: Tensor
+    value: Tensor  # 0-d, on the CPU
     last: int | None  # None: all of them
 
 
@@ -172,9 +173,9 @@ class InMemory:
         for leaves in self.trees.values():
             magnitudes, own = delta_of(leaves[path], self.base[path], dtype).reshape(-1).abs_(), []
             for rank in ranks:
-                value = magnitudes.kthvalue(rank).values
-                equal = (magnitudes == value).nonzero().squeeze(1)
-                own.append((value, int(equal[rank - int((magnitudes < value).sum()) - 1])))
+                order = order_of(magnitudes, rank)
+                place = position_of(magnitudes, order.bits, rank - order.below)
+                own.append((value_of(order.bits, dtype), place))
             found.append(own)
         return found
 

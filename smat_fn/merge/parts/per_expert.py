@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .arithmetic import add, elected, halved, largest, zeroed
+from .arithmetic import add, divided, elected, halved, largest, zeroed
 from .chunks import BYTES_PER_COORDINATE, Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
@@ -43,7 +43,7 @@ def combined(vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool
     if not elect:
         divisor = math.fsum(weights)
         total = add(vectors)
-        return total.div_(divisor) if mean and abs(divisor) >= 1e-8 else total
+        return divided(total, divisor) if mean and abs(divisor) >= 1e-8 else total
     sign = elected(vectors)
     total, share = torch.zeros_like(sign), torch.zeros_like(sign)
     for vector, weight in zip(vectors, weights, strict=True):
@@ -167,7 +167,9 @@ class Weighted(Merger):
         if not self.rescale:
             return sparsify(part, False)
         masked = sparsify(part, True)
-        before, after = (float(halved(v.abs().double()[None])) if len(v) else 0.0 for v in (part.delta, masked))
+        if not len(masked):
+            return masked
+        before, after = torch.cat([halved(v.abs().double()[None]) for v in (part.delta, masked)]).tolist()
         return masked if min(before, after) < _SMALL else masked * (before / after)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import tall
-from .arithmetic import add
+from .arithmetic import add, divided
 from .chunks import Fuse
 from .inputs import Experts
 from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
@@ -37,7 +37,7 @@ def is_matrix(path: str, shape: Sequence[int], skip: Sequence[str]) -> bool:
 
 def rest(deltas: list[Tensor], others: Others) -> Tensor:
     """The mean of the task vectors, or zero."""
-    return add(deltas).div_(len(deltas)) if others == "mean" else torch.zeros_like(deltas[0])
+    return divided(add(deltas), len(deltas)) if others == "mean" else torch.zeros_like(deltas[0])
 
 
 def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:

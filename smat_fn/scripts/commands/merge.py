@@ -164,7 +164,7 @@ class Machine:
     memory_mib: int = 72
     """Working memory of a merge without --search, in MiB, besides mapped files; --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that merges chunks; cuda is untested on a GPU and may round divisions differently."""
+    """Device that merges chunks; cuda is untested on a GPU, and some mergers have other last bits there."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
     """Merge one of N parts, on machines that share the disk of --out; the part that ends last completes the folder."""
 
