@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def save_peft(
     Raises:
         ValueError: if the folder exists and ``overwrite`` is off.
     """
+    adapters = tree.flatten_unwrapped(adapters)  # PEFT looks for the layers of the model itself
+    paths, saved, transposed = (tuple(map(tree.unwrapped, own)) for own in (lora.paths, lora.saved, lora.transposed))
+    lora = replace(lora, paths=paths, saved=saved, transposed=frozenset(transposed))
     config = {
         "peft_type": "LORA", "base_model_name_or_path": base, "task_type": task_type, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "bias": "none",

@@ -221,6 +221,17 @@ def test_square_weights_of_both_layouts_are_read_as_they_were_written(tmp_path):
         assert torch.equal(leaf, lora.expand(trained, base, adapter)[path])
 
 
+def test_adapters_of_wrapped_blocks_are_named_as_those_of_the_model(tmp_path):
+    for folder, prefix in (("plain", "h.0."), ("wrapped", "h.0._orig_mod.")):
+        base = {f"{prefix}attn.weight": torch.ones(4, 4), f"{prefix}up.weight": torch.ones(4, 3)}
+        attn, up = base
+        adapter = lora.Lora((attn,), rank=2, transposed=frozenset({attn}), saved=(up,))
+        trained = {name: torch.ones_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+        lora.save_peft(tmp_path / folder, trained, adapter, base="tiny")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
 def encoder(**options):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)

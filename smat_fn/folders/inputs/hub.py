@@ -10,7 +10,8 @@ import torch
 from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
-from .reading import DTYPES, PICKLED, config_of, open_folder
+from ...tree import unwrapped
+from .reading import DTYPES, PICKLED, SUFFIXES, config_of, open_folder
 from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
@@ -27,7 +28,7 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 def repository_of(path: Path) -> str | None:
     """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
     name = str(path)
-    if path.suffix == ".safetensors":  # a file that is missing
+    if path.suffix in SUFFIXES:  # a file that is missing
         return None
     return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 
@@ -161,7 +162,8 @@ def _headers(label: str, path: Path) -> Leaves | None:
     if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
         return None
     return {
-        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in tensors.items()
+        unwrapped(name): torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
     }
 
 
