@@ -176,15 +176,7 @@ def open_folder(label: str, path: Path) -> Folder:
             problems.append(f"{label}: {file} cannot be read ({error}): {out}")
             continue
         stores[file] = store
-        problems += [
-            f"{label}: {file} lacks leaf {name!r} that the index places there: download it again"
-            for name in sorted((names or set()) - set(store.names))
-        ]
-        problems += [
-            f"{label}: {file} holds leaf {name!r} that the index does not place there: write the checkpoint again"
-            for name in store.names
-            if names is not None and name not in names
-        ]
+        problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names)
         for name in store.names:
             if (leaf := store.header(name)) is None:
                 problems.append(
@@ -215,6 +207,19 @@ def open_folder(label: str, path: Path) -> Folder:
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
     outputs |= {"": DIFFUSION} if any(_main([file]) == DIFFUSION for file in files.values()) else {}
     return Folder(label, leaves, files, stores, path, made, outputs=outputs)
+
+
+def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
+    """Errors for a file that lacks leaves that its index places there, or holds others."""
+    lacking = sorted({*placed}.difference(there))
+    return [
+        *(f"{where} lacks leaf {n!r} that the index places there: download it again" for n in lacking),
+        *(
+            f"{where} holds leaf {n!r} that the index does not place there: write the checkpoint again"
+            for n in there
+            if n not in placed
+        ),
+    ]
 
 
 def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
