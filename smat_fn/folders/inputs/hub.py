@@ -79,7 +79,8 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
     ]
     for label, path in remote:
         try:
-            HfApi().model_info(str(repository_of(path)), revision=_revision(path))
+            if HfApi().model_info(str(repository_of(path)), revision=_revision(path)).gated:
+                HfApi().auth_check(str(repository_of(path)))  # everyone may read what it is, and not its files
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             problems.append(_not_given(label, path, error))
         except Exception:  # no answer: the download says why
@@ -96,6 +97,13 @@ def _cached(label: str, path: Path) -> bool:
 
 
 def _not_given(label: str, path: Path, error: BaseException) -> str:
+    from huggingface_hub.errors import GatedRepoError
+
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{label}: the hub's repository {path} is gated, and it did not give its files ({first_line(error)}): ask "
+            "for access on its page, and set HF_TOKEN or call hf auth login; or give a folder"
+        )
     return (
         f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
         f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
