@@ -263,7 +263,7 @@ def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]
     from ...suites import task_names
 
     named = any(word.partition("=")[0] in ("--tasks", "tasks") for word in shlex.split(flags))
-    suite = next((own["suite"] for own in experts.values() if own.get("suite")), {})
+    suite: dict[str, Any] = next((own["suite"] for own in experts.values() if own.get("suite")), {})
     data = suite.get("data")
     if named or not isinstance(data, str) or not Path(data).is_dir():  # a dataset of the hub, or one that moved
         return set()
