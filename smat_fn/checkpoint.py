@@ -44,7 +44,8 @@ def save_expert(
 
     Args:
         path: the folder; parents are created.
-        params: any tree of tensors on any device, stored by parameter name.
+        params: any tree of tensors on any device, stored by parameter name, without the parts of wrappers
+            (`smat_fn.tree.unwrapped`).
         manifest: JSON values, usually from `describe`; `load_expert` returns them unchanged. A function that returns
             them is called when the weights are written.
         overwrite: replace an existing folder (default: refuse).
@@ -62,7 +63,7 @@ def save_expert(
     """
     text = "" if callable(manifest) else _as_json(manifest)  # an error before work
     with atomic_folder(path, overwrite=overwrite) as folder:
-        leaves = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten(params).items()}
+        leaves = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten_unwrapped(params).items()}
         # safetensors refuses two leaves over one storage
         stored: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -100,7 +101,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
             a checkpoint.
     """
     leaves, manifest = load_leaves(path)
-    expected = tree.flatten(like)
+    expected = tree.flatten_unwrapped(like)
     problems = [
         f"leaf {name!r} of {path} is {dtype_name(leaves[name])}, expected {dtype_name(leaf)}: cast it first"
         for name, leaf in expected.items()
@@ -111,7 +112,7 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
     except ValueError as error:
         problems.append(f"{error}; was it made from another base?")
     errors.raise_problems(problems)
-    return tree.unflatten(like, leaves), manifest
+    return tree.unflatten(like, {name: leaves[tree.unwrapped(name)] for name in tree.flatten(like)}), manifest
 
 
 def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -124,7 +125,7 @@ def load_leaves(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         for file in _weight_files(Path(path)):
             with safe_open(file, framework="pt") as store:
-                leaves |= {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
+                leaves |= {tree.unwrapped(name): store.get_tensor(name) for name in store.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{file} cannot be read ({error}): train or merge it again with --overwrite") from error
     return leaves, manifest
@@ -150,7 +151,7 @@ def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], f
     errors.check_member("kind of statistics", kind, tuple(STATISTICS))
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
-    stored = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}
+    stored = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten_unwrapped(leaves).items()}
     try:
         # one entry: safetensors writes several in any order, and equal statistics are equal files
         save_file(stored, fresh, metadata={"facts": json.dumps({"kind": kind, **facts})})
@@ -217,13 +218,13 @@ def fingerprint(params: Params) -> str:
     """SHA-256 of a tree's content: name, dtype, shape and bytes of every parameter, sorted by name.
 
     Args:
-        params: any tree of tensors on any device; nesting does not matter, only parameter names.
+        params: any tree of tensors on any device; nesting and wrappers do not matter, only parameter names.
 
     Returns:
         64 hexadecimal digits; bit-identical trees have equal fingerprints.
     """
     digest = hashlib.sha256()
-    for path, leaf in sorted(tree.flatten(params).items()):
+    for path, leaf in sorted(tree.flatten_unwrapped(params).items()):
         digest.update(f"{path}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -5,6 +5,7 @@ leaves. Other types are nodes once they are registered with ``torch.utils._pytre
 ``register_dataclass``); without names of their own, their children count from 0.
 """
 
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
@@ -19,6 +20,7 @@ from .errors import raise_problems, shortened
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def flatten(tree: Params) -> dict[str, Tensor]:
@@ -32,6 +34,26 @@ def flatten(tree: Params) -> dict[str, Tensor]:
     if problems:
         raise_problems(problems)
     return leaves
+
+
+def unwrapped(path: str) -> str:
+    """A parameter's name without the parts that ``torch.compile`` and torch's ``checkpoint_wrapper`` put into it."""
+    return _WRAPPERS.sub("", path)
+
+
+def flatten_unwrapped(tree: Params) -> dict[str, Tensor]:
+    """`flatten` with the names of `unwrapped`: those that parameters have in files and in the model itself.
+
+    Raises: ValueError as `flatten`, and for two leaves of one such name.
+    """
+    leaves = flatten(tree)
+    found = {unwrapped(path): leaf for path, leaf in leaves.items()}
+    if len(found) < len(leaves):
+        double = [path for path in leaves if path != unwrapped(path) in leaves]
+        raise_problems(
+            [f"leaves {p!r} and {unwrapped(p)!r} are one parameter without its wrapper: give one" for p in double]
+        )
+    return found
 
 
 def unflatten(like: Params, leaves: Mapping[str, Any]) -> Params:
@@ -333,6 +355,19 @@ def counter(number: int | Tensor, params: Params) -> int | Tensor:
         return number
     first = next(iter(flatten(params).values()), None)
     return torch.full((), number, dtype=torch.int64, device=None if first is None else first.device)
+
+
+def as_vectors(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An elementwise ``fn(leaf, *other_leaves)`` that gets 0-d leaves as (1,).
+
+    Torch's forward derivative of a 0-d float32 number times a Python float is float64, and a 0-d rate of float64
+    promotes it.
+    """
+
+    def run(*leaves: Tensor) -> Tensor:
+        return fn(*leaves) if leaves[0].ndim else fn(*(leaf.reshape(1) for leaf in leaves)).reshape(())
+
+    return run
 
 
 def root(values: Tensor) -> Tensor:

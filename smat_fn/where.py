@@ -8,7 +8,7 @@ from math import isfinite
 from torch import Tensor, nn
 
 from .errors import raise_problems
-from .tree import predicate
+from .tree import predicate, unwrapped
 from .types import Predicate, Where
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
@@ -20,19 +20,19 @@ _NOT_A_MATRIX = re.compile(r"emb|pos_|position|bias|token")  # 3-D parameters: X
 
 def trainable(module: nn.Module) -> Predicate:
     """Leaves that are parameters with ``requires_grad``, under their ``named_parameters`` names (tied weights once)."""
-    names = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
-    return lambda path, leaf: path in names
+    names = frozenset(unwrapped(name) for name, p in module.named_parameters() if p.requires_grad)
+    return lambda path, leaf: unwrapped(path) in names
 
 
 @dataclass(frozen=True)
 class Picked:
-    """A predicate that picks leaves by name, and how they were found."""
+    """A predicate that picks leaves by name, with or without the parts of wrappers, and how they were found."""
 
     names: frozenset[str]
     how: str
 
     def __call__(self, path: str, leaf: Tensor) -> bool:
-        return path in self.names
+        return unwrapped(path) in self.names
 
 
 def block_linear(module: nn.Module) -> Picked:
@@ -55,7 +55,7 @@ def block_linear(module: nn.Module) -> Picked:
                 picked.update(id(p) for p in _linear_weights(layer))
                 for other in _not_linear(layer):
                     left_out.update(id(p) for p in other.parameters())
-    names = frozenset(name for name, p in module.named_parameters() if id(p) in picked - left_out)
+    names = frozenset(unwrapped(name) for name, p in module.named_parameters() if id(p) in picked - left_out)
     return Picked(names, _looked_at(module, [path for path, _ in lists]))
 
 
@@ -75,7 +75,7 @@ def attention(module: nn.Module) -> Picked:
                     for layer in part.modules():
                         if any(True for _ in _linear_weights(layer)):
                             inside.update(id(p) for p in layer.parameters(recurse=False))
-    every = [name for name, p in module.named_parameters() if id(p) in inside]
+    every = [unwrapped(name) for name, p in module.named_parameters() if id(p) in inside]
     names = frozenset(name for name in every if name in linear.names or name.endswith("bias"))
     return Picked(names if names & linear.names else frozenset(), f"attention in blocks of {type(module).__name__}")
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,9 +44,10 @@ def content_key(facts: Mapping[str, Any]) -> str:
 class Records:
     """Scores and answers by key: in memory, and with a folder in its ``scores.jsonl`` and ``answers.jsonl`` too.
 
-    What is added is a line at once, so that a program that is ended finds it the next time. A last line that was
-    broken off is cut away; other lines that are not records are passed over, with a warning in the log. Nothing is
-    written, nor the folder made, before the first record.
+    What is added is a line at once, so that a program that is ended finds it the next time. Several programs may add to
+    one folder: each writes whole lines at the end, in one call, and none cuts the file. A last line without an end is
+    passed over, since another program may be writing it; other lines that are not records too, with a warning in the
+    log. Nothing is written, nor the folder made, before the first record.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -90,20 +92,22 @@ class Records:
             return
         text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / name, "ab") as file:
-            file.write(text.encode())
+        with open(self._folder / name, "a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            broken = file.read(1) not in (b"", b"\n")  # off by a kill, or another program has not written its end
+            left = memoryview(("\n" * broken + text).encode())
+            while left:  # more than one call on a full disk alone, where the next one raises the error
+                left = left[file.write(left) :]
 
 
 def _read(path: Path, take: Callable[[Mapping[str, Any]], None]) -> None:
     if not path.exists():
         return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with open(path, "r+b") as file:
-            file.truncate(whole)
     skipped = []
-    for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        if not line:  # another program ended it meanwhile
+            continue
         try:
             take(json.loads(line))
         except (ValueError, TypeError, KeyError):

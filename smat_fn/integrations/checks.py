@@ -184,8 +184,9 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, tied ones once."""
-    return {name: p for name, p in bare(module).named_parameters() if p.requires_grad}
+    """The trainable parameters by name, without the parts of wrappers around blocks; tied ones once."""
+    found: Any = tree.flatten_unwrapped({name: p for name, p in bare(module).named_parameters() if p.requires_grad})
+    return found
 
 
 def describe(options: Options, leaves: Mapping[str, Tensor], where: Predicate) -> str:

@@ -37,7 +37,7 @@ class Attached:
         self.draw: Draw | None = None
         self._trainer, self._options = trainer, options
         self._host = isinstance(base, str)
-        self._given = None if base is None or self._host else tree.flatten(base)
+        self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
         self._text = ""

@@ -161,13 +161,22 @@ def init(key: Tensor, base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tenso
     return {**adapters, **{path: base[path].clone() for path in lora.saved}}
 
 
+def names_of(lora: Lora) -> list[str]:
+    """The leaves of the adapters of ``lora``: A and B of each layer, and the leaves that are trained whole."""
+    return [*(layer_of(path) + half for path in lora.paths for half in (A, B)), *lora.saved]
+
+
 def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """The adapted weights ``W_0 + s B A``, differentiable in the adapters.
 
     Arithmetic in float32 (float64 stays float64), one rounding to the weight's dtype.
 
     Returns: the leaves of ``lora.paths`` and ``lora.saved`` alone.
+    Raises: ValueError that lists leaves that adapters and base lack.
     """
+    named = *lora.paths, *lora.saved
+    absent = [f"the base has no leaf {path!r}" for path in named if path not in base]
+    errors.raise_problems(absent + [f"adapters lack leaf {name!r}" for name in names_of(lora) if name not in adapters])
     merged = {path: adapters[path].to(base[path].dtype) for path in lora.saved}
     for path in lora.paths:
         delta = delta_of(adapters, path, base[path], lora)

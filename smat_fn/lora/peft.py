@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from .. import errors, random, tree
 from ..checkpoint import MANIFEST, atomic_folder, load_manifest
 from ..checkpoint import load_expert as load_full
-from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of
+from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of, names_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 TRANSPOSED = "transposed"  # in the metadata of the weights, where only some of the layers are
@@ -38,8 +39,17 @@ def save_peft(
         task_type: as PEFT names it ("CAUSAL_LM").
 
     Raises:
-        ValueError: if the folder exists and ``overwrite`` is off.
+        ValueError: if the folder exists and ``overwrite`` is off; for adapters that are not those of ``lora``.
     """
+    adapters = tree.flatten_unwrapped(adapters)  # PEFT looks for the layers of the model itself
+    paths, saved, transposed = (tuple(map(tree.unwrapped, own)) for own in (lora.paths, lora.saved, lora.transposed))
+    lora = replace(lora, paths=paths, saved=saved, transposed=frozenset(transposed))
+    wanted = names_of(lora)
+    problems = [f"adapters lack leaf {name!r} of lora" for name in wanted if name not in adapters]
+    problems += [f"adapters have leaf {name!r} that lora lacks" for name in sorted(adapters.keys() - {*wanted})]
+    ranks = {leaf.shape[0] for name, leaf in adapters.items() if name.endswith(A)} - {lora.rank}
+    problems += [f"adapters have rank {rank}, lora has {lora.rank}" for rank in sorted(ranks)]
+    errors.raise_problems(errors.shortened(problems, "{} more leaves differ"))
     config = {
         "peft_type": "LORA", "base_model_name_or_path": base, "task_type": task_type, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "bias": "none",

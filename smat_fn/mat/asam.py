@@ -74,8 +74,10 @@ def climb(params: Params, grads: Params, *, rho: float, adaptive: bool = True, d
     """``theta + e``, in float32 (float64 for float64 leaves), rounded once to the dtype of params.
 
     Args: donate: may write into grads.
+    Raises: ValueError for trees that do not match.
     """
     leaves, slopes = tree.flatten(params), tree.flatten(grads)
+    tree.check_same(leaves, "params", grads=slopes)  # compiled loops would read beyond the end of a shorter leaf
     along = [slopes[path] for path in leaves]
     moved = ops.climb(list(leaves.values()), along, rho=rho, adaptive=adaptive, donate=donate)
     return tree.unflatten(params, dict(zip(leaves, moved, strict=True)))

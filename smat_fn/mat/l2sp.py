@@ -56,7 +56,7 @@ def build(
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
         check_base()
         loss, aux, grads = step.accumulate(at, state.params, batch)
-        grads = tree.tree_map(pulled, grads, state.params, base)
+        grads = tree.tree_map(tree.as_vectors(pulled), grads, state.params, base)
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 

@@ -364,7 +364,11 @@ class _Mixed(SimulatedGradient):
             dtype = tree.compute_dtype(a)
             return ((1 - lam) * a.to(dtype) + lam * b.to(dtype)).to(a.dtype)
 
-        return (1 - lam) * loss + lam * merged_loss, (aux, merged_aux), tree.tree_map(mean, grads, merged)
+        return (
+            (1 - lam) * loss + lam * merged_loss,
+            (aux, merged_aux),
+            tree.tree_map(tree.as_vectors(mean), grads, merged),
+        )
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def accumulate(gradient: Gradient, params: Params, batch: Batch) -> tuple[Tensor
         total = {path: _added(total.get(path), g, weight) for path, g in tree.flatten(grads).items()}
         del grads  # freed before those of the next micro-batch are made
     divide = torch.div if transformed() else Tensor.div_
-    mean = tree.unflatten(params, {path: divide(s, sum(weights)).to(dtypes[path]) for path, s in total.items()})
+    divided = tree.as_vectors(lambda s: divide(s, sum(weights)))
+    mean = tree.unflatten(params, {path: divided(s).to(dtypes[path]) for path, s in total.items()})
     if even:
         return torch.stack(losses).mean(), auxes, mean
     terms = (loss * weight for loss, weight in zip(losses, weights, strict=True))
@@ -126,7 +127,7 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, 
 def _added(total: Tensor | None, grad: Tensor, weight: float) -> Tensor:
     """``total + weight * grad`` in place; without a total, a new one."""
     wide = grad.to(tree.compute_dtype(grad), copy=total is None)
-    wide = wide if weight == 1 else wide * weight
+    wide = wide if weight == 1 else tree.as_vectors(lambda leaf: leaf * weight)(wide)
     if transformed():
         return wide if total is None else total + wide
     return wide if total is None else total.add_(wide)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grad import ModuleLoss
+from ..tree import unwrapped
 from ..types import Aux
 from ..where import attention
 
@@ -47,7 +48,7 @@ def train_only(module: Any, *, layers: int | None = None, names: Sequence[str] |
         check_layers(layers, own, kind)
         kept = {id(p) for block in own[len(own) - layers :] for p in block.parameters()}
     elif names is not None:
-        every = {name: id(p) for name, p in module.named_parameters()}
+        every = {unwrapped(name): id(p) for name, p in module.named_parameters()}
         found = attention(module).names if "attention" in names else frozenset[str]()
         if "attention" in names and not found:
             raise ValueError(f"train is attention, {type(module).__name__} has none in its blocks: name parameters")

@@ -117,9 +117,11 @@ def fetch(
         backend = {"AutoImageProcessor": {"backend": "pil"}}
         rest = [getattr(transformers, kind).from_pretrained(name, **own, **backend.get(kind, {})) for kind in beside]
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:  # the last: sizes that differ
+        gated = type(error.__cause__).__name__ == "GatedRepoError"
         raise ValueError(
             f"{str(source)!r} cannot be loaded as {what}: give a folder of one, or a hub repository that is in the "
-            f"cache or can be reached ({shorten(str(error), 300)})"
+            f"cache or can be reached{', with HF_TOKEN or hf auth login for a gated one' if gated else ''} "
+            f"({shorten(str(error), 300)})"
         ) from error
     if names := sorted(name for name in info["missing_keys"] if not name.startswith(optional)):
         encoder = ", or, for an encoder, the preset text of train.py" if auto == "AutoModelForCausalLM" else ""

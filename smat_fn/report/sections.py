@@ -43,7 +43,8 @@ def summary(found: Found, notes: str = "") -> Section:
         "Label", "Against", "On", "Difference", "95 % interval", "Seeds + / = / -", "Finding", "Experts",
         "95 % interval of experts", "Time x",
     ]  # fmt: skip
-    return Section("Summary", "\n\n".join(part for part in parts if part), Table(columns, rows, records))
+    table = Table(columns, rows, records) if rows else None  # a CSV without a line would have no header
+    return Section("Summary", "\n\n".join(part for part in parts if part), table)
 
 
 def _scored(found: Found, label: str) -> str:

@@ -70,6 +70,24 @@ def test_round_trip_of_a_nested_tree(tmp_path):
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["expert"]
 
 
+def test_names_of_wrapped_modules_are_stored_without_the_wrapper(tmp_path):
+    plain = {"layers.0.w": values(2), "layers.1.b": values(3)}
+    for path in ("layers.0._orig_mod.w", "_orig_mod.layers.0.w", "layers.0._checkpoint_wrapped_module._orig_mod.w"):
+        wrapped = {path: plain["layers.0.w"], "layers.1.b": plain["layers.1.b"]}
+        checkpoint.save_expert(tmp_path / path, wrapped, checkpoint.describe(wrapped))
+        checkpoint.save_statistics(tmp_path / path, "fisher", wrapped, {})
+        for like in (plain, wrapped):
+            loaded, manifest = checkpoint.load_expert(tmp_path / path, like)
+            assert_same(loaded, like)
+            assert manifest["fingerprint"] == checkpoint.fingerprint(plain)
+        assert checkpoint.load_statistics(tmp_path / path / "fisher.safetensors").keys() == plain.keys()
+    with pytest.raises(
+        ValueError, match=r"^leaves '_orig_mod\.layers\.1\.b' and 'layers\.1\.b' are one parameter without"
+    ):
+        checkpoint.save_expert(tmp_path / "both", plain | {"_orig_mod.layers.1.b": values(3)}, {})
+    assert tree.unwrapped("a._orig_mods.my_orig_mod.b") == "a._orig_mods.my_orig_mod.b"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_round_trip_of_every_dtype(tmp_path, dtype):
     params = {"m": values(5, 3, dtype=dtype), "scalar": values(dtype=dtype), "empty": values(0, 2, dtype=dtype)}

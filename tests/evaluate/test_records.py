@@ -60,6 +60,19 @@ def test_a_last_line_that_was_broken_off_is_dropped_and_written_again(folder, si
     assert contents(Records(folder)) == ALL
 
 
+@pytest.mark.parametrize("size", [1, 20, 44])
+def test_a_line_that_another_program_is_writing_is_left_to_it(folder, size):
+    for name in (SCORES, ANSWERS):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-size])
+        records = Records(folder)  # opened meanwhile
+        assert (folder / name).read_bytes() == data[:-size]
+        (folder / name).write_bytes(data)
+        assert records.score("k1") == ALL[0][0]
+    (folder / SCORES).write_bytes((folder / SCORES).read_bytes() + b"\n")  # of one that saw no end of the line before
+    assert contents(Records(folder)) == ALL
+
+
 def test_a_broken_line_in_the_middle_is_passed_over_with_a_warning(folder, caplog):
     for name in (SCORES, ANSWERS):
         lines = (folder / name).read_text(encoding="utf-8").splitlines(keepends=True)

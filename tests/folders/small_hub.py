@@ -16,7 +16,7 @@ class SmallHub:
     """Repositories as {name: {revision: {file: bytes}}}; ``asked`` lists every request."""
 
     def __init__(self):
-        self.repositories, self.private, self.asked = {}, set(), []
+        self.repositories, self.private, self.gated, self.asked = {}, set(), set(), []
         self.objects = {}  # uploaded by their SHA-256
         self.cut = {}  # file -> bytes after which its next download breaks off
         self.cards = []  # that were validated
@@ -74,6 +74,13 @@ def serving():
             self.refuse(401, "RepoNotFound")
             return False
 
+        def closed(self, name):
+            """Whether files of a gated repository are refused, as they are without a token or without access."""
+            if name in hub.gated and (token := self.headers.get("Authorization")) != f"Bearer {TOKEN}":
+                self.refuse(403 if token else 401, "GatedRepo")
+                return True
+            return False
+
         def do_HEAD(self):
             self.do_GET()
 
@@ -85,6 +92,9 @@ def serving():
                 self.answer(*((200, {"name": "owner", "type": "user"}) if right else (401, {"error": "no"})))
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
                 self.information(found[1], found[2] or "main")
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check", path):
+                if not self.closed(found[1]):
+                    self.answer(200)
             elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
                 self.listing(found[1], found[2])
             elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -97,7 +107,8 @@ def serving():
                 if (files := hub.files(name, revision)) is None:
                     return self.refuse(404, "RevisionNotFound")
                 siblings = [{"rfilename": file} for file in files]
-                self.answer(200, {"id": name, "sha": hub.sha(name, revision), "siblings": siblings})
+                gated = "manual" if name in hub.gated else False
+                self.answer(200, {"id": name, "sha": hub.sha(name, revision), "siblings": siblings, "gated": gated})
 
         def listing(self, name, revision):
             if self.repository(name):
@@ -109,7 +120,7 @@ def serving():
                 self.answer(200, rows)
 
         def file(self, name, revision, file):
-            if not self.repository(name):
+            if not self.repository(name) or self.closed(name):
                 return
             files = hub.files(name, revision)
             if files is None or file not in files:

@@ -144,6 +144,26 @@ def test_a_private_repository_needs_a_token(hub, models, tmp_path, monkeypatch):
     assert bits(tmp_path / "out") == bits(tmp_path / "local")
 
 
+def test_a_gated_repository_is_told_before_another_one_is_downloaded(hub, models, tmp_path, monkeypatch):
+    for name in "base", "one":
+        hub.add(f"owner/{name}", models / name)
+    hub.gated.add("owner/one")
+    told = "expert 'x': the hub's repository owner/one is gated, and it did not give its files (40"
+    for token in (None, "hf_of_another_account"):
+        monkeypatch.setenv("HF_TOKEN", token) if token else None
+        with pytest.raises(ValueError, match=re.escape(told)) as caught:
+            plan(TA, "owner/base", {"x": "owner/one"}, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+        assert str(caught.value).endswith("and set HF_TOKEN or call hf auth login; or give a folder")
+        assert hub.downloaded() == []
+        with pytest.raises(
+            ValueError, match=r"'owner/one' cannot be loaded as an encoder.* with HF_TOKEN or hf auth login"
+        ):
+            pretrained.fetch("owner/one", "an encoder", "AutoModel")
+    monkeypatch.setenv("HF_TOKEN", small_hub.TOKEN)
+    plan(TA, "owner/base", {"x": "owner/one"}, tmp_path / "out")
+
+
 def test_an_interrupted_download_goes_on_where_it_broke_off(hub, models, tmp_path, monkeypatch):
     big = {"w": torch.arange(65536.0), "model.norm": torch.ones(9)}
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)

@@ -233,6 +233,32 @@ def test_a_state_dict_in_one_file(folders, tmp_path):
         plan(TA, tmp_path / "base.safetensors", {"l": "of/mine.safetensors"}, tmp_path / "no")
 
 
+def test_another_ending_and_names_of_wrapped_modules(folders, tmp_path):
+    """Of torch.compile and of torch's checkpoint_wrapper around blocks, or around the whole model."""
+    base, experts = model(0), {"x": model(1), "y": model(2)}
+    parts = {"model.": "model._orig_mod.", "lm_head.": "lm_head._checkpoint_wrapped_module._orig_mod."}
+    named = {path: path.replace(old, new) for old, new in parts.items() for path in base if path.startswith(old)}
+    save_file({named[path]: leaf for path, leaf in experts["x"].items()}, tmp_path / "x.sft")
+    whole = folders.save(tmp_path / "y", {f"_orig_mod.{path}": leaf for path, leaf in experts["y"].items()}, shards=2)
+    save_file({f"_orig_mod.{path}": leaf for path, leaf in base.items()}, tmp_path / "base.sft")
+    merge_folders(TA, tmp_path / "base.sft", {"x": tmp_path / "x.sft", "y": whole}, tmp_path / "out")
+    folders.assert_same_bits(load_file(tmp_path / "out/model.safetensors"), folders.in_memory(TA, base, experts))
+    (tmp_path / "alone").mkdir()
+    save_file(
+        {EMBED: base[EMBED], EMBED.replace("model", "model._orig_mod"): base[EMBED] + 1}, tmp_path / "alone/a.sft"
+    )
+    for given, told in (
+        (
+            tmp_path / "alone/a.sft",
+            r"holds 'model\..*weight' and 'model\..*weight', one parameter without its wrapper: save one$",
+        ),
+        (tmp_path / "alone", r"holds weights under the name a\.sft: give this file$"),
+        ("of/mine.sft", r"of/mine\.sft is not a file$"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            plan(TA, tmp_path / "base.sft", {"x": given}, tmp_path / "no")
+
+
 def pickled(folder, *, shards=1, legacy=False):
     """The weights of a folder as torch.save writes them."""
     files = sorted(folder.glob("model*.safetensors*"))

@@ -821,6 +821,20 @@ def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_p
     assert same(checks.bare(trainer.model), by_build(tiny_llama()))
 
 
+def test_wrapped_blocks_have_the_names_of_the_model_itself(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, plain, texts = tiny_llama(), copies(tiny_llama()), []
+    for wrap in (None, checkpoint_wrapper, lambda block: torch.compile(block, backend="eager")):
+        for i, block in enumerate(model.model.layers if wrap else ()):
+            model.model.layers[i] = wrap(block)
+        trainer = own_trainer(model, tmp_path, remove_unused_columns=False)
+        texts.append(repr(attach(trainer, key=KEY, base=plain, **STRENGTHS)))
+        assert checks.leaves_of(model).keys() == plain.keys()
+        attach(trainer, key=KEY, base=copies(model), **STRENGTHS)
+    assert len({*texts}) == 1
+
+
 def test_a_state_dict_with_tied_weights_twice_is_refused_with_what_to_give(tmp_path):
     given = {name: leaf.clone() for name, leaf in tiny_llama().state_dict().items()}
     with pytest.raises(ValueError, match=r"'lm_head.weight' that .* lacks; base holds .* tied ones once"):

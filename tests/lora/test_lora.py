@@ -1,5 +1,6 @@
 """Adapters against the merged weight they stand for, by hand and by PEFT."""
 
+import dataclasses
 import json
 
 import pytest
@@ -219,6 +220,38 @@ def test_square_weights_of_both_layouts_are_read_as_they_were_written(tmp_path):
     assert known == adapter
     for path, leaf in lora.expand(read, base, known).items():
         assert torch.equal(leaf, lora.expand(trained, base, adapter)[path])
+
+
+def test_adapters_of_another_lora_are_refused(tmp_path):
+    base = {"h.0.up.weight": torch.ones(4, 4), "head.weight": torch.ones(4, 4)}
+    own = lora.Lora(("h.0.up.weight",), rank=2, saved=("head.weight",))
+    adapters = lora.init(KEY, base, own)
+    for lacking in adapters:
+        rest = {name: leaf for name, leaf in adapters.items() if name != lacking}
+        with pytest.raises(ValueError, match=f"^adapters lack leaf '{lacking}'$"):
+            lora.expand(rest, base, own)
+        with pytest.raises(ValueError, match=f"^adapters lack leaf '{lacking}' of lora$"):
+            lora.save_peft(tmp_path / "no", rest, own, base="x")
+    with pytest.raises(
+        ValueError, match=r"^the base has no leaf 'h\.0\.up\.weight'; the base has no leaf 'head\.weight'$"
+    ):
+        lora.expand(adapters, {}, own)
+    with pytest.raises(ValueError, match=r"^adapters have leaf 'x' that lora lacks; adapters have rank 2, lora has 3$"):
+        lora.save_peft(
+            tmp_path / "no", {**adapters, "x": base["head.weight"]}, dataclasses.replace(own, rank=3), base="x"
+        )
+    assert not (tmp_path / "no").exists()
+
+
+def test_adapters_of_wrapped_blocks_are_named_as_those_of_the_model(tmp_path):
+    for folder, prefix in (("plain", "h.0."), ("wrapped", "h.0._orig_mod.")):
+        base = {f"{prefix}attn.weight": torch.ones(4, 4), f"{prefix}up.weight": torch.ones(4, 3)}
+        attn, up = base
+        adapter = lora.Lora((attn,), rank=2, transposed=frozenset({attn}), saved=(up,))
+        trained = {name: torch.ones_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+        lora.save_peft(tmp_path / folder, trained, adapter, base="tiny")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
 def encoder(**options):

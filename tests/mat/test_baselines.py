@@ -70,6 +70,8 @@ def test_the_climb_has_length_rho_in_units_of_the_weights(problem):
     _, _, start = problem
     grads = {"a": tensor(2, 2, seed=8), "b": tensor(2, seed=9)}
     moved = asam.climb(start, grads, rho=0.7)
+    with pytest.raises(ValueError, match="leaf 'cut' has shape"):
+        asam.climb({**start, "cut": torch.ones(3)}, {**grads, "cut": torch.ones(2)}, rho=0.7)
     relative = (flat(moved) - flat(start)) / np.abs(flat(start))
     assert math.isclose(np.linalg.norm(relative), 0.7, rel_tol=1e-9)
     still = asam.climb(start, {name: torch.zeros_like(leaf) for name, leaf in start.items()}, rho=0.7)

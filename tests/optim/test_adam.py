@@ -254,6 +254,30 @@ def test_trees_that_do_not_match_are_refused():
     assert "leaf 'w' has shape (3, 5) in grads but (5, 3) in params" in str(caught.value)
 
 
+def test_a_state_of_other_parameters_or_of_another_optimizer_is_refused():
+    params, other = {"w": torch.ones(2, 2), "b": torch.ones(2)}, {"w": torch.ones(3, 3), "c": torch.ones(2)}
+    adam, every = optim.adam(0.1), lambda path, leaf: True
+    kinds = {
+        "mu": adam,
+        "momentum": optim.muon(0.1, rest=adam),
+        "optimizer": optim.chain(adam),
+        "average": optim.averaged(adam, optim.ema(0.9)),
+        "rest": optim.partition(every, adam, adam),
+    }
+    for field, optimizer in kinds.items():
+        with pytest.raises(
+            ValueError, match=r"^the optimizer's state is of other parameters \(.* has shape \(3, 3\)"
+        ) as told:
+            optimizer.update(params, optimizer.init(other), params)
+        assert field == "momentum" or "lacks leaf 'b' of params" in str(told.value)
+        assert str(told.value).endswith("returned for these")
+        with pytest.raises(ValueError, match=r"^the optimizer's state is a tuple, which has no "):
+            optimizer.update(params, (0, params), params)
+    state = adam.init(other)._replace(step=torch.tensor(0))
+    with pytest.raises(ValueError, match="mu lacks leaf 'b' of params"):
+        adam.update(params, state, params)
+
+
 def test_an_optimizer_is_a_pair_of_functions():
     assert isinstance(optim.adam(0.1), Optimizer)
     assert isinstance(optim.adamw(0.1, weight_decay=0.0), Optimizer)

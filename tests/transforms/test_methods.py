@@ -57,6 +57,32 @@ def loss_fn(params, batch):
     return (hidden @ params["v"] - y).square().mean(), {"hidden": hidden.mean()}
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("l2sp", {}), ("smat", {"lam": 0.4}), ("finetune", {})], ids=["l2sp", "mixed", "micro"]
+)
+def test_a_weight_of_one_number_is_differentiated_as_a_vector_of_one(name, options):
+    """Torch's forward derivative of a 0-d number times a Python float is float64."""
+    batch = [Micro(torch.tensor(x), x) for x in (1.0, 3.0)] if name == "finetune" else torch.tensor(2.0)
+    found = []
+    for shape in ((), (1,)):
+        base = {"s": torch.full(shape, 0.5)}
+
+        def twice(start, base=base):
+            loss = lambda params, x: (x * params["s"].square().sum(), None)  # noqa: E731
+            method = importlib.import_module(f"smat_fn.mat.{name}").build(
+                loss, optim.adam(0.1), base, engine="func", **options
+            )
+            state = method.init(base)._replace(params={"s": start})
+            for _ in range(2):
+                state, _ = method.update(KEY, state, batch)
+            return state.params["s"]
+
+        found.append(jvp(twice, (torch.full(shape, 1.5),), (torch.ones(shape),)))
+    for one, vector in zip(*found, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one.reshape(1), vector)
+
+
 def tree(seed, dtype=torch.float32):
     return random_tree(seed, SHAPES, dtype=dtype)
 

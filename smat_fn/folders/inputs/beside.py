@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import problems_of
-from .reading import PIPELINE, config_of, load_config
+from .reading import PIPELINE, SUFFIXES, config_of, load_config
 from .towers import compared
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
@@ -36,7 +36,7 @@ OTHERS = (
     "*sentence*.json",
     "[0-9]_*/*",
 )
-WEIGHT_FILES = ".safetensors", ".safetensors.index.json", ".bin", ".msgpack", ".h5", ".onnx"  # merged, or of base alone
+WEIGHT_FILES = (*SUFFIXES, ".safetensors.index.json", ".bin", ".msgpack", ".h5", ".onnx")  # merged, or of base alone
 TEMPLATE = "chat_template.jinja"
 
 # what a model computes is not what its weights say alone: by kind, the names in config.json

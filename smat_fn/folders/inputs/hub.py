@@ -10,7 +10,8 @@ import torch
 from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
-from .reading import DTYPES, PICKLED, config_of, open_folder
+from ...tree import unwrapped
+from .reading import DTYPES, PICKLED, SUFFIXES, config_of, open_folder
 from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
@@ -27,7 +28,7 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 def repository_of(path: Path) -> str | None:
     """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
     name = str(path)
-    if path.suffix == ".safetensors":  # a file that is missing
+    if path.suffix in SUFFIXES:  # a file that is missing
         return None
     return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 
@@ -78,7 +79,8 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
     ]
     for label, path in remote:
         try:
-            HfApi().model_info(str(repository_of(path)), revision=_revision(path))
+            if HfApi().model_info(str(repository_of(path)), revision=_revision(path)).gated:
+                HfApi().auth_check(str(repository_of(path)))  # everyone may read what it is, and not its files
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             problems.append(_not_given(label, path, error))
         except Exception:  # no answer: the download says why
@@ -95,6 +97,13 @@ def _cached(label: str, path: Path) -> bool:
 
 
 def _not_given(label: str, path: Path, error: BaseException) -> str:
+    from huggingface_hub.errors import GatedRepoError
+
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{label}: the hub's repository {path} is gated, and it did not give its files ({first_line(error)}): ask "
+            "for access on its page, and set HF_TOKEN or call hf auth login; or give a folder"
+        )
     return (
         f"{label}: there is no folder {path}, and the hub did not give a repository of this name "
         f"({first_line(error)}): {_way_out(error)}give a folder, or fetch it first with hf download"
@@ -161,7 +170,8 @@ def _headers(label: str, path: Path) -> Leaves | None:
     if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
         return None
     return {
-        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in tensors.items()
+        unwrapped(name): torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS
 from ...errors import first_line
-from ...tree import dtype_name
+from ...tree import dtype_name, unwrapped
 from ..files import Identity, identity
 
 DTYPES = {
@@ -36,6 +36,7 @@ DTYPES = {
 }
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
+SUFFIXES = ".safetensors", ".sft"  # of one format
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
 _PICKLES = "*.bin", "*.pt", "*.pth", "*.ckpt"
@@ -44,7 +45,7 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
-_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
+_SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
 _SAFE = "save the model again with save_pretrained, which writes safetensors"
 
@@ -163,6 +164,7 @@ def open_folder(label: str, path: Path) -> Folder:
     leaves: dict[str, Tensor] = {}
     files: dict[str, Path] = {}
     made: dict[str, Read] = {}
+    spelled: dict[str, str] = {}  # the stored name of each leaf
     for prefix, file, names in wanted:
         try:
             store = Pickled(file) if file.suffix == ".bin" else Store(file)
@@ -174,15 +176,7 @@ def open_folder(label: str, path: Path) -> Folder:
             problems.append(f"{label}: {file} cannot be read ({error}): {out}")
             continue
         stores[file] = store
-        problems += [
-            f"{label}: {file} lacks leaf {name!r} that the index places there: download it again"
-            for name in sorted((names or set()) - set(store.names))
-        ]
-        problems += [
-            f"{label}: {file} holds leaf {name!r} that the index does not place there: write the checkpoint again"
-            for name in store.names
-            if names is not None and name not in names
-        ]
+        problems += [] if names is None else _misplaced(f"{label}: {file}", store.names, names)
         for name in store.names:
             if (leaf := store.header(name)) is None:
                 problems.append(
@@ -190,9 +184,14 @@ def open_folder(label: str, path: Path) -> Folder:
                     "convert the checkpoint to bfloat16, float16 or float32"
                 )
                 continue
-            leaves[prefix + name] = leaf
-            if prefix:
-                made[prefix + name] = reader_of(store, name)
+            own = prefix + unwrapped(name)
+            if (other := spelled.setdefault(own, name)) != name:
+                problems.append(
+                    f"{label}: {path} holds {other!r} and {name!r}, one parameter without its wrapper: save one"
+                )
+            leaves[own] = leaf
+            if own != name:
+                made[own] = reader_of(store, name)
             else:
                 files[name] = file
     problems += _quantised(label, path, leaves)
@@ -208,6 +207,19 @@ def open_folder(label: str, path: Path) -> Folder:
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
     outputs |= {"": DIFFUSION} if any(_main([file]) == DIFFUSION for file in files.values()) else {}
     return Folder(label, leaves, files, stores, path, made, outputs=outputs)
+
+
+def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
+    """Errors for a file that lacks leaves that its index places there, or holds others."""
+    lacking = sorted({*placed}.difference(there))
+    return [
+        *(f"{where} lacks leaf {n!r} that the index places there: download it again" for n in lacking),
+        *(
+            f"{where} holds leaf {n!r} that the index does not place there: write the checkpoint again"
+            for n in there
+            if n not in placed
+        ),
+    ]
 
 
 def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
@@ -231,7 +243,7 @@ def _main(files: Iterable[Path]) -> str:
 
 def is_single(path: Path) -> bool:
     """Whether a path is that of a state dict in one file, not of a file in the folder of a checkpoint or adapter."""
-    if path.suffix != ".safetensors" or path.name == "adapter_model.safetensors" or _SHARD.search(path.name):
+    if path.suffix not in SUFFIXES or path.name == "adapter_model.safetensors" or _SHARD.search(path.name):
         return False
     return path.is_file() and not (path.name in (WEIGHTS, DIFFUSION) and (path.parent / "config.json").exists())
 
@@ -252,7 +264,7 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
     if path.is_file():
         problems.append(f"{label}: {path} {foreign(path.parent, path.name)}")
     elif not path.is_dir():
-        file = path.suffix == ".safetensors"
+        file = path.suffix in SUFFIXES
         problems.append(f"{label}: {path} is not a {'file' if file else 'folder: give the folder of a checkpoint'}")
     elif name := next((name for name in names if (path / name).exists()), None):
         return _placed(label, path, problems, name)
@@ -334,11 +346,11 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
-    if only.endswith(".safetensors"):
+    if only.endswith(SUFFIXES):
         return "is a file of a checkpoint: give its folder"
     if only != "*":
         return "is a file: give the folder of a checkpoint"
-    if found := [name for name in names if name.endswith(".safetensors")]:
+    if found := [name for name in names if name.endswith(SUFFIXES)]:
         alone = f"weights under the name {found[0]}: give this file" + (
             f", or rename it to {WEIGHTS} to merge it with its config.json" if "config.json" in names else ""
         )

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +26,10 @@ JOBS = "jobs"  # folder of their logs
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train every method with every seed, one process per device; when rerun, only runs that lack an expert."""
+    """Train every method with every seed, one process per device; when rerun, only runs that lack an expert.
+
+    A task that was added to the folder of the data is trained beside the others, unless --flags names the tasks.
+    """
 
     out: Path
     """Folder: the run of a method and seed becomes OUT/METHOD-seedN."""
@@ -114,7 +117,7 @@ def sweep(options: Sweep, *, script: Sequence[str], report: Callable[[str], None
     wanted = jobs(options, script=script)
     if not options.other_code:
         _check_code([_run(options, job) for job in wanted])
-    waiting = [job for job in wanted if not _ended_well(job, _run(options, job))]
+    waiting = [job for job in wanted if not _ended_well(job, _run(options, job), options.flags)]
     report(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them done; logs in {options.out / JOBS}")
     failed, ended = list[Job](), 0
     with _leaving_on_sigterm():
@@ -243,15 +246,28 @@ def _experts(run: Path) -> dict[str, dict[str, Any]]:
     return {folder.name: manifest for folder, manifest in found.items() if manifest.get("kind") == "expert"}
 
 
-def _ended_well(job: Job, run: Path) -> bool:
-    """Whether the same command has succeeded, and all experts that it left are still there."""
+def _ended_well(job: Job, run: Path, flags: str) -> bool:
+    """Whether the same command has succeeded, and the experts that it left and those of all tasks are there."""
     if not _mark(job).exists():
         return False
     mark = json.loads(_mark(job).read_text(encoding="utf-8"))
     if not isinstance(mark, dict):  # of a version that did not look at experts
         return False
-    there = _experts(run).keys() & mark["experts"]
-    return tuple(mark["command"]) == job.command and there == set(mark["experts"]) != set()
+    experts = _experts(run)
+    whole = experts.keys() & mark["experts"] == set(mark["experts"]) != set()
+    return whole and tuple(mark["command"]) == job.command and not _new_tasks(flags, experts)
+
+
+def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Tasks in the folder of the data of which a run has no expert; none where the flags name its tasks."""
+    from ...suites import task_names
+
+    named = any(word.partition("=")[0] in ("--tasks", "tasks") for word in shlex.split(flags))
+    suite: dict[str, Any] = next((own["suite"] for own in experts.values() if own.get("suite")), {})
+    data = suite.get("data")
+    if named or not isinstance(data, str) or not Path(data).is_dir():  # a dataset of the hub, or one that moved
+        return set()
+    return set(task_names(suite["name"], data=data)) - experts.keys()
 
 
 def _check_code(runs: Sequence[Path]) -> None:

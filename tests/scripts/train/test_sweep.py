@@ -119,6 +119,32 @@ def test_a_run_that_leaves_no_expert_or_was_marked_by_an_older_version_is_not_do
     assert [line for line in lines if "runs" in line] == [lines[0]] * 3
 
 
+def test_a_task_that_is_added_to_the_data_is_trained_unless_tasks_are_named(script, tmp_path):
+    def count(flags=""):
+        before = len(calls(script))
+        sweep.sweep(Sweep(tmp_path / "out", ("ft",), (1,), flags), script=[str(script)], report=lambda line: None)
+        return len(calls(script)) - before
+
+    def expert(task):
+        manifest = {
+            "kind": "expert",
+            "code": machine.code(),
+            "suite": {"name": "trace", "data": str(tmp_path / "data")},
+        }
+        write_text(tmp_path / "out/ft-seed1" / task / "manifest.json", json.dumps(manifest))
+
+    expert("rot90")
+    assert [count(), count()] == [1, 0]  # the data are not there any more
+    for task in ("rot90", "later"):
+        write_text(tmp_path / "data" / task / "train.jsonl", "")
+    assert [count(), count()] == [1, 1]  # train.py itself would leave the expert
+    expert("later")
+    assert count() == 0
+    shutil.rmtree(tmp_path / "out/ft-seed1/later")
+    for flags in ("--tasks rot90", "--tasks=rot90", "--suite-options tasks rot90"):
+        assert [count(flags), count(flags)] == [1, 0]
+
+
 def test_experts_and_snapshots_of_other_code_are_told_before_any_run(script, tmp_path):
     options, lines = Sweep(tmp_path / "out", seeds=(1,)), []
     sweep.sweep(options, script=[str(script)], report=lines.append)
