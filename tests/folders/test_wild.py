@@ -362,6 +362,26 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
         plan(TA, *paths, tmp_path / "out4")
 
 
+@pytest.mark.parametrize("name", ["mtp.layers.0.up.weight", "model.layers.2.up.weight"])
+def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
+    """Trainers of transformers write experts without them: they are base's, and other missing layers an error."""
+    ahead = {name: torch.randn(3, 2), f"{name.removesuffix('up.weight')}norm.weight": torch.ones(2)}
+    start, x = ({f"model.layers.{i}.up.weight": torch.randn(3, 2) for i in range(2)} for _ in range(2))
+    base, experts = folders.save_family(tmp_path, start | ahead, {"x": x, "y": x | ahead})
+    config = {"text_config": {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}}
+    (base / "config.json").write_text(json.dumps(config))
+    report = merge_folders(TA, base, experts, tmp_path / "out")
+    assert report.notes == (
+        f"expert 'x' lacks layers that predict further tokens ({name!r} and 1 more): base's are used",
+    )
+    expected = folders.in_memory(TA, start, {"x": x, "y": x}) | ahead
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    for rest in ({**x, name: ahead[name]}, {"model.layers.0.up.weight": x["model.layers.0.up.weight"]}):
+        part = folders.save(tmp_path / f"part{len(rest)}", rest)
+        with pytest.raises(ValueError, match="expert 'z' lacks leaf"):
+            plan(TA, base, {"z": part}, tmp_path / "none")
+
+
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
 
 
