@@ -121,7 +121,7 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     eight = {**base, "matrix": base["matrix"].to(torch.float8_e4m3fn)}
     folders.save(tmp_path / "eight", eight)
     experts = {name: tmp_path / name for name in ("named", "configured", "mlx", "eight")}
-    out = "merge the checkpoint it was made from"
+    out = "merge the checkpoint it was made from, or a dequantised copy"
     problems = refusal(tmp_path, inputs[0], experts)
     assert problems == [
         f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",
@@ -231,15 +231,18 @@ def test_names_that_are_not_bases_are_not_blamed_on_a_tied_head(family, folders,
     base |= {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
     start = folders.save(tmp_path / "base", base)
     wrapped = folders.save(tmp_path / "wrapped", {f"module.{path}": leaf for path, leaf in base.items()})
+    compiled = folders.save(tmp_path / "compiled", {f"_orig_mod.{path}": leaf for path, leaf in base.items()})
     other = folders.save(tmp_path / "other", {"something": torch.ones(2)})
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    problems = refusal(tmp_path, start, {"w": wrapped, "o": other, "e": empty})
+    problems = refusal(tmp_path, start, {"w": wrapped, "c": compiled, "o": other, "e": empty})
     assert problems == [
         f"expert 'e': {empty} holds no leaves: download it again, or save the model again",
         "expert 'w' has no parameter of base: names in expert 'w' start with 'module.': save it without "
         "(model.module.save_pretrained), or load and save both by one version of transformers",
+        "expert 'c' has no parameter of base: names in expert 'c' start with '_orig_mod.': save it without "
+        "(model._orig_mod.save_pretrained), or load and save both by one version of transformers",
         "expert 'o' has no parameter of base ('something' the first, base's 'steps'): trained from another base?",
     ]
 

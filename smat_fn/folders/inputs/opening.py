@@ -231,7 +231,8 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
-                inner = "module" if prefix == "module." else "base_model"
+                wrapped = prefix in ("module.", "_orig_mod.")  # by DataParallel, by torch.compile
+                inner = prefix.removesuffix(".") if wrapped else "base_model"
                 head = ", or give heads keep" if longer is name and inner == "base_model" else ""
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "

@@ -358,7 +358,7 @@ def foreign(path: Path, only: str = "*") -> str:
 
 
 def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
-    out = "merge the checkpoint it was made from"
+    out = "merge the checkpoint it was made from, or a dequantised copy"
     config = config_of(path)
     if asked := config.get("quantization_config") or config.get("quantization"):  # the latter of MLX
         method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked
