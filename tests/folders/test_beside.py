@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
-from smat_fn.folders import merge_folders, open_folder, plan
+from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
@@ -51,6 +51,8 @@ def test_what_weights_do_not_show_is_an_error_until_it_is_decided(field, value, 
     experts = {"A": models / "A"}
     with pytest.raises(ValueError, match=f"^expert 'A' has {kind} in config.json .{field} {value}, base's is"):
         plan(TA, models / "BASE", experts, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"has {kind} .* merge.py wa .* --out OUT --config-from base$"):
+        read_inputs(models / "BASE", experts, [])  # of a search, which has no such option
     for whose, wanted in ("A", value), ("base", json.loads((models / "BASE/config.json").read_text())[field]):
         report = merge_folders(TA, models / "BASE", experts, tmp_path / whose, config_from=whose)
         assert json.loads((tmp_path / whose / "config.json").read_text())[field] == wanted

@@ -329,8 +329,11 @@ def test_keys_of_masks_are_those_of_names_not_of_paths(folders, tmp_path):
 
 def test_extraction_refuses_what_a_merge_refuses(folders, tmp_path):
     base, experts = folders.save_family(tmp_path, model(0), {"x": model(1, rows=13)})
-    with pytest.raises(ValueError, match="13 rows"):
+    with pytest.raises(ValueError, match=r"13 rows .*: give it as many first, merge.py wa .* --vocabulary base-rows$"):
         extract_lora(base, experts["x"], tmp_path / "lora", rank=2)
+    merge_folders(WeightAverage(), base, experts, tmp_path / "fitted", vocabulary="base-rows")
+    expected = {path: leaf[:12] if path in (EMBED, HEAD) else leaf for path, leaf in model(1, rows=13).items()}
+    folders.assert_same_bits(folders.load(tmp_path / "fitted"), expected)
     bad = model(1)
     bad["model.up.weight"][0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"leaf 'model.up.weight' .* NaN or infinite"):

@@ -11,6 +11,7 @@ import torch
 from ...errors import problems_of
 from .reading import PIPELINE, config_of, load_config
 from .towers import compared
+from .vocabulary import FITTED
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
@@ -138,14 +139,22 @@ def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     return asked
 
 
-def differences(base: Path, others: Mapping[str, Path], *, chosen: bool, template: bool) -> tuple[list[str], list[str]]:
+def differences(
+    base: Path, others: Mapping[str, Path], *, chosen: bool, template: bool, options: bool = True
+) -> tuple[list[str], list[str]]:
     """Problems and notes: configurations and chat templates of experts that differ from base's.
 
     Args:
         others: checkpoints by label; those without a config.json have base's.
         chosen: the user has said whose configuration the output has, so that no difference is a problem.
         template: the user has said which chat template it has.
+        options: the caller takes ``config_from``.
     """
+    way = (
+        "merge models of one configuration, or say whose the output has, by config_from"
+        if options
+        else f"give models of one configuration, or write its weights under base's first, {FITTED} --config-from base"
+    )
     problems, notes = list[str](), list[str]()
     for label, root in others.items():
         problems += [f"{label}: {text}" for text in problems_of(load_config, root)]
@@ -162,10 +171,7 @@ def differences(base: Path, others: Mapping[str, Path], *, chosen: bool, templat
             ]
             said = ", ".join(f"{name} {_short(config[name])}, base's is {_short(own[name])}" for name in found)
             if found and kind in ERRORS and not chosen:
-                problems.append(
-                    f"{label} has {kind} in config.json ({said}), which its weights do not show: merge models of one "
-                    "configuration, or say whose the output has, by config_from"
-                )
+                problems.append(f"{label} has {kind} in config.json ({said}), which its weights do not show: {way}")
             elif found:
                 notes.append(f"{label} has {kind}: {said}" if kind in ERRORS else f"{label} has other {kind}: {said}")
         notes += _texts(label, base, root, chosen=chosen, template=template)
