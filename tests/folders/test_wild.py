@@ -419,6 +419,14 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     with pytest.raises(ValueError, match="has shape") as caught:
         plan(TA, paths[0], {"size": folders.save(tmp_path / "size", wide)}, tmp_path / "out")
     assert "heads keep" not in str(caught.value)
+    seeing = folders.save(tmp_path / "seeing", base | {"visual.blocks.0.up.weight": torch.ones(2, 2)})
+    part = {"part": folders.save(tmp_path / "part", {path: leaf + 1 for path, leaf in base.items()})}
+    with pytest.raises(
+        ValueError, match=r"'part' lacks visual as a whole: .* merge_folders\(..., partial=True\) takes"
+    ):
+        plan(TA, seeing, part, tmp_path / "out")
+    merge_folders(TA, seeing, part, tmp_path / "seen", partial=True)
+    assert folders.load(tmp_path / "seen")["norm.weight"].eq(1.5).all()
     old = {path.replace("up.weight", "up.gamma"): leaf for path, leaf in base.items()}
     with pytest.raises(ValueError, match=r"inside the layers: .* by one version of transformers"):
         plan(TA, paths[0], {"old": folders.save(tmp_path / "old", old)}, tmp_path / "out")
