@@ -24,11 +24,14 @@ def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:
 
     Such layers are in a module ``mtp``, or follow the ``num_hidden_layers`` of the configuration.
     """
+    if any(part.startswith("mtp") for part in path.split(".")):
+        return True
     text = config.get("text_config")
-    inner = config if not isinstance(text, dict) else {**config, **text}
-    layer, count = re.search(r"(?:^|\.)layers\.(\d+)\.", path), inner.get("num_hidden_layers")
-    later = bool(inner.get("num_nextn_predict_layers")) and isinstance(count, int) and layer is not None
-    return any(part.startswith("mtp") for part in path.split(".")) or (later and int(layer[1]) >= count)
+    inner = {**config, **text} if isinstance(text, dict) else config
+    count, layer = inner.get("num_hidden_layers"), re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    if layer is None or not isinstance(count, int) or not inner.get("num_nextn_predict_layers"):
+        return False
+    return int(layer[1]) >= count
 
 
 def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
