@@ -210,7 +210,9 @@ def open_folder(label: str, path: Path) -> Folder:
         raise ValueError("; ".join(problems))
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
     outputs |= {"": DIFFUSION} if any(_main([file]) == DIFFUSION for file in files.values()) else {}
-    return Folder(label, leaves, files, stores, path, made, outputs=outputs)
+    note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
+    beside = (path / "adapter_config.json").is_file()
+    return Folder(label, leaves, files, stores, path, made, outputs=outputs, note=note if beside else "")
 
 
 def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:

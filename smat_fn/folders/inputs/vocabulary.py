@@ -43,7 +43,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
-        base = base._replace(config={**base.config, "tie_word_embeddings": False}, note=_UNTIED)
+        base = base._replace(config={**base.config, "tie_word_embeddings": False})
+        base = base._replace(note="; ".join(filter(None, (base.note, _UNTIED))))
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
         if (HEAD in folder.leaves) == (HEAD in base.leaves):
