@@ -84,6 +84,9 @@ def test_rotary_positions_are_compared_whatever_version_wrote_them(models, tmp_p
         "expert 'B' has other positions: rope_theta 1000000.0, base's is 10000.0",
         "expert 'C' has other positions: rope_scaling.rope_type linear, base's is default",
     ]
+    change(models / "BASE", rope_scaling={"type": "mrope"})
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert not [note for note in notes if "rope" in note]  # one name of the same
     change(models / "BASE", rope_scaling={"rope_type": "linear", "factor": 8.0})
     notes = plan(TA, models / "BASE", {"C": models / "C"}, tmp_path / "out").notes
     assert "expert 'C' has other positions: rope_scaling.factor 4.0, base's is 8.0" in notes

@@ -187,6 +187,9 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+_ROPES = {"mrope": "default", "su": "longrope"}  # of Qwen2-VL and Phi-3, as transformers reads them
+
+
 def _one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the rotary positions of either form as single fields: rope_theta, rope_scaling.rope_type.
 
@@ -202,7 +205,7 @@ def _one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     return found | {
         "rope_theta": given.get("rope_theta", config.get("rope_theta")),
-        "rope_scaling.rope_type": "default" if kind == "mrope" else kind,  # of Qwen2-VL, as transformers reads it
+        "rope_scaling.rope_type": _ROPES.get(kind, kind),
         **{f"rope_scaling.{name}": value for name, value in inside.items()},
     }
 
