@@ -205,7 +205,7 @@ def _one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     return found | {
         "rope_theta": given.get("rope_theta", config.get("rope_theta")),
-        "rope_scaling.rope_type": _ROPES.get(kind, kind),
+        "rope_scaling.rope_type": _ROPES.get(str(kind), kind),
         **{f"rope_scaling.{name}": value for name, value in inside.items()},
     }
 
