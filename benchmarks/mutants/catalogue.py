@@ -395,7 +395,7 @@ MUTANTS = [
         ("alone += own * factor", "alone += own"),
         ("(changed & several).sum(1)", "several.sum().expand(len(deltas))"),
         ("changed.sum(0) > 1", "changed.sum(0) > 0"),
-        ("counts = found if counts is None else counts + found", "counts = found"),
+        ("counts = found if counts is None else found + counts.to(found.device)", "counts = found"),
         ("1 + boost * min(s / u, cap)", "1 + boost * s / u"),
         ("~(delta.abs() <= threshold)", "delta.abs() >= threshold"),
         ('self.boost and self.scope == "tensor"', "self.boost"),

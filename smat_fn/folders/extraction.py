@@ -52,7 +52,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     """
     problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
     problems += place_problems(out, (base, expert), overwrite=overwrite)
-    start, found = open_inputs(base, {"expert": expert}, "error", problems)
+    start, found = open_inputs(base, {"expert": expert}, "error", problems, options=False)
     errors.raise_problems(problems)
     assert start is not None
     naming = next(namings(start), None)

@@ -63,7 +63,7 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
     problems += problems_of(lambda: origins(start.leaves, len(named)))
     problems += fit_problems(start.leaves, {name: folder.leaves for name, folder in named.items()})
     roots = {label: folder.root for label, folder in opened.items()}
-    wrong, texts = differences(start.root, roots, chosen=False, template=True)
+    wrong, texts = differences(start.root, roots, chosen=False, template=True, options=False)
     notes += [*texts, *tokenizer_notes(start.root, roots)]
     errors.raise_problems([*problems, *wrong])
     if len({folder.root.resolve() for folder in named.values()}) == 1:

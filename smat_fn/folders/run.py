@@ -297,6 +297,11 @@ def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Cal
 
     def write(merge: Callable[[], Written], offset: int) -> tuple[float, float]:
         done = merge()
+        if path.endswith("running_var") and bool((done.values < 0).any()):
+            raise ValueError(
+                f"leaf {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
+                "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
+            )
         write_chunk(descriptor, done.values, offset + done.start * done.values.itemsize)
         return done.error, done.change
 

@@ -193,6 +193,7 @@ def spoken(text: str) -> str:
     text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
+    text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
     text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
     text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)

@@ -330,6 +330,16 @@ def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folde
     assert notes == ()
 
 
+def test_an_adapter_beside_whole_weights_is_reported(base, adapter, folders, tmp_path):
+    whole = folders.save(tmp_path / "whole", base)
+    place = folders.save(tmp_path / "both", {path: leaf + 1 for path, leaf in base.items()})
+    shutil.copytree(adapter({f"model.{UP}": factors((10, 6))}), place, dirs_exist_ok=True)
+    assert plan(TA, whole, {"both": place}, tmp_path / "out").notes == (
+        "expert 'both' holds an adapter beside its weights, which is left out: merge the adapter first if it is to "
+        "count",
+    )
+
+
 def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
     path = folders.save(tmp_path / "base", base)
     pickled, broken, headless = (tmp_path / name for name in ("pickled", "broken", "headless"))

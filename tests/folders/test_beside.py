@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
-from smat_fn.folders import merge_folders, open_folder, plan
+from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
@@ -51,6 +51,8 @@ def test_what_weights_do_not_show_is_an_error_until_it_is_decided(field, value, 
     experts = {"A": models / "A"}
     with pytest.raises(ValueError, match=f"^expert 'A' has {kind} in config.json .{field} {value}, base's is"):
         plan(TA, models / "BASE", experts, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"has {kind} .* merge.py wa .* --out OUT --config-from base$"):
+        read_inputs(models / "BASE", experts, [])  # of a search, which has no such option
     for whose, wanted in ("A", value), ("base", json.loads((models / "BASE/config.json").read_text())[field]):
         report = merge_folders(TA, models / "BASE", experts, tmp_path / whose, config_from=whose)
         assert json.loads((tmp_path / whose / "config.json").read_text())[field] == wanted
@@ -68,7 +70,38 @@ def test_what_can_be_merged_in_spite_of_it_is_a_note(field, value, models, tmp_p
     assert note.endswith(f"{field} {value}, base's is 2")
 
 
+def test_rotary_positions_are_compared_whatever_version_wrote_them(models, tmp_path):
+    written = {  # by transformers 4 and 5
+        "A": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}},
+        "B": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        "C": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    }
+    change(models / "BASE", rope_theta=1e4, rope_scaling=None)
+    for name, fields in written.items():
+        change(models / name, **fields)
+    notes = plan(TA, models / "BASE", {name: models / name for name in "ABC"}, tmp_path / "out").notes
+    assert [note for note in notes if "rope" in note] == [
+        "expert 'B' has other positions: rope_theta 1000000.0, base's is 10000.0",
+        "expert 'C' has other positions: rope_scaling.rope_type linear, base's is default",
+    ]
+    change(models / "BASE", rope_scaling={"type": "mrope"})
+    notes = plan(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out").notes
+    assert not [note for note in notes if "rope" in note]  # one name of the same
+    change(models / "BASE", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    notes = plan(TA, models / "BASE", {"C": models / "C"}, tmp_path / "out").notes
+    assert "expert 'C' has other positions: rope_scaling.factor 4.0, base's is 8.0" in notes
+
+
 def test_chat_templates_and_generation_configs_that_differ_are_notes(models, tmp_path):
+    change(models / "A", "generation_config.json", eos_token_id=[2, 5])
+    change(models / "B", "generation_config.json", eos_token_id=2, _from_model_config=True)
+    experts = {name: models / name for name in "AB"}
+    notes = plan(TA, models / "BASE", experts, tmp_path / "out").notes
+    told = "expert 'A' has a generation_config.json, base has none: the output has none"
+    assert [note for note in notes if "generation" in note] == [told]
+    assert told not in plan(TA, models / "BASE", experts, tmp_path / "out", config_from="A").notes
+    for name in "AB":
+        (models / name / "generation_config.json").unlink()
     for name in "BASE", "A":
         change(models / name, "generation_config.json", eos_token_id=2, top_p=0.9, transformers_version=name)
     change(models / "A", "generation_config.json", top_p=0.8)

@@ -19,6 +19,7 @@ from smat_fn import merge, random
 from smat_fn.config import Dare, MultiSlerp, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, writing
 from smat_fn.folders.streaming import survey
+from smat_fn.scripts import cli
 
 TA = TaskArithmetic(coef=0.5)
 TIES = Ties(coef=0.5, keep=0.3, aggregate="sum", scope="global")
@@ -220,6 +221,21 @@ def test_sums_do_not_hide_what_is_not_finite(where, config, family, folders, tmp
     label = "base" if where == "base" else "expert 'sum'"
     with pytest.raises(ValueError, match=f"^leaf 'matrix' of {label} holds 1 values that are NaN or infinite$"):
         merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
+
+
+@pytest.mark.parametrize("config", [TA, TIES], ids=lambda config: config.name)  # the second by compiled loops
+def test_variances_of_batch_norms_do_not_become_negative(config, folders, tmp_path):
+    trees = [{"bn.weight": torch.ones(6), "bn.running_var": torch.full((6,), size)} for size in (1.0, 0.3, 0.2, 0.1)]
+    trees[0]["bn.running_var"][-1] = 0.0
+    base, *others = trees
+    inputs = folders.save_family(tmp_path, base, dict(zip("xyz", others, strict=True)))
+    with pytest.raises(
+        ValueError, match=r"^leaf 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"
+    ) as caught:
+        merge_folders(config, *inputs, tmp_path / "out", coef=1.0)
+    assert '--coefs "*running_*" 0' in cli.spoken(str(caught.value))
+    merge_folders(config, *inputs, tmp_path / "out", coef={"*running_*": 0.0, "*": 1.0})
+    assert torch.equal(folders.load(tmp_path / "out")["bn.running_var"], base["bn.running_var"])
 
 
 def test_shards_go_to_the_disk_while_they_are_merged(inputs, folders, tmp_path, monkeypatch):

@@ -87,10 +87,17 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
         ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: give this file"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
+        ("training_args.bin", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),
+        ("checkpoint-9/model.safetensors", "holds no weights, but its folders checkpoint-9 do: give one of them"),
+        ("mine/adapter_config.json", "holds no weights, but its folders mine do: give one of them"),
+        (
+            "global_step9/states.pt",
+            "holds parts of a model (global_step9) as FSDP or DeepSpeed saves them: write whole",
+        ),
     ],
 )
 def test_other_formats(file, words, inputs, tmp_path):
-    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / file).parent.mkdir(parents=True)
     (tmp_path / "other" / file).write_bytes(b"")
     (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "other"})
     assert problem.startswith((f"expert 'x': {tmp_path}/other {words}", f"expert 'x': {tmp_path}/other/{words}"))
@@ -114,7 +121,7 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     eight = {**base, "matrix": base["matrix"].to(torch.float8_e4m3fn)}
     folders.save(tmp_path / "eight", eight)
     experts = {name: tmp_path / name for name in ("named", "configured", "mlx", "eight")}
-    out = "merge the checkpoint it was made from"
+    out = "merge the checkpoint it was made from, or a dequantised copy"
     problems = refusal(tmp_path, inputs[0], experts)
     assert problems == [
         f"expert 'named': {tmp_path}/named is quantised (it holds leaf 'q.qweight', int32): {out}",

@@ -355,8 +355,11 @@ def test_keys_of_masks_are_those_of_names_not_of_paths(folders, tmp_path):
 
 def test_extraction_refuses_what_a_merge_refuses(folders, tmp_path):
     base, experts = folders.save_family(tmp_path, model(0), {"x": model(1, rows=13)})
-    with pytest.raises(ValueError, match="13 rows"):
+    with pytest.raises(ValueError, match=r"13 rows .*: give it as many first, merge.py wa .* --vocabulary base-rows$"):
         extract_lora(base, experts["x"], tmp_path / "lora", rank=2)
+    merge_folders(WeightAverage(), base, experts, tmp_path / "fitted", vocabulary="base-rows")
+    expected = {path: leaf[:12] if path in (EMBED, HEAD) else leaf for path, leaf in model(1, rows=13).items()}
+    folders.assert_same_bits(folders.load(tmp_path / "fitted"), expected)
     bad = model(1)
     bad["model.up.weight"][0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"leaf 'model.up.weight' .* NaN or infinite"):
@@ -386,6 +389,26 @@ def test_buffers_that_are_computed_may_be_missing(folders, tmp_path):
     paths = folders.save_family(tmp_path / "wrapped", base | extra, {"x": wrapped})
     with pytest.raises(ValueError, match=r"expert 'x' has no parameter of base: names in expert 'x' start with"):
         plan(TA, *paths, tmp_path / "out4")
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.up.weight", "model.layers.2.up.weight"])
+def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
+    """Trainers of transformers write experts without them: they are base's, and other missing layers an error."""
+    ahead = {name: torch.randn(3, 2), f"{name.removesuffix('up.weight')}norm.weight": torch.ones(2)}
+    start, x = ({f"model.layers.{i}.up.weight": torch.randn(3, 2) for i in range(2)} for _ in range(2))
+    base, experts = folders.save_family(tmp_path, start | ahead, {"x": x, "y": x | ahead})
+    config = {"text_config": {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}}
+    (base / "config.json").write_text(json.dumps(config))
+    report = merge_folders(TA, base, experts, tmp_path / "out")
+    assert report.notes == (
+        f"expert 'x' lacks layers that predict further tokens ({name!r} and 1 more): base's are used",
+    )
+    expected = folders.in_memory(TA, start, {"x": x, "y": x}) | ahead
+    folders.assert_same_bits(folders.load(tmp_path / "out"), expected)
+    for rest in ({**x, name: ahead[name]}, {"model.layers.0.up.weight": x["model.layers.0.up.weight"]}):
+        part = folders.save(tmp_path / f"part{len(rest)}", rest)
+        with pytest.raises(ValueError, match="expert 'z' lacks leaf"):
+            plan(TA, base, {"z": part}, tmp_path / "none")
 
 
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
@@ -422,6 +445,14 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     with pytest.raises(ValueError, match="has shape") as caught:
         plan(TA, paths[0], {"size": folders.save(tmp_path / "size", wide)}, tmp_path / "out")
     assert "heads keep" not in str(caught.value)
+    seeing = folders.save(tmp_path / "seeing", base | {"visual.blocks.0.up.weight": torch.ones(2, 2)})
+    part = {"part": folders.save(tmp_path / "part", {path: leaf + 1 for path, leaf in base.items()})}
+    with pytest.raises(
+        ValueError, match=r"'part' lacks visual as a whole: .* merge_folders\(..., partial=True\) takes"
+    ):
+        plan(TA, seeing, part, tmp_path / "out")
+    merge_folders(TA, seeing, part, tmp_path / "seen", partial=True)
+    assert folders.load(tmp_path / "seen")["norm.weight"].eq(1.5).all()
     old = {path.replace("up.weight", "up.gamma"): leaf for path, leaf in base.items()}
     with pytest.raises(ValueError, match=r"inside the layers: .* by one version of transformers"):
         plan(TA, paths[0], {"old": folders.save(tmp_path / "old", old)}, tmp_path / "out")

@@ -11,6 +11,7 @@ import torch
 from ...errors import problems_of
 from .reading import PIPELINE, SUFFIXES, config_of, load_config
 from .towers import compared
+from .vocabulary import FITTED
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
@@ -47,7 +48,10 @@ ERRORS = {
     "labels in another order": ("id2label",),
 }
 NOTES = {
-    "positions": ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "sliding_window"),
+    "positions": (
+        *("rope_theta", "rope_scaling", "rope_parameters", "rope_type", "factor"),
+        *("max_position_embeddings", "sliding_window"),
+    ),
     "norms": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "special tokens": ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     "labels": ("id2label",),
@@ -135,14 +139,22 @@ def chosen_template(asked: str | None, roots: Sequence[Path]) -> str | None:
     return asked
 
 
-def differences(base: Path, others: Mapping[str, Path], *, chosen: bool, template: bool) -> tuple[list[str], list[str]]:
+def differences(
+    base: Path, others: Mapping[str, Path], *, chosen: bool, template: bool, options: bool = True
+) -> tuple[list[str], list[str]]:
     """Problems and notes: configurations and chat templates of experts that differ from base's.
 
     Args:
         others: checkpoints by label; those without a config.json have base's.
         chosen: the user has said whose configuration the output has, so that no difference is a problem.
         template: the user has said which chat template it has.
+        options: the caller takes ``config_from``.
     """
+    way = (
+        "merge models of one configuration, or say whose the output has, by config_from"
+        if options
+        else f"give models of one configuration, or write its weights under base's first, {FITTED} --config-from base"
+    )
     problems, notes = list[str](), list[str]()
     for label, root in others.items():
         problems += [f"{label}: {text}" for text in problems_of(load_config, root)]
@@ -159,23 +171,43 @@ def differences(base: Path, others: Mapping[str, Path], *, chosen: bool, templat
             ]
             said = ", ".join(f"{name} {_short(config[name])}, base's is {_short(own[name])}" for name in found)
             if found and kind in ERRORS and not chosen:
-                problems.append(
-                    f"{label} has {kind} in config.json ({said}), which its weights do not show: merge models of one "
-                    "configuration, or say whose the output has, by config_from"
-                )
+                problems.append(f"{label} has {kind} in config.json ({said}), which its weights do not show: {way}")
             elif found:
                 notes.append(f"{label} has {kind}: {said}" if kind in ERRORS else f"{label} has other {kind}: {said}")
-        notes += _texts(label, base, root, template=template)
+        notes += _texts(label, base, root, chosen=chosen, template=template)
     return problems, notes
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The fields of a configuration and, as "text_config.hidden_act", of those inside it."""
     found: dict[str, Any] = {}
-    for name, value in config.items():
+    for name, value in _one_rope(config).items():
         inside = isinstance(value, dict) and name.endswith("_config")
         found |= _flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
     return found
+
+
+_ROPES = {"mrope": "default", "su": "longrope"}  # of Qwen2-VL and Phi-3, as transformers reads them
+
+
+def _one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the rotary positions of either form as single fields: rope_theta, rope_scaling.rope_type.
+
+    transformers 5 writes them as ``rope_parameters``, before it was ``rope_scaling``, null where nothing is scaled.
+    """
+    fields = {"rope_theta", "rope_scaling", "rope_parameters"}
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_kind = not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values())  # of layers
+    if by_kind or fields.isdisjoint(config):
+        return dict(config)
+    found = {name: value for name, value in config.items() if name not in fields}
+    inside = {name: value for name, value in given.items() if name not in ("type", "rope_type", "rope_theta")}
+    kind = given.get("rope_type", given.get("type", "default"))
+    return found | {
+        "rope_theta": given.get("rope_theta", config.get("rope_theta")),
+        "rope_scaling.rope_type": _ROPES.get(str(kind), kind),
+        **{f"rope_scaling.{name}": value for name, value in inside.items()},
+    }
 
 
 def _last(path: str) -> str:
@@ -198,7 +230,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 
-def _texts(label: str, base: Path, root: Path, *, template: bool) -> Iterator[str]:
+def _texts(label: str, base: Path, root: Path, *, chosen: bool, template: bool) -> Iterator[str]:
     left, right = template_of(base), template_of(root)
     if right is not None and left != right and not template:
         what = "has a chat template, base has none" if left is None else "has another chat template than base"
@@ -212,6 +244,9 @@ def _texts(label: str, base: Path, root: Path, *, template: bool) -> Iterator[st
         )
         if found:
             yield f"{label} has another generation_config.json than base: {', '.join(found)}"
+    # one that transformers made of config.json when it saved the model says nothing more
+    if others and not own and not chosen and config_of(base) and not others.get("_from_model_config"):
+        yield f"{label} has a generation_config.json, base has none: the output has none"
 
 
 def _renumbered(config: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:

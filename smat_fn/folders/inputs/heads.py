@@ -76,6 +76,14 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     names = {path for folder in experts.values() for path in folder.leaves.keys() ^ base.leaves.keys()}
     if names and all(path.startswith(EMA) for path in names):
         return [f"{EMA}* are averages over training, of no use after it: remove them from the file that has them"]
+    for folder in experts.values():
+        lacking = {path.partition(".")[0] for path in base.leaves if path not in folder.leaves}
+        own = {path.partition(".")[0] for path in folder.leaves}
+        if lacking and folder.leaves.keys() <= base.leaves.keys() and lacking.isdisjoint(own):
+            return [
+                f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole: if it is a part of base, such as the "
+                "language model of one that sees, in Python merge_folders(..., partial=True) takes the rest of base"
+            ]
     inside = {path for path in names if not _outside(path, rows)}
     shapes = {
         path

@@ -128,10 +128,11 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
     start = remote.get(first) or _local(first, origin)
     if start is None:
         return []
-    fitted = {label: _comparable(start, leaves, rows=rows) for label, leaves in found.items() if leaves is not None}
+    whole = _config(origin)
+    known = {label: leaves for label, leaves in found.items() if leaves is not None}
+    fitted = {label: _comparable(start, leaves, whole, rows=rows) for label, leaves in known.items()}
     checked = {label.removeprefix("expert '").removesuffix("'"): leaves for label, leaves in fitted.items()}
     own = {path: leaf for path, leaf in start.items() if path != HEAD}
-    whole = _config(origin)
     for label, path in others:
         config = _config(path)
         if part_config(whole, config) is not None or part_config(config, whole) is not None:
@@ -139,13 +140,13 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
     return [f"{problem} (from its header, nothing is downloaded)" for problem in fit_problems(own, first, checked)]
 
 
-def _comparable(start: Leaves, leaves: Leaves, *, rows: bool) -> Leaves:
+def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, rows: bool) -> Leaves:
     """Without heads, which may be tied, and with base's rows where others may be cut or merged by token.
 
     What one of two models may lack (`spare.may_be_spare`) is compared only where both have it.
     """
-    kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf)}
-    kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf)}
+    kept = {path: leaf for path, leaf in leaves.items() if path in start or not may_be_spare(path, leaf, config)}
+    kept |= {path: leaf for path, leaf in start.items() if path not in leaves and may_be_spare(path, leaf, config)}
     kept |= {path: leaf for path, leaf in start.items() if path in leaves and recast(path, leaves[path], leaf)}
     kept.pop(HEAD, None)
     if not rows:

@@ -35,11 +35,11 @@ def read_inputs(
     Raises: ValueError that lists all problems.
     """
     problems, heads = list[str](), None if stand_ins is None else dict[str, dict[str, Tensor]]()
-    start, found = open_inputs(base, experts, "error", problems, heads=heads, stand_ins=stand_ins)
+    start, found = open_inputs(base, experts, "error", problems, heads=heads, stand_ins=stand_ins, options=False)
     errors.raise_problems(problems)
     assert start is not None, "its absence is a problem"
     roots = {f"expert {name!r}": folder.root for name, folder in found.items() if folder.root != start.root}
-    wrong, unlike = differences(start.root, roots, chosen=False, template=True)
+    wrong, unlike = differences(start.root, roots, chosen=False, template=True, options=False)
     errors.raise_problems(wrong)
     notes += [*tokenizer_notes(start.root, roots), *unlike, *strangers(start, found)]
     notes += [folder.note for folder in (start, *found.values()) if folder.note]
@@ -62,6 +62,7 @@ def open_inputs(
     align: Callable[[Folder, dict[str, Folder]], tuple[Folder, dict[str, Folder]]] | None = None,
     heads: dict[str, dict[str, Tensor]] | None = None,
     stand_ins: dict[str, list[str]] | None = None,
+    options: bool = True,
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and those experts that can be opened; errors of all of them go into ``problems``.
 
@@ -70,6 +71,7 @@ def open_inputs(
         align: gives embeddings one order of tokens (`tokens.aligned`).
         heads: takes those of every expert, which need not be base's (`heads.apart`).
         stand_ins: takes the leaves of base in place of those heads.
+        options: the caller takes ``vocabulary`` and ``tokenizer_from``, which an error may advise.
     """
     inputs = {"base": Path(base), **{f"expert {name!r}": Path(path) for name, path in experts.items()}}
     if gone := unavailable(inputs):
@@ -100,7 +102,7 @@ def open_inputs(
             start, found = align(start, found)
         except ValueError as error:
             problems.append(str(error))
-    found, rows = fit_rows(start, found, vocabulary)
+    found, rows = fit_rows(start, found, vocabulary, options=options)
     problems += tied + rows
     wrong = fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
     problems += [*wrong, *(ways_out(start, found) if wrong else ())]
@@ -231,7 +233,7 @@ def _foreign_names(base: Folder, other: Folder) -> str:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)
             if longer.endswith(f".{shorter}"):
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
-                inner = "module" if prefix == "module." else "base_model"
+                inner = "module" if prefix == "module." else "base_model"  # by DataParallel, or another wrapper
                 head = ", or give heads keep" if longer is name and inner == "base_model" else ""
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "

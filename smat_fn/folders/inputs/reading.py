@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checkpoint import INDEX, WEIGHTS
-from ...errors import first_line
+from ...errors import first_line, shortened
 from ...tree import dtype_name, unwrapped
 from ..files import Identity, identity
 
@@ -40,6 +40,9 @@ SUFFIXES = ".safetensors", ".sft"  # of one format
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
 _PICKLES = "*.bin", "*.pt", "*.pth", "*.ckpt"
+_OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
+_SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
+_STARTS = WEIGHTS, INDEX, "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compressed-tensors, fp8, HQQ, MXFP4
     *("qweight", "qzeros", "g_idx"),
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
@@ -47,7 +50,7 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
 )
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
-_SAFE = "save the model again with save_pretrained, which writes safetensors"
+_SAFE = "save the model again with save_pretrained, or its state dict with safetensors.torch.save_file"
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
 
@@ -206,7 +209,9 @@ def open_folder(label: str, path: Path) -> Folder:
         raise ValueError("; ".join(problems))
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
     outputs |= {"": DIFFUSION} if any(_main([file]) == DIFFUSION for file in files.values()) else {}
-    return Folder(label, leaves, files, stores, path, made, outputs=outputs)
+    note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
+    beside = (path / "adapter_config.json").is_file()
+    return Folder(label, leaves, files, stores, path, made, outputs=outputs, note=note if beside else "")
 
 
 def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
@@ -334,6 +339,13 @@ def foreign(path: Path, only: str = "*") -> str:
     """Error message for a path without safetensors weights: it names what is there instead."""
     names = sorted(file.name for file in path.glob("*") if fnmatch(file.name, only))
     verb = "holds" if only == "*" else "is"
+    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _SHARDED)]:
+        return (
+            f"holds parts of a model ({found[0]}) as FSDP or DeepSpeed saves them: write whole weights from them first"
+        )
+    if only == "*" and (inner := [name for name in names if any((path / name / file).exists() for file in _STARTS)]):
+        return f"holds no weights, but its folders {', '.join(shortened(inner, '{} more'))} do: give one of them"
+    names = [name for name in names if name not in _OF_TRAINERS]
     if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES)]:
         return f"{verb} pickled weights ({found[0]}), which can run code when read: {_SAFE}"
     if found := [name for name in names if name.endswith(".gguf")]:
@@ -360,7 +372,7 @@ def foreign(path: Path, only: str = "*") -> str:
 
 
 def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
-    out = "merge the checkpoint it was made from"
+    out = "merge the checkpoint it was made from, or a dequantised copy"
     config = config_of(path)
     if asked := config.get("quantization_config") or config.get("quantization"):  # the latter of MLX
         method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked

@@ -1,8 +1,12 @@
-"""Leaves that some versions of transformers store and others do not: computed buffers, copies of embeddings."""
+"""Leaves that some tools store and others do not: computed buffers, copies of embeddings, layers that predict ahead."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from .reading import Folder
+from .reading import Folder, config_of
 from .vocabulary import HEAD, by_token, equal_leaves
 
 # computed from the configuration when a model is loaded
@@ -15,9 +19,24 @@ def computed(path: str, leaf: Tensor) -> bool:
     return mask or path.rpartition(".")[2] in _BUFFERS
 
 
-def may_be_spare(path: str, leaf: Tensor) -> bool:
+def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:
+    """Whether a leaf is of multi-token prediction (Qwen3.5, DeepSeek-V3, GLM-4.5), which transformers leaves out.
+
+    Such layers are in a module ``mtp``, or follow the ``num_hidden_layers`` of the configuration.
+    """
+    if any(part.startswith("mtp") for part in path.split(".")):
+        return True
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    count, layer = inner.get("num_hidden_layers"), re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    if layer is None or not isinstance(count, int) or not inner.get("num_nextn_predict_layers"):
+        return False
+    return int(layer[1]) >= count
+
+
+def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
     """Whether one model may store a leaf that another one of its kind lacks, as far as its name says."""
-    return computed(path, leaf) or by_token(path)
+    return computed(path, leaf) or by_token(path) or predicts_ahead(path, config)
 
 
 def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
@@ -30,7 +49,18 @@ def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
 
 
 def with_bases(base: Folder, expert: Folder) -> Folder:
-    """An expert with base's buffers, and with copies of its embeddings where base stores such copies."""
+    """An expert with base's buffers, and with copies of its embeddings where base stores such copies.
+
+    Where it has none of the layers that predict further tokens it has base's, with a note.
+    """
+    config = {**config_of(base.root), **base.config}
+    ahead = [path for path in base.leaves if predicts_ahead(path, config)]
+    if ahead and expert.leaves.keys().isdisjoint(ahead):
+        for path in ahead:
+            expert = expert.with_leaf(path, base.leaves[path], base.reader(path))
+        more = f" and {len(ahead) - 1} more" if len(ahead) > 1 else ""
+        note = f"{expert.label} lacks layers that predict further tokens ({ahead[0]!r}{more}): base's are used"
+        expert = expert._replace(note="; ".join(filter(None, (expert.note, note))))
     for path, leaf in base.leaves.items():
         if path in expert.leaves and not recast(path, expert.leaves[path], leaf):
             continue

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .reading import Folder, config_of
+from .spare import predicts_ahead
 
 Config = Mapping[str, Any]
 
@@ -122,7 +123,8 @@ def _refuse_unclear(base: Folder, expert: Folder) -> None:
     """Raises: ValueError for a model that lacks whole modules of base and does not say that it is a tower."""
     modules = {path.partition(".")[0] for path in base.leaves if "." in path}
     theirs = {path.partition(".")[0] for path in expert.leaves}
-    towers = {path.partition(".")[0] for path in base.leaves if ".layers." in path or ".layer." in path}
+    rows = (path for path in base.leaves if ".layers." in path or ".layer." in path)
+    towers = {path.partition(".")[0] for path in rows if not predicts_ahead(path, config_of(base.root))}
     if (lacking := sorted((modules - theirs) & towers)) and theirs & modules:
         raise ValueError(
             f"{expert.label} lacks base's {' and '.join(lacking)}, but its config.json is that of a whole model "

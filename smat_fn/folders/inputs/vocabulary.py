@@ -22,6 +22,8 @@ _UNTIED = (
     "tie_word_embeddings false"
 )
 
+FITTED = "merge.py wa --base BASE --experts EXPERT --out OUT"  # writes an expert in base's form, by one more option
+
 _TOKENIZERS = "tokenizer.json", "added_tokens.json", "tokenizer.model", "vocab.json", "vocab.txt"
 
 Folders: TypeAlias = dict[str, Folder]
@@ -41,7 +43,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     if HEAD in base.leaves and says_tied and _is_copy(base) and all(map(_is_copy, holders)):
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
-        base = base._replace(config={**base.config, "tie_word_embeddings": False}, note=_UNTIED)
+        base = base._replace(config={**base.config, "tie_word_embeddings": False})
+        base = base._replace(note="; ".join(filter(None, (base.note, _UNTIED))))
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
         if (HEAD in folder.leaves) == (HEAD in base.leaves):
@@ -69,11 +72,13 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     return base, fitted, problems
 
 
-def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, list[str]]:
+def fit_rows(base: Folder, experts: Folders, vocabulary: str, *, options: bool = True) -> tuple[Folders, list[str]]:
     """Experts with base's number of rows in embeddings and heads, and the errors where that is impossible.
 
     ``base-rows`` takes an expert's first rows, as many as base has; ``pad-with-base`` does so too, and gives an expert
     with fewer rows those of base: their task vector is 0. ``error`` refuses both.
+
+    Args: options: the caller takes these, and ``tokenizer_from``.
     """
     if vocabulary not in VOCABULARIES:
         return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}"]
@@ -95,10 +100,12 @@ def fit_rows(base: Folder, experts: Folders, vocabulary: str) -> tuple[Folders, 
         for rows, paths in wrong.items():
             wanted = len(base.leaves[paths[0]])
             policy = "base-rows (its first rows)" if rows > wanted else "pad-with-base (base's rows there)"
-            problems.append(
-                f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, base {wanted}: "
+            way = (
                 f"choose vocabulary {policy}, or merge by token (tokenizer_from)"
+                if options
+                else f"give it as many first, {FITTED} --vocabulary {policy.partition(' ')[0]}"
             )
+            problems.append(f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, base {wanted}: {way}")
     return fitted, problems
 
 

@@ -151,7 +151,8 @@ def weighted(
         return list(configs)
     example = "@".join(map(str, next(iter(weights.items()))))
     problems = [
-        f"{config.name} takes no weights by expert, as {example}: leave them out"
+        f"{config.name} takes no weights by expert, as {example}: "
+        + ("use weighted_average --weights" if config.name == "wa" else "leave them out")
         for config in configs
         if not isinstance(config, Weighted)
     ]

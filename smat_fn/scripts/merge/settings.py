@@ -62,7 +62,8 @@ class MergeAdapters:
     """Merge LoRA adapters of one base into one adapter, without reading the base."""
 
     experts: tuple[Path, ...]
-    """Adapters: folders, or hub names, or NAME=one of them; FOLDER@0.5 sets a weight."""
+    """Adapters: folders, or hub names, or NAME=one of them; FOLDER@0.5 sets a weight, 1 for the others: changes are
+    added."""
     out: Path
     """Folder for the adapter."""
     method: Literal[

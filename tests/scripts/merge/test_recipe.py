@@ -404,7 +404,7 @@ def test_experts_have_weights_on_the_command_line(models, tmp_path, monkeypatch)
     base, a, b = (load_file(models / name / "model.safetensors") for name in ("BASE", "A", "B"))
     for path, leaf in load_file(tmp_path / "ta" / "ta" / "model.safetensors").items():
         assert torch.equal(leaf, base[path] + ((a[path] - base[path]) * 0.5 + (b[path] - base[path]) * -0.3))
-    with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5"):
+    with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5: use weighted_average --weights"):
         run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
 
 
