@@ -139,8 +139,8 @@ MUTANTS = [
     ),
     *_of(
         "mat/step.py",
-        ("sum(weights)).to(dtypes[path])", "len(weights)).to(dtypes[path])"),
-        ("wide if weight == 1 else wide * weight", "wide"),
+        ("divide(s, sum(weights))", "divide(s, len(weights))"),
+        ("leaf: leaf * weight)(wide)", "leaf: leaf)(wide)"),
         ("torch.add, terms) / sum(weights)", "torch.add, terms)"),
         ("state.step + 1", "state.step"),
         ("tree.clone(params) if donate", "params if donate"),

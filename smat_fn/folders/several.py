@@ -226,7 +226,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
         if not bool(vector.isfinite().all()):
             raise ValueError(f"leaf {path!r}: the merged vector exceeds the range of {dtype}")
         write_chunk(descriptor, vector, shard.offsets[f"vector/{path}"] + start * vector.itemsize)
-        sums = []
+        sums: list[float] = []
         for i, (delta, mask) in enumerate(zip(deltas, masks, strict=True)):
             packed = torch.from_numpy(np.packbits(mask.numpy()))
             write_chunk(descriptor, packed, shard.offsets[f"mask/{i}/{path}"] + start // 8)
