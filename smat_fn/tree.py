@@ -203,6 +203,29 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
         raise_problems(problems)
 
 
+def check_kind(state: Any, *fields: str) -> None:
+    """Raises: ValueError for a state that lacks one of these fields: it is of another optimizer."""
+    if lacking := [name for name in fields if not hasattr(state, name)]:
+        raise ValueError(
+            f"the optimizer's state is a {type(state).__name__}, which has no {lacking[0]}: give what init or update "
+            "of this optimizer returned"
+        )
+
+
+def check_state(leaves: Mapping[str, Tensor], **trees: Mapping[str, Tensor]) -> None:
+    """The flat trees of a state, by field, have the names and shapes of the parameters.
+
+    Raises: ValueError that lists leaves that differ.
+    """
+    try:
+        check_same(leaves, "params", **trees)
+    except ValueError as error:
+        raise ValueError(
+            f"the optimizer's state is of other parameters ({error}): give what its init(params) or update returned "
+            "for these"
+        ) from None
+
+
 def _differences(reference: Mapping[str, Any], name: str, other_name: str, other: Mapping[str, Any]) -> list[str]:
     """Errors for leaves that only one of two flat trees has (`shortened`)."""
     lacking = [f"{other_name} lacks leaf {path!r} of {name}" for path in reference if path not in other]

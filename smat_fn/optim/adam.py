@@ -12,7 +12,6 @@ from torch.optim.adamw import adamw as torch_adamw
 from .. import tree
 from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
-from .momentum import check_kind, check_state
 from .partition import partition
 from .schedules import schedule_of
 
@@ -118,7 +117,7 @@ def _build(
     @no_grad
     def update(grads: Params, state: AdamState, params: Params, *, donate: bool = False) -> tuple[Params, AdamState]:
         refuse_donation("adam", donate)
-        check_kind(state, "step", "mu", "nu")
+        tree.check_kind(state, "step", "mu", "nu")
         if transformed() or isinstance(state.step, Tensor):
             return _pure(grads, state, params, schedule(state.step), betas, eps, weight_decay)
         own: Callable[[Any], Any] = (lambda t: t) if donate else tree.clone
@@ -126,7 +125,7 @@ def _build(
         leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
         tree.check_same(leaves, "params", grads=flat_grads)
         flat_mu, flat_nu = tree.flatten(mu), tree.flatten(nu)
-        check_state(leaves, mu=flat_mu, nu=flat_nu)
+        tree.check_state(leaves, mu=flat_mu, nu=flat_nu)
         counts = _counts(state.step, [leaf.device if fused else torch.device("cpu") for leaf in leaves.values()])
         function(
             list(leaves.values()),
@@ -178,7 +177,7 @@ def _pure(
     leaves, flat_grads = tree.flatten(params), tree.flatten(grads)
     tree.check_same(leaves, "params", grads=flat_grads)
     old_mu, old_nu = tree.flatten(state.mu), tree.flatten(state.nu)
-    check_state(leaves, mu=old_mu, nu=old_nu)
+    tree.check_state(leaves, mu=old_mu, nu=old_nu)
     step = state.step + 1
     corrections = [1 - beta ** (step.double() if isinstance(step, Tensor) else step) for beta in betas]
     size, root = lr / corrections[0], corrections[1] ** 0.5

@@ -9,7 +9,6 @@ from torch import Tensor
 from .. import tree
 from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule
-from .momentum import check_kind, check_state
 
 
 class AveragedState(NamedTuple):
@@ -54,8 +53,8 @@ def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
     @no_grad
     def update(grads: Params, state: AveragedState, params: Params, **options: Any) -> tuple[Params, AveragedState]:
         refuse_donation("averaged", bool(options.get("donate")))
-        check_kind(state, "step", "average", "optimizer")
-        check_state(tree.flatten(params), average=tree.flatten(state.average))
+        tree.check_kind(state, "step", "average", "optimizer")
+        tree.check_state(tree.flatten(params), average=tree.flatten(state.average))
         params, inner = optimizer.update(grads, state.optimizer, params, **options)
         rate, average = weight(state.step), state.average
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from .. import tree
 from ..compiled import no_grad, refuse_donation
 from ..simulation import reweight_and_clip
 from ..types import Optimizer, Params
-from .momentum import check_kind
 
 Transform: TypeAlias = Callable[[Params], Params]
 
@@ -81,7 +81,7 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
 
     def update(grads: Params, state: ChainState, params: Params, **options: Any) -> tuple[Params, ChainState]:
         refuse_donation("chain", options.get("donate", False))
-        check_kind(state, "optimizer")
+        tree.check_kind(state, "optimizer")
         for transform in transforms:
             grads = transform(grads)  # type: ignore[operator]
         params, inner = optimizer.update(grads, state.optimizer, params, **options)

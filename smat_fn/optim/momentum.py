@@ -1,6 +1,5 @@
-"""Trees in an optimizer's state: the momentum, for methods that climb along it, and checks that they fit params."""
+"""The momentum in an optimizer's state, for methods that take an ascent step along it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,29 +32,6 @@ def momentum_of(opt_state: Any, params: Params) -> Params:
             "adam, adamw or muon of smat_fn.optim, or one whose state has it in a field mu or momentum"
         )
     return tree.unflatten(params, found)
-
-
-def check_kind(state: Any, *fields: str) -> None:
-    """Raises: ValueError for a state that lacks one of these fields: it is of another optimizer."""
-    if lacking := [name for name in fields if not hasattr(state, name)]:
-        raise ValueError(
-            f"the optimizer's state is a {type(state).__name__}, which has no {lacking[0]}: give what init or update "
-            "of this optimizer returned"
-        )
-
-
-def check_state(leaves: Mapping[str, Tensor], **trees: Mapping[str, Tensor]) -> None:
-    """The flat trees of a state, by field, have the names and shapes of the parameters.
-
-    Raises: ValueError that lists leaves that differ.
-    """
-    try:
-        tree.check_same(leaves, "params", **trees)
-    except ValueError as error:
-        raise ValueError(
-            f"the optimizer's state is of other parameters ({error}): give what its init(params) or update returned "
-            "for these"
-        ) from None
 
 
 def _collect(state: Any) -> dict[str, Tensor]:

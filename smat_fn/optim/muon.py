@@ -10,7 +10,6 @@ from torch.optim._muon import muon as torch_muon
 from .. import errors, tree
 from ..compiled import no_grad, refuse_donation, transformed
 from ..types import Optimizer, Params, Schedule, Where
-from .momentum import check_kind, check_state
 from .schedules import schedule_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, torch's defaults
@@ -80,8 +79,8 @@ def muon(
         flat_grads = tree.flatten(grads)
         tree.check_same(tree.flatten(params), "params", grads=flat_grads)
         matrices, others = tree.partition(params, is_matrix)
-        check_kind(state, "step", "momentum", "rest")
-        check_state(matrices, momentum=state.momentum)
+        tree.check_kind(state, "step", "momentum", "rest")
+        tree.check_state(matrices, momentum=state.momentum)
         other_grads = {p: flat_grads[p] for p in others}
         if transformed() or isinstance(state.step, Tensor):
             others, rest_state = rest.update(other_grads, state.rest, others)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from .. import tree
 from ..types import Optimizer, Params, Where
-from .momentum import check_kind
 
 
 class PartitionState(NamedTuple):
@@ -49,7 +48,7 @@ def partition(where: Where, chosen: Optimizer, rest: Optimizer) -> Optimizer:
 
     def update(grads: Params, state: PartitionState, params: Params, **options: Any) -> tuple[Params, PartitionState]:
         tree.check_same(tree.flatten(params), "params", grads=tree.flatten(grads))
-        check_kind(state, "chosen", "rest")
+        tree.check_kind(state, "chosen", "rest")
         ours, others = tree.partition(params, where)
         flat: dict[str, Tensor] = tree.flatten(grads)
         ours, first = chosen.update({path: flat[path] for path in ours}, state.chosen, ours, **options)
