@@ -111,8 +111,8 @@ class WeightedAverage(Merger):
     name = "weighted_average"
     function = staticmethod(weighted_average)
     based = False
-    weights: tuple[float, ...]
-    """One number for each expert, in their order."""
+    weights: tuple[float, ...] = ()
+    """One number for each expert, in their order; or give them as FOLDER@NUMBER."""
     normalize: bool = True
     """Divide by the sum of the weights; with --no-normalize take them as they are."""
 

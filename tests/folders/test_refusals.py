@@ -83,7 +83,7 @@ def test_an_index_that_is_none(text, inputs, tmp_path):
     ("file", "words"),
     [
         ("pytorch_model.bin", "pytorch_model.bin holds pickled weights that cannot be read safely"),
-        ("model.pt", "holds pickled weights (model.pt), which can run code"),
+        ("model.pt", "holds pickled weights under the name model.pt: give this file if it is a state dict, or save"),
         ("llama.Q4_K.gguf", "holds a GGUF file (llama.Q4_K.gguf), whose weights are quantised"),
         ("sdxl.safetensors", "holds weights under the name sdxl.safetensors: give this file"),
         ("notes.txt", "holds neither model.safetensors nor model.safetensors.index.json: give the folder"),

@@ -191,7 +191,9 @@ def test_packed_weights_are_refused(leaf, value, folders, tmp_path):
     ("file", "words"),
     [
         ("model.gguf", "is a GGUF file (model.gguf), whose weights are quantised: merge the original checkpoint"),
-        ("model.ckpt", "is pickled weights (model.ckpt), which can run code when read: save the model again"),
+        ("model.ckpt", "model.ckpt holds pickled weights that cannot be read safely"),
+        ("optimizer.pt", "is a file of a checkpoint: give its folder"),
+        ("pytorch_model.bin", "is a file of a checkpoint: give its folder"),
         ("model.safetensors", "is a file of a checkpoint: give its folder"),
         ("model-00001-of-00002.safetensors", "is a file of a checkpoint: give its folder"),
         ("adapter_model.safetensors", "is the file of an adapter: give its folder"),
@@ -288,6 +290,16 @@ def test_pickled_weights_are_read_without_their_code(shards, folders, tmp_path):
     assert not list((tmp_path / "out").glob("*.bin*"))
 
 
+def test_pickled_weights_in_one_file(folders, tmp_path):
+    for name, seed, ending in (("base", 0, "pt"), ("x", 1, "pth"), ("y", 2, "bin")):
+        torch.save(model(seed), tmp_path / f"{name}.{ending}")
+        folders.save(tmp_path / name, model(seed))
+    merge_folders(TA, tmp_path / "base", {n: tmp_path / n for n in "xy"}, tmp_path / "safe")
+    merge_folders(TA, tmp_path / "base.pt", {"x": tmp_path / "x.pth", "y": tmp_path / "y.bin"}, tmp_path / "out")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.load(tmp_path / "safe"))
+    assert sorted(file.suffix for file in (tmp_path / "out").glob("*")).count(".pt") == 0
+
+
 class _Code:
     def __reduce__(self):
         return print, ("code of a checkpoint ran",)
@@ -305,7 +317,7 @@ def test_pickles_with_code_and_old_ones_are_refused_by_name(folders, tmp_path, c
         assert f"{experts[name] / 'pytorch_model.bin'} holds pickled weights that cannot be read safely" in str(
             caught.value
         )
-    assert "holds pickled weights that are not a mapping of names to tensors: save the model again" in str(caught.value)
+    assert "holds a dict of 'state_dict', not pickled weights by name: save the model again" in str(caught.value)
     assert "ran" not in capfd.readouterr().out
 
 

@@ -11,7 +11,7 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
-from .reading import DTYPES, PICKLED, SUFFIXES, config_of, open_folder
+from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder
 from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
@@ -28,7 +28,7 @@ _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 def repository_of(path: Path) -> str | None:
     """``owner/name`` of a hub name, without its revision; None for anything on disk or of another form."""
     name = str(path)
-    if path.suffix in SUFFIXES:  # a file that is missing
+    if path.suffix in SUFFIXES + PICKLES:  # a file that is missing
         return None
     return None if path.exists() or not _NAME.fullmatch(name) or name.startswith(".") else name.partition("@")[0]
 

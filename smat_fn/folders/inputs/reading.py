@@ -37,9 +37,9 @@ DTYPES = {
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
 SUFFIXES = ".safetensors", ".sft"  # of one format
+PICKLES = ".bin", ".pt", ".pth", ".ckpt"  # of torch.save
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
 TASKS = "tasks.json"  # of models of several tasks: see `several`
-_PICKLES = "*.bin", "*.pt", "*.pth", "*.ckpt"
 _OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
 _SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
 _STARTS = WEIGHTS, INDEX, "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -48,7 +48,7 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_scale_inv", "W_q"),
 )
-_SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft)$")
+_SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
 _SAFE = "save the model again with save_pretrained, or its state dict with safetensors.torch.save_file"
 
@@ -88,7 +88,9 @@ class Pickled:
                 f"{file} holds pickled weights that cannot be read safely ({first_line(error)}): {_SAFE}"
             ) from error
         if not isinstance(found, dict) or not all(isinstance(leaf, Tensor) for leaf in found.values()):
-            raise ValueError(f"{file} holds pickled weights that are not a mapping of names to tensors: {_SAFE}")
+            keys = shortened([repr(key) for key in found], "{} more") if isinstance(found, dict) else []
+            what = f"a dict of {', '.join(keys)}" if keys else f"a {type(found).__name__}"
+            raise ValueError(f"{file} holds {what}, not pickled weights by name: {_SAFE}")
         self._leaves = found
         self.names: list[str] = list(found)
 
@@ -170,7 +172,7 @@ def open_folder(label: str, path: Path) -> Folder:
     spelled: dict[str, str] = {}  # the stored name of each leaf
     for prefix, file, names in wanted:
         try:
-            store = Pickled(file) if file.suffix == ".bin" else Store(file)
+            store = Pickled(file) if file.suffix in PICKLES else Store(file)
         except ValueError as error:
             problems.append(f"{label}: {error}")
             continue
@@ -248,9 +250,12 @@ def _main(files: Iterable[Path]) -> str:
 
 def is_single(path: Path) -> bool:
     """Whether a path is that of a state dict in one file, not of a file in the folder of a checkpoint or adapter."""
-    if path.suffix not in SUFFIXES or path.name == "adapter_model.safetensors" or _SHARD.search(path.name):
+    if path.suffix not in SUFFIXES + PICKLES or path.stem == "adapter_model" or _SHARD.search(path.name):
         return False
-    return path.is_file() and not (path.name in (WEIGHTS, DIFFUSION) and (path.parent / "config.json").exists())
+    of_folder = path.name in _OF_TRAINERS or (
+        path.name in (WEIGHTS, DIFFUSION, PICKLED) and (path.parent / "config.json").exists()
+    )
+    return path.is_file() and not of_folder
 
 
 def reader_of(store: Any, name: str) -> Read:
@@ -269,7 +274,7 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
     if path.is_file():
         problems.append(f"{label}: {path} {foreign(path.parent, path.name)}")
     elif not path.is_dir():
-        file = path.suffix in SUFFIXES
+        file = path.suffix in SUFFIXES + PICKLES
         problems.append(f"{label}: {path} is not a {'file' if file else 'folder: give the folder of a checkpoint'}")
     elif name := next((name for name in names if (path / name).exists()), None):
         return _placed(label, path, problems, name)
@@ -346,8 +351,8 @@ def foreign(path: Path, only: str = "*") -> str:
     if only == "*" and (inner := [name for name in names if any((path / name / file).exists() for file in _STARTS)]):
         return f"holds no weights, but its folders {', '.join(shortened(inner, '{} more'))} do: give one of them"
     names = [name for name in names if name not in _OF_TRAINERS]
-    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES)]:
-        return f"{verb} pickled weights ({found[0]}), which can run code when read: {_SAFE}"
+    if only == "*" and (found := [name for name in names if name.endswith(PICKLES) and not _SHARD.search(name)]):
+        return f"holds pickled weights under the name {found[0]}: give this file if it is a state dict, or {_SAFE}"
     if found := [name for name in names if name.endswith(".gguf")]:
         return f"{verb} a GGUF file ({found[0]}), whose weights are quantised: merge the original checkpoint"
     if TASKS in names:
@@ -358,7 +363,7 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
-    if only.endswith(SUFFIXES):
+    if only.endswith(SUFFIXES + PICKLES):
         return "is a file of a checkpoint: give its folder"
     if only != "*":
         return "is a file: give the folder of a checkpoint"

@@ -78,10 +78,11 @@ class Inputs:
     run: Annotated[Path | None, NONE] = None
     """Folder that train.py wrote: its base and all its experts."""
     base: Annotated[Path | None, NONE] = None
-    """Base checkpoint, with --experts instead of --run: a folder, a .safetensors file, or a hub name."""
+    """Base checkpoint, with --experts instead of --run: a folder, a .safetensors or .pt file, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: as --base, or NAME=one of them.
-    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs). A[0:3]+B[1:4] stacks layers of A and B."""
+    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, weighted_average). A[0:3]+B[1:4] stacks
+    layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
     heads: Literal["error", "keep"] = "error"

@@ -22,6 +22,7 @@ from ...folders.inputs.stacks import folders_of, parts_of
 from ...folders.inputs.statistics import of_other_labels, stale, without
 from ...merge.parts.inputs import Leaves, flat_statistics
 from ...merge.parts.per_expert import Weighted
+from ...merge.weighted_average import WeightedAverage
 from .recipe_write import folder_name
 
 
@@ -152,9 +153,14 @@ def weighted(
     example = "@".join(map(str, next(iter(weights.items()))))
     problems = [
         f"{config.name} takes no weights by expert, as {example}: "
-        + ("use weighted_average --weights" if config.name == "wa" else "leave them out")
+        + ("use weighted_average" if config.name == "wa" else "leave them out")
         for config in configs
-        if not isinstance(config, Weighted)
+        if not isinstance(config, (Weighted, WeightedAverage))
+    ]
+    problems += [
+        "weights of experts are in --experts and in --weights: leave these out"
+        for config in configs
+        if isinstance(config, WeightedAverage) and config.weights
     ]
     problems += [
         f"the weight of {name!r} is in --experts and in --weights: leave one out"
@@ -163,9 +169,13 @@ def weighted(
         if isinstance(config, Weighted) and name in config.weights
     ]
     errors.raise_problems(problems)
+    by_place = tuple(1.0 if weight is None else weight for weight in given)
     return [
-        replace(config, weights={**config.weights, **weights}) if isinstance(config, Weighted) else config
+        replace(config, weights=by_place)
+        if isinstance(config, WeightedAverage)
+        else replace(config, weights={**config.weights, **weights})
         for config in configs
+        if isinstance(config, (Weighted, WeightedAverage))
     ]
 
 

@@ -361,7 +361,7 @@ OWN_BAD = {
     "options.keep is 'x': see merge.py ties --help": {"options": {"keep": "x"}},
     "options.kep is not an option of ties": {"options": {"kep": 0.5}},
     "options.weights is [0.5]": {"options": {"weights": [0.5]}},
-    "options.weights is missing": {"merger": "weighted_average", "options": {}},
+    "options.t is missing": {"merger": "nearswap", "options": {}},
     "names BASE, A, no folder here or where it was": {},
 }
 
@@ -404,8 +404,13 @@ def test_experts_have_weights_on_the_command_line(models, tmp_path, monkeypatch)
     base, a, b = (load_file(models / name / "model.safetensors") for name in ("BASE", "A", "B"))
     for path, leaf in load_file(tmp_path / "ta" / "ta" / "model.safetensors").items():
         assert torch.equal(leaf, base[path] + ((a[path] - base[path]) * 0.5 + (b[path] - base[path]) * -0.3))
-    with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5: use weighted_average --weights"):
+    with pytest.raises(SystemExit, match=r"wa takes no weights by expert, as A@0\.5: use weighted_average"):
         run("wa", "--experts", f"{models / 'A'}@0.5", models / "B")
+    run("weighted_average", "--experts", f"{models / 'A'}@0.5", models / "B")
+    found = load_file(tmp_path / "weighted_average" / "weighted_average" / "model.safetensors")
+    assert all(torch.equal(leaf, (a[path] * 0.5 + b[path]) / 1.5) for path, leaf in found.items())
+    with pytest.raises(SystemExit, match="weights of experts are in --experts and in --weights: leave these out"):
+        run("weighted_average", "--experts", f"{models / 'A'}@0.5", models / "B", "--weights", "1", "2")
 
 
 def test_folders_may_have_an_equals_sign_in_their_names(models, tmp_path, monkeypatch):
