@@ -375,7 +375,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def results(digits: dict[str, Any]) -> str:
     """The README's table: passes, scores and differences from FT on digits, differences on pretrained models."""
-    vit, texts = stored("vit_blocks_onepass"), stored("text_onepass")
+    vit, texts, words = (stored(f"{name}_onepass") for name in ("vit_blocks", "text", "smollm2_text"))
     lines = [
         (
             label,
@@ -386,17 +386,21 @@ def results(digits: dict[str, Any]) -> str:
             spread(scores["TSV_MERGE"]),
             interval(vit, label),
             interval(texts, label),
+            interval(words, label),
         )
         for label, scores in digits["test"].items()
     ]
-    head = "Method", "Passes", "Experts", "Merged", "Merged - FT (95 %)", "By TSV-M", "ViT: - FT", "Text: - FT"
+    others = "ViT: - FT", "Text: - FT", "Language: - FT"
+    head = "Method", "Passes", "Experts", "Merged", "Merged - FT (95 %)", "By TSV-M", *others
     return (
         f"{table(head, lines)}\n"
         f"Test scores, means over tasks and eight mergers, {seeds(digits)} on digits (a tiny ViT, four tasks), with "
         "backward passes a step. "
         f"ViT: the same on ViT-S/14 (two blocks trained, six image tasks, {seeds(vit)}). "
-        f"Text: on all-MiniLM-L6-v2 (three layers trained, five tasks, {seeds(texts)}). Every method was tuned alike; "
-        f"from `{digits['command']}` and `{vit['command']}` (or `text`) on {digits['hardware']}.\n"
+        f"Text: on all-MiniLM-L6-v2 (three layers trained, five tasks, {seeds(texts)}). "
+        f"Language: on SmolLM2-135M (four layers trained, four tasks, five mergers, {seeds(words)}). "
+        "Every method was tuned alike; from "
+        f"`{digits['command']}` and `{vit['command']}` (or `text`, `smollm2_text`) on {digits['hardware']}.\n"
     )
 
 
@@ -433,6 +437,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "digits_onepass": ("docs/studies.md", digits_onepass),
     "text": ("docs/studies.md", text),
     "vit_blocks": ("docs/studies.md", vit_blocks),
+    "smollm2_text": ("docs/studies.md", smollm2_text),
     "digits_methods": ("docs/studies.md", digits_methods),
     "minilm_methods": ("docs/studies.md", minilm_methods),
     "digits_mergers": ("docs/merging.md", digits_mergers),
@@ -445,5 +450,6 @@ SOURCES = {
     "merge_sentence": "merge",
     "vit_blocks": "vit_blocks_onepass",
     "text": "text_onepass",
+    "smollm2_text": "smollm2_text_onepass",
     "text_mergers": "text_onepass",
 }

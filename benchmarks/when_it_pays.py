@@ -266,14 +266,38 @@ def analyse(found: Sequence[Run]) -> dict[str, Any]:
     """Fits by covariate, those that no stored run can answer with the reason, and mean gains by merger."""
     rows = gains(found)
     fits, missing = {}, {}
-    for name, (question, unit) in QUESTIONS.items():
-        own = [row for row in rows if name in row.values]
-        group = (lambda row: row.run.label) if name in WIDE else (lambda row: row.group)
+    for name in QUESTIONS:
         try:
-            fits[name] = fit(own, name, group, question, unit)
+            fits[name] = fit_of(rows, name)
         except ValueError as error:
             missing[name] = str(error)
-    return {"gains": rows, "fits": fits, "missing": missing, "mergers": by_merger(rows), "rates": by_rate(found)}
+    return {
+        "gains": rows,
+        "fits": fits,
+        "missing": missing,
+        "by one study": {name: rest for name, own in fits.items() if own.settled and (rest := by_one(rows, name))},
+        "mergers": by_merger(rows),
+        "rates": by_rate(found),
+    }
+
+
+def fit_of(rows: Sequence[Gain], name: str) -> Fit:
+    """`fit` of the rows that have a covariate. Raises: ValueError as it."""
+    own = [row for row in rows if name in row.values]
+    return fit(own, name, (lambda row: row.run.label) if name in WIDE else (lambda row: row.group), *QUESTIONS[name])
+
+
+def by_one(rows: Sequence[Gain], name: str) -> dict[str, Fit]:
+    """The fits without one study in which a significant slope is significant no more, by the study left out."""
+    found = {}
+    for study in sorted({row.run.study.split()[0] for row in rows if name in row.values}):
+        try:
+            rest = fit_of([row for row in rows if row.run.study.split()[0] != study], name)
+        except ValueError:  # no other study has it
+            continue
+        if not rest.settled:
+            found[study] = rest
+    return found
 
 
 def fit(rows: Sequence[Gain], name: str, group: Callable[[Gain], str], question: str = "", unit: str = "") -> Fit:
@@ -344,7 +368,7 @@ def by_merger(rows: Sequence[Gain]) -> list[dict[str, Any]]:
 
 def by_rate(found: Sequence[Run]) -> list[dict[str, Any]]:
     """FT's merged dev score by learning rate in tuning, and the mean gain of merge-aware candidates at that rate."""
-    tuned = [run for run in found if run.split == "dev" and run.optimizer == "adam"]
+    tuned = [run for run in found if run.split == "dev" and run.optimizer != "muon"]
     pairs, result = gains(tuned), []
     for place in sorted({(run.study, run.steps, run.lr) for run in tuned if run.reference}):
         scores = [run.score for run in tuned if run.reference and (run.study, run.steps, run.lr) == place]
@@ -364,7 +388,15 @@ def by_rate(found: Sequence[Run]) -> list[dict[str, Any]]:
 def as_json(found: Mapping[str, Any]) -> dict[str, Any]:
     """The stored part: without the single gains, which the other results hold."""
     fits = {name: own._asdict() for name, own in found["fits"].items()}
-    return {"compared": len(found["gains"]), "fits": fits} | {n: found[n] for n in ("missing", "mergers", "rates")}
+    alone = {
+        name: {study: own._asdict() for study, own in fits.items()} for name, fits in found["by one study"].items()
+    }
+    return {
+        "compared": len(found["gains"]),
+        "fits": fits,
+        "by one study": alone,
+        **{name: found[name] for name in ("missing", "mergers", "rates")},
+    }
 
 
 def shown(found: Mapping[str, Any]) -> str:
@@ -373,7 +405,7 @@ def shown(found: Mapping[str, Any]) -> str:
     settled = [own.question for own in fits.values() if own.settled]
     slopes = [
         (
-            *(own.question, f"{own.slope:+.2f} ({own.interval[0]:+.2f} to {own.interval[1]:+.2f})", own.unit),
+            *(own.question, _slope(own), own.unit),
             *(str(own.rows), f"{own.clusters}{' *' if own.clusters < FEW else ''}", f"{own.residual_sd:.2f}"),
             *(f"{100 * own.explained:.0f} %", f"{own.residuals[0]:+.1f} to {own.residuals[-1]:+.1f}"),
         )
@@ -402,19 +434,29 @@ def shown(found: Mapping[str, Any]) -> str:
         if settled
         else "No slope differs significantly from 0."
     )
+    alone = "; ".join(
+        f"{fits[name].question} without {study}: {_slope(own)}"
+        for name, found_by in found["by one study"].items()
+        for study, own in found_by.items()
+    )
     return "\n".join(
         [
             table(head, slopes),
             f"{len(found['gains'])} comparisons with FT at the same seed. {told} One intercept for each method of each "
             "study (for the first line: each method). Rows of one seed are one cluster of the interval; * marks "
             f"fewer than {FEW}, where such intervals are too narrow.",
+            *([f"\nSignificant by one study alone: {alone}."] if alone else []),
             *([f"\nUnavailable in the stored runs: {absent}."] if absent else []),
             "\nMean gain of all methods by merger (interval over seeds):\n",
             table(("Study", "Merger", "FT loses", "Gain", "Seeds"), mergers),
-            "Tuning on dev, Adam, every method at the learning rate and steps of FT beside it:\n",
+            "Tuning on dev, Adam or AdamW, every method at the learning rate and steps of FT beside it:\n",
             table(("Study", "Steps", "Learning rate", "FT, merged", "Mean gain there", "Largest", "Candidates"), rates),
         ]
     )
+
+
+def _slope(own: Fit) -> str:
+    return f"{own.slope:+.2f} ({own.interval[0]:+.2f} to {own.interval[1]:+.2f})"
 
 
 def _ranged(own: Mapping[str, Any]) -> str:

@@ -95,6 +95,22 @@ def test_cosines_and_norms_are_used_where_they_are_stored():
     assert pays.analyse([own._replace(geometry=None) for own in found])["missing"]["cosine"] == "no stored run has it"
 
 
+def test_slopes_that_one_study_makes_are_named():
+    found = []
+    for study, slope in (("steep", 10), ("flat", 0), ("flat too", 0)):
+        for seed in range(6):
+            place = {"geometry": {"cosine": seed * (slope or 1) / 100}, "study": study}
+            noise = (-1) ** (seed // 2)  # of no slope, nearly
+            found += [run("FT", seed, 80.0, **place), run("SMAT", seed, 80.0 + slope * seed + noise, **place)]
+    result = pays.analyse(found)
+    assert result["fits"]["cosine"].settled
+    assert list(result["by one study"]) == ["cosine"]
+    assert list(result["by one study"]["cosine"]) == ["steep"]  # "flat too" is a part of the study "flat"
+    rest = result["by one study"]["cosine"]["steep"]
+    assert rest == pays.analyse([own for own in found if own.study != "steep"])["fits"]["cosine"]
+    assert "Significant by one study alone: cosine of FT's task vectors without steep:" in pays.shown(result)
+
+
 @pytest.mark.parametrize(
     ("x", "seeds", "why"),
     [

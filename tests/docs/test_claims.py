@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRESET_PAGE = (ROOT / "docs/own_model.md").read_text(encoding="utf-8")
 STUDIES = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+FOUR = "WA", "TA", "TIES", "TSV_MERGE"
 
 
 def test_the_table_of_learning_rates_is_that_of_the_presets():
@@ -104,6 +105,20 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     )
     assert smat["interval"][0] < 0 < asam["interval"][0]
     assert readme.paired(own["SMAT"]["All"], own["ASAM"]["All"])["interval"][0] < 0
+    words = json.loads((readme.RESULTS / "smollm2_text_onepass.json").read_text(encoding="utf-8"))
+    asam, gain = (words["paired"][label] for label in ("ASAM", "SMAT"))
+    assert f"is {asam['mean']:.1f} above FT; SMAT is {gain['mean']:.1f} above it, all by WUDI and not" in sentences
+    assert gain["interval"][0] < 0 < asam["interval"][0]
+    four = {
+        label: [fmean(scores) for scores in zip(*(words["test"][label][n] for n in FOUR), strict=True)]
+        for label in ("FT", "SMAT", "SMAT climbing", "ASAM")
+    }
+    own = [readme.paired(four["FT"], four[label]) for label in ("SMAT", "SMAT climbing", "ASAM")]
+    ranges = [f"({one['interval'][0]:+.2f} to {one['interval'][1]:+.2f})" for one in own]
+    assert (
+        f"SMAT is {-own[0]['mean']:.2f} below FT {ranges[0]}, SMAT climbing {-own[1]['mean']:.2f} below it {ranges[1]} "
+        f"and ASAM {own[2]['mean']:.2f} above it {ranges[2]}"
+    ) in " ".join(STUDIES.split())
     steps = json.loads((readme.RESULTS / "digits_onepass_tuning.json").read_text(encoding="utf-8"))["chosen"]
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
