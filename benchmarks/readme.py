@@ -374,7 +374,10 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def results(digits: dict[str, Any]) -> str:
-    """The README's table: passes, scores and differences from FT on digits, differences on pretrained models."""
+    """The README's table: passes, scores and differences from FT on digits, differences on pretrained models.
+
+    Methods of the study on digits alone are on the page of studies.
+    """
     vit, texts, words = (stored(f"{name}_onepass") for name in ("vit_blocks", "text", "smollm2_text"))
     lines = [
         (
@@ -389,6 +392,7 @@ def results(digits: dict[str, Any]) -> str:
             interval(words, label),
         )
         for label, scores in digits["test"].items()
+        if label in texts["test"]
     ]
     others = "ViT: - FT", "Text: - FT", "Language: - FT"
     head = "Method", "Passes", "Experts", "Merged", "Merged - FT (95 %)", "By TSV-M", *others
