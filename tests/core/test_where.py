@@ -429,3 +429,13 @@ def test_attention_of_every_family_that_has_it():
             inside = any("attn" in part.lower() or "attention" in part.lower() for part in path.split("."))
             assert (path in found) == inside, path
         assert not any("norm" in path.lower() for path in found)
+
+
+def test_numbers_by_depth_are_a_line_over_the_blocks():
+    paths = ["head", "encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.2.w", "decoder.2.b"]
+    layers = {path: int(path.split(".")[1]) if "." in path else None for path in paths}
+    numbers = where.by_depth(iter(paths), 0.5, 2.0, layer_of=layers.get)
+    assert list(numbers.items()) == list(zip(paths, [0.5, 0.5, 1.25, 0.5, 2.0, 2.0], strict=True))
+    assert where.by_depth([], 0.5, 2.0) == {}
+    with pytest.raises(ValueError, match="high is inf, must be finite; no two blocks by layer_of, so no depth"):
+        where.by_depth(["layers.0.w", "head"], 0.5, float("inf"))

@@ -41,7 +41,7 @@ from smat_fn.config import (
 from smat_fn.folders import merge_folders, run
 from smat_fn.folders.streaming import chunks, survey
 from smat_fn.merge import BASELESS
-from smat_fn.merge.parts import arithmetic, ranks
+from smat_fn.merge.parts import arithmetic
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -219,27 +219,6 @@ def test_reported_density_is_that_of_the_pure_merger(name, family, folders, tmp_
     base, experts = family(torch.bfloat16)
     report = merge_folders(config, *folders.save_family(tmp_path, base, experts), tmp_path / "out")
     assert report.density == merge.ties_density(base, experts, keep=config.keep, scope=config.scope)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_order_statistic_is_that_of_a_sort(dtype):
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(60, generator=generator, dtype=torch.float64) * 10.0 ** torch.randint(
-        -45, 38, (60,), generator=generator
-    )
-    # neighbours that differ in the last bit only, zeros, a subnormal, equal ones
-    near = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps, 0.0, 0.0, 5e-324, 1e-45, 2.0, 2.0, 2.0])
-    values = torch.cat([wide, near]).to(dtype).abs()
-    ordered = values.sort().values
-    for rank in range(1, len(values) + 1):
-        order, finite = ranks.select(lambda: values.split(13), rank, dtype)
-        value = ranks.value_of(order.bits, dtype)
-        assert finite
-        assert value == ordered[rank - 1]
-        assert (order.below, order.equal) == (int((values < value).sum()), int((values == value).sum()))
-        assert ranks.order_of(values, rank) == order  # sorted, as few are
-        last = int((values == value).nonzero().max())
-        assert ranks.position(lambda: values.split(13), order.bits, order.equal) == last
 
 
 def test_masks_of_an_expert_do_not_depend_on_the_others(family, folders, tmp_path):

@@ -89,3 +89,28 @@ def test_trees_without_a_floating_point_leaf_need_no_masks():
     base = {"steps": torch.tensor(3)}
     assert merge.dare(random.key(0), base, [base], coef=1.0, drop_prob=0.5) == base
     assert mask_keys(random.key(0), ["a"], []).shape == (1, 0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_order_statistic_is_that_of_a_sort(dtype):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(60, generator=generator, dtype=torch.float64) * 10.0 ** torch.randint(
+        -45, 38, (60,), generator=generator
+    )
+    # neighbours that differ in the last bit only, zeros, a subnormal, equal ones
+    near = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps, 0.0, 0.0, 5e-324, 1e-45, 2.0, 2.0, 2.0])
+    values = torch.cat([wide, near]).to(dtype).abs()
+    ordered = values.sort().values
+    for rank in range(1, len(values) + 1):
+        order, finite = ranks.select(lambda: values.split(13), rank, dtype)
+        value = ranks.value_of(order.bits, dtype)
+        assert finite
+        assert value == ordered[rank - 1]
+        assert (order.below, order.equal) == (int((values < value).sum()), int((values == value).sum()))
+        assert ranks.order_of(values, rank) == order  # sorted, as few are
+        last = int((values == value).nonzero().max())
+        assert ranks.position(lambda: values.split(13), order.bits, order.equal) == last
+    values[7] = float("inf")
+    order, finite = ranks.select(lambda: values.split(13), len(values), dtype)
+    assert not finite
+    assert ranks.value_of(order.bits, dtype) == float("inf")
