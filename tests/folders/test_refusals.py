@@ -106,9 +106,14 @@ def test_other_formats(file, words, inputs, tmp_path):
 def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "adapter_config.json").write_text("{}")
-    (tmp_path / "ours" / "lora.safetensors").touch()
-    told = "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
-    assert refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"}) == [f"expert 'x': {tmp_path}/ours {told}"]
+    told = {
+        "lora.safetensors": "the configuration of an adapter and no adapter_model.safetensors: copy or download it",
+        "adapters.safetensors": "an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and",
+    }
+    for file, words in told.items():
+        (tmp_path / "ours" / file).touch()
+        (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"})
+        assert problem.startswith(f"expert 'x': {tmp_path}/ours holds {words}")
 
 
 def test_quantised_weights(family, folders, inputs, tmp_path):
