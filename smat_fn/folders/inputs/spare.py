@@ -11,6 +11,9 @@ from .vocabulary import HEAD, by_token, equal_leaves
 
 # computed from the configuration when a model is loaded
 _BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
+# heads that their classes tie to the embeddings, of names that do not say so: Whisper's, BERT's, DistilBERT's
+_TIED = "proj_out.weight", "predictions.decoder.weight", "vocab_projector.weight"
+_BIAS = "predictions.decoder.bias", "lm_head.decoder.bias"  # tied to the bias one module above
 
 
 def computed(path: str, leaf: Tensor) -> bool:
@@ -36,7 +39,7 @@ def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:
 
 def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
     """Whether one model may store a leaf that another one of its kind lacks, as far as its name says."""
-    return computed(path, leaf) or by_token(path) or predicts_ahead(path, config)
+    return computed(path, leaf) or _may_be_copy(path) or predicts_ahead(path, config)
 
 
 def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
@@ -74,18 +77,25 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
     return expert
 
 
-def _twin(path: str, folder: Folder, other: Folder) -> str | None:
-    """The embeddings that a leaf of ``folder`` is a copy of and that ``other`` has too; heads have rules of their own.
+def _may_be_copy(path: str) -> bool:
+    """Whether a leaf may be a copy of embeddings, or of a head's bias, by its name."""
+    return by_token(path) or path.endswith((*_TIED, *_BIAS))
 
-    Only leaves that are named as embeddings: small ones, such as biases, may be equal by chance.
+
+def _twin(path: str, folder: Folder, other: Folder) -> str | None:
+    """The leaf that a leaf of ``folder`` is a copy of and that ``other`` has too; ``lm_head`` has rules of its own.
+
+    Only leaves that are named as embeddings and heads: small ones, such as other biases, may be equal by chance.
     """
-    if path == HEAD or not by_token(path):
+    if path == HEAD or not _may_be_copy(path):
         return None
     own = folder.leaves[path]
+    bias = f"{path.removesuffix('decoder.bias')}bias" if path.endswith(_BIAS) else None
     alike = (
         name
         for name, leaf in folder.leaves.items()
-        if name not in (path, HEAD) and by_token(name) and name in other.leaves
-        if leaf.ndim == 2 and (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
+        if name not in (path, HEAD) and name in other.leaves
+        if (by_token(name) and leaf.ndim == 2 if bias is None else name == bias)
+        if (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
     )
     return next((name for name in alike if equal_leaves(folder, path, name)), None)
