@@ -1,13 +1,13 @@
 """Leaves that some tools store and others do not: computed buffers, copies of embeddings, layers that predict ahead."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .reading import Folder, config_of
-from .vocabulary import HEAD, by_token, equal_leaves
+from .vocabulary import HEAD, by_token, equal_leaves, tied_to
 
 # computed from the configuration when a model is loaded
 _BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
@@ -42,6 +42,14 @@ def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
     return computed(path, leaf) or _may_be_copy(path) or predicts_ahead(path, config)
 
 
+def copy_of(path: str, folder: Folder, among: Collection[str]) -> str | None:
+    """The embeddings, or the bias of a head, among these leaves that a leaf is a copy of; None for another leaf."""
+    if path != HEAD:
+        return _twin(path, folder, among)
+    found = tied_to(folder)
+    return found if found in among else None
+
+
 def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
     """Whether a computed buffer is stored in another dtype than base's ``like``: positions as floats, as some tools do.
 
@@ -69,10 +77,10 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
             continue
         if computed(path, leaf):
             expert = expert.with_leaf(path, leaf, base.reader(path))
-        elif twin := _twin(path, base, expert):
+        elif twin := _twin(path, base, expert.leaves):
             expert = expert.with_leaf(path, expert.leaves[twin], expert.reader(twin))
     for path, leaf in list(expert.leaves.items()):
-        if path not in base.leaves and (computed(path, leaf) or _twin(path, expert, base)):
+        if path not in base.leaves and (computed(path, leaf) or _twin(path, expert, base.leaves)):
             expert = expert.without(path)
     return expert
 
@@ -82,8 +90,8 @@ def _may_be_copy(path: str) -> bool:
     return by_token(path) or path.endswith((*_TIED, *_BIAS))
 
 
-def _twin(path: str, folder: Folder, other: Folder) -> str | None:
-    """The leaf that a leaf of ``folder`` is a copy of and that ``other`` has too; ``lm_head`` has rules of its own.
+def _twin(path: str, folder: Folder, among: Collection[str]) -> str | None:
+    """The leaf among these that a leaf of ``folder`` is a copy of; ``lm_head`` has rules of its own.
 
     Only leaves that are named as embeddings and heads: small ones, such as other biases, may be equal by chance.
     """
@@ -94,7 +102,7 @@ def _twin(path: str, folder: Folder, other: Folder) -> str | None:
     alike = (
         name
         for name, leaf in folder.leaves.items()
-        if name not in (path, HEAD) and name in other.leaves
+        if name not in (path, HEAD) and name in among
         if (by_token(name) and leaf.ndim == 2 if bias is None else name == bias)
         if (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
     )
