@@ -19,7 +19,7 @@ from ...folders.inputs.stacks import parts_of
 from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
-from .card import CARD, card
+from .card import CARD, card, licenses_of
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, with_tasks_of
@@ -425,6 +425,7 @@ def _write(
     if merged.tried is not None:
         tried = total(merged.tried, *([found.tried] if found else []))
         facts["tried"] = {name: round(value, 3) for name, value in tried._asdict().items()}
+    facts |= licenses_of(base, inputs.places)
     manifest, places = checkpoint.without_places(checkpoint.describe(merged.params, **facts))
     files = {CARD: card(manifest), checkpoint.SOURCES: sources_text(_files_of(base, inputs), places)}
     if inputs.lines is None:  # LiNeS on disk multiplies coefficients, here vectors: the last bits differ
