@@ -20,6 +20,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.folders import merge_folders, plan
+from smat_fn.folders.prepare import prepare
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -278,6 +279,9 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert refusal(tmp_path, *inputs, device="cuda:2") == ["device is 'cuda:2', but the last GPU is cuda:1"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    job, _ = prepare(TA, *inputs, tmp_path / "out", device="cuda")
+    assert job.device == torch.device("cuda:1")  # as tensors there say
 
 
 def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
