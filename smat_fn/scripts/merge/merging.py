@@ -415,6 +415,7 @@ def _write(
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
         **({"notes": list(merged.notes)} if merged.notes else {}),
+        **licenses_of(base, inputs.places),
     }
     if isinstance(config, Ties):
         options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}
@@ -425,7 +426,6 @@ def _write(
     if merged.tried is not None:
         tried = total(merged.tried, *([found.tried] if found else []))
         facts["tried"] = {name: round(value, 3) for name, value in tried._asdict().items()}
-    facts |= licenses_of(base, inputs.places)
     manifest, places = checkpoint.without_places(checkpoint.describe(merged.params, **facts))
     files = {CARD: card(manifest), checkpoint.SOURCES: sources_text(_files_of(base, inputs), places)}
     if inputs.lines is None:  # LiNeS on disk multiplies coefficients, here vectors: the last bits differ
