@@ -127,6 +127,8 @@ def prepare(
     masks = key if config.random else None
     each = max(1, chunk // workers)
     place = torch.device(device)
+    if place.type == "cuda" and place.index is None:  # tensors say cuda:0, which does not equal cuda
+        place = torch.device("cuda", torch.cuda.current_device())
     read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:

@@ -66,7 +66,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, climbed_loss)
 
-    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update, base))
 
 
 @no_grad

@@ -58,7 +58,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm)
 
-    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update, base))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, _factor(drawn.key, k_max))
 
-    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update, base))
 
 
 def offset(key: Tensor, *, b: Number, k_max: int) -> Draw:

@@ -97,7 +97,7 @@ def build(
         plain, norm = step.apply(optimizer, plain, grads, max_grad_norm=max_grad_norm, donate=donate)
         return State(*plain, previous), Info(loss, aux, norm)
 
-    return Method(init, step.with_keys(update))
+    return Method(init, step.with_keys(update, base))
 
 
 @no_grad

@@ -75,7 +75,7 @@ def build(
         state, norm = step.apply(optimizer, state, grads, max_grad_norm=max_grad_norm, donate=donate)
         return state, Info(loss, aux, norm, value)
 
-    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update))
+    return Method(step.init(optimizer, base, donate=donate), step.with_keys(update, base))
 
 
 def penalty(params: Params, base: Params, *, where: Where | None = None) -> Tensor:

@@ -296,7 +296,7 @@ def build_from(
         scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
         return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
 
-    return Method(init, step.with_keys(update))
+    return Method(init, step.with_keys(update, like))
 
 
 def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, float], list[str]]:

@@ -105,16 +105,27 @@ def micro_batches(batch: Batch) -> list[Micro] | None:
     return None
 
 
-def with_keys(update: Callable[[Tensor, Any, Batch], Any]) -> Callable[[Tensor, Any, Batch], Any]:
+def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Callable[[Tensor, Any, Batch], Any]:
     """A method's update for a loss by `smat_fn.grad.keyed`: every batch of a step comes with the key of its loss.
 
-    Raises: ValueError for a run key of another type than `smat_fn.random.key` gives, before anything else.
+    Args: like: tree of the parameters' names; its values are not read.
+    Raises: ValueError for a run key of another type than `smat_fn.random.key` gives, before anything else, and for a
+        state of other parameters than ``like``.
     """
+
+    names = frozenset(like) if isinstance(like, Mapping) else None  # the base itself is not kept
 
     def run(key: Tensor, state: Any, batch: Batch) -> Any:
         random.check_key(key)
         if not hasattr(state, "opt_state"):
             raise ValueError(f"state is a {type(state).__name__}: give what the method's init or update returned")
+        # keys of mappings alone: they take microseconds in every step, leaves take more
+        if names is not None and not transformed() and state.params.keys() != names:
+            found = ", ".join(shortened(sorted(map(repr, state.params.keys() ^ names)), "{} more"))
+            raise ValueError(
+                f"state is of other parameters than the method ({found} in one of them): give what the method's init "
+                "or update returned"
+            )
         parts = micro_batches(batch)
         if parts is None:
             return update(key, state, Keyed(batch, key, state.step, 0))

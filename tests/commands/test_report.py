@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from smat_fn.evaluate import Result, read_results, write_results
 from smat_fn.report import plots, write_full_report
-from smat_fn.scripts.evaluate import sources
+from smat_fn.scripts.evaluate import evaluation, sources
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "benchmarks" / "results" / "digits.jsonl"
@@ -74,3 +75,16 @@ def test_a_mistyped_command_is_suggested_by_every_script(exits):
     assert exits("merge.py", "verify", "/nope") == (
         "merge.py verify: there is no folder /nope: give that of a merged model, or its README.md"
     )
+
+
+def test_an_evaluation_says_that_it_replaces_the_results_of_another_that_ended_meanwhile(call, tmp_path, monkeypatch):
+    own, other = (Result(label, "ta", "a", "test", 50.0, 0) for label in ("FT", "SMAT"))
+    results = tmp_path / "results.jsonl"
+    meanwhile = iter([lambda: None, lambda: write_results(results, [other])])
+    monkeypatch.setattr(evaluation, "find_checkpoints", lambda paths: [])
+    monkeypatch.setattr(evaluation, "evaluate", lambda folders, **options: next(meanwhile)() or [own])
+    for said in (False, True):
+        status, printed = call(tmp_path, "--out", tmp_path)
+        assert status is None
+        assert (f"note: replaces {results}, which another evaluation wrote meanwhile: " in printed) is said
+    assert read_results(results) == [own]

@@ -97,6 +97,13 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
         assert f"method mergopt: b 0.0005, k_max {count}\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+    # a task that comes later has the number of the experts that it joins
+    before = {"kind": "expert", "method": "mergopt", "hyperparameters": {"b": 5e-4, "k_max": 2}}
+    checkpoint.write_text(tmp_path / "out/a/manifest.json", json.dumps(before))
+    assert exits("train.py", "mergopt", *(word for word in own if word not in ("--sigma", "0.001"))) is None
+    told = capsys.readouterr().out
+    assert "method mergopt: b 0.0005, k_max 2\n" in told
+    assert f"note: k_max 2 is that of the experts in {tmp_path / 'out'}, the data have 3 tasks: " in told
 
 
 def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys):

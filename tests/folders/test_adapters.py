@@ -183,7 +183,7 @@ def merged_whole(folders, path, lora, tmp_path):
     ("settings", "name"),
     [
         ({"use_dora": "yes"}, "use_dora to 'yes'"),
-        ({"bias": "all"}, "bias to 'all'"),
+        ({"bias": "lora_b"}, "bias to 'lora_b'"),
         ({"peft_type": "IA3"}, "peft_type to 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights to 'pissa_niter_4'"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters to ['experts.gate_up_proj']"),
@@ -510,6 +510,30 @@ def test_square_weights_of_conv1d_beside_linear_layers_are_told_by_the_model(fol
     (tmp_path / "base/config.json").unlink()
     with pytest.raises(ValueError, match=r"h\.0\.attn\.c_proj\.weight' is square, .* with peft, and give the"):
         merge_folders(TA, tmp_path / "base", {"x": tmp_path / "adapter"}, tmp_path / "no")
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_peft_trained_are_those_of_the_expert(bias, folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    start = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 4))
+    base = {path: leaf.clone() for path, leaf in start.state_dict().items()}
+    folders.save(tmp_path / "base", base)
+    given = peft.LoraConfig(r=2, target_modules=["0"], bias=bias, init_lora_weights=False)
+    model = peft.get_peft_model(start, given)
+    trained = [leaf for name, leaf in model.named_parameters() if leaf.requires_grad and name.endswith("bias")]
+    for leaf in trained:
+        leaf.data += torch.randn(leaf.shape)
+    model.save_pretrained(tmp_path / "adapter")
+    ours, theirs = merged(folders, base, tmp_path / "adapter", tmp_path), model.merge_and_unload().state_dict()
+    changed = {path for path in base if path.endswith("bias") and not ours[path].equal(base[path])}
+    assert len(changed) == len(trained) == {"all": 3, "lora_only": 1}[bias]
+    for path, leaf in theirs.items():
+        torch.testing.assert_close(ours[path], leaf, rtol=0, atol=1e-6, msg=path)
+    with pytest.raises(
+        ValueError, match=f"sets bias to '{bias}', .*which is not a factor of a matrix: merge whole models"
+    ):
+        merge_adapters({"x": tmp_path / "adapter"}, tmp_path / "none", lambda found: found["x"])
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft, about transformers

@@ -20,6 +20,7 @@ from smat_fn.config import (
     WiseFt,
 )
 from smat_fn.folders import merge_folders, plan
+from smat_fn.folders.prepare import prepare
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -106,9 +107,14 @@ def test_other_formats(file, words, inputs, tmp_path):
 def test_an_adapter_whose_weights_are_elsewhere(inputs, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "adapter_config.json").write_text("{}")
-    (tmp_path / "ours" / "lora.safetensors").touch()
-    told = "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
-    assert refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"}) == [f"expert 'x': {tmp_path}/ours {told}"]
+    told = {
+        "lora.safetensors": "the configuration of an adapter and no adapter_model.safetensors: copy or download it",
+        "adapters.safetensors": "an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and",
+    }
+    for file, words in told.items():
+        (tmp_path / "ours" / file).touch()
+        (problem,) = refusal(tmp_path, inputs[0], {"x": tmp_path / "ours"})
+        assert problem.startswith(f"expert 'x': {tmp_path}/ours holds {words}")
 
 
 def test_quantised_weights(family, folders, inputs, tmp_path):
@@ -273,6 +279,9 @@ def test_devices_that_are_not_there(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert refusal(tmp_path, *inputs, device="cuda:2") == ["device is 'cuda:2', but the last GPU is cuda:1"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    job, _ = prepare(TA, *inputs, tmp_path / "out", device="cuda")
+    assert job.device == torch.device("cuda:1")  # as tensors there say
 
 
 def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):

@@ -423,26 +423,32 @@ def test_layers_that_predict_ahead_may_be_missing(name, folders, tmp_path):
             plan(TA, base, {"z": part}, tmp_path / "none")
 
 
-COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
+COPIES = {
+    **dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD), "shared.weight"),
+    **dict.fromkeys(("proj_out.weight", "cls.predictions.decoder.weight"), "shared.weight"),
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 
 
 @pytest.mark.parametrize("config", [TA, WeightAverage()], ids=lambda config: config.name)
 def test_copies_of_shared_embeddings_may_be_missing(config, folders, tmp_path):
-    trees = [{"shared.weight": torch.randn(6, 4), "encoder.up.weight": torch.randn(4, 4)} for _ in range(3)]
+    shapes = {"shared.weight": (6, 4), "encoder.up.weight": (4, 4), "cls.predictions.bias": (6,)}
+    trees = [{path: torch.randn(shape) for path, shape in shapes.items()} for _ in range(3)]
     base, x, y = trees
-    many = [tree | {path: tree["shared.weight"].clone() for path in COPIES} for tree in trees]
+    many = [tree | {path: tree[of].clone() for path, of in COPIES.items()} for tree in trees]
     wanted = folders.in_memory(config, base, {"x": x, "y": y})
     paths = folders.save_family(tmp_path / "few", base, {"x": many[1], "y": y})
     merge_folders(config, *paths, tmp_path / "out")
     folders.assert_same_bits(folders.load(tmp_path / "out"), wanted)
     paths = folders.save_family(tmp_path / "many", many[0], {"x": x, "y": many[2]})
     merge_folders(config, *paths, tmp_path / "out2")
-    copies = {path: wanted["shared.weight"] for path in COPIES}
+    copies = {path: wanted[of] for path, of in COPIES.items()}
     folders.assert_same_bits(folders.load(tmp_path / "out2"), wanted | copies)
-    own = x | {"encoder.embed_tokens.weight": torch.randn(6, 4)}  # no copy
-    paths = folders.save_family(tmp_path / "own", base, {"x": own})
-    with pytest.raises(ValueError, match=r"has leaf 'encoder.embed_tokens.weight' that base lacks"):
-        plan(config, *paths, tmp_path / "out3")
+    for path in COPIES.keys() - {HEAD}:  # no copy
+        own = x | {path: torch.randn_like(x[COPIES[path]])}
+        paths = folders.save_family(tmp_path / path, base, {"x": own})
+        with pytest.raises(ValueError, match=rf"has leaf '{path}' that base lacks"):
+            plan(config, *paths, tmp_path / "out3")
 
 
 def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):

@@ -461,3 +461,7 @@ def test_params_that_do_not_match_the_base_are_refused(name, hyper):
         m.init(integers)
     with pytest.raises(ValueError, match=r"leaf 'blocks\.0\.w' of base has dtype int64"):
         method(name, regression, optim.adam(0.1), integers, **hyper).init(parameters())
+    other = {"tail" if key == "head" else key: leaf for key, leaf in parameters().items()}
+    state = method(name, regression, optim.adam(0.1), other, **hyper).init(other)
+    with pytest.raises(ValueError, match=r"state is of other parameters than the method \('head', 'tail' in one"):
+        m.update(random.key(0), state, batches(1)[0])

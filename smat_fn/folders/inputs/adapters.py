@@ -52,6 +52,7 @@ _USED = {
     "use_rslora": None,
     "fan_in_fan_out": None,
 }
+_BIASES = "all", "lora_only"  # that are trained, and stored as whole leaves
 _PARTS = {
     ".lora_A.weight": ("A", False),
     ".lora_B.weight": ("B", False),
@@ -89,12 +90,13 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
 
     s is ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` change r
     and lora_alpha of the modules that they match, as peft does. With ``use_dora`` each row of a linear layer's weight
-    is then divided by its norm and multiplied by the module's magnitude. No tensor data is read.
+    is then divided by its norm and multiplied by the module's magnitude. Biases that were trained (``bias``) are whole
+    leaves. No tensor data is read.
 
     Args: heads: whole leaves that base lacks are taken too, by their names without peft's prefix.
     Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
     """
-    config, store, problems = _opened(label, path, dora=True)
+    config, store, problems = _opened(label, path, whole=True)
     headers = {name: store.header(name) for name in store.names}
     held = {name: leaf for name, leaf in headers.items() if leaf is not None}
     shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
@@ -263,7 +265,7 @@ def read_adapter(label: str, path: Path) -> Held:
     return Held(found, embeddings, frozenset(parameters), under, config)
 
 
-def _opened(label: str, path: Path, *, dora: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
+def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
     """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -278,7 +280,7 @@ def _opened(label: str, path: Path, *, dora: bool = False) -> tuple[dict[str, An
     if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
         problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
         raise ValueError(f"{problem}: {_MERGED}")
-    return config, store, list(config_problems(label, config, dora=dora))
+    return config, store, list(config_problems(label, config, whole=whole))
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
@@ -287,13 +289,13 @@ def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict
     return {module + ending: half for ending, half in zip(names, (a, b), strict=True)}
 
 
-def config_problems(label: str, config: Mapping[str, Any], *, dora: bool = False) -> Iterator[str]:
+def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = False) -> Iterator[str]:
     """Errors for settings of an adapter under which its weight is not ``W_0 + s B A``, and for unknown ones.
 
-    Args: dora: its weight may have rows of other norms (``use_dora``).
+    Args: whole: a whole expert is made of it: rows may have other norms (``use_dora``), biases other values.
     """
     for name, value in config.items():
-        if dora and name == "use_dora" and isinstance(value, bool):
+        if whole and ((name == "use_dora" and isinstance(value, bool)) or (name == "bias" and value in _BIASES)):
             continue
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):

@@ -20,7 +20,7 @@ from .vocabulary import HEAD, by_token
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
-    "*.tokenizer",
+    *("*.tokenizer", "README.md"),
 ]
 _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
@@ -36,7 +36,7 @@ def repository_of(path: Path) -> str | None:
 def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
 
-    Only safetensors, configuration and tokenizer files are fetched, and a broken connection is resumed;
+    Only safetensors, configuration, tokenizer files and README.md are fetched, and a broken connection is resumed;
     HF_HUB_OFFLINE, and ``fetch`` off, take them from the cache alone. Private repositories need the token of the hub's
     own client.
 

@@ -1,16 +1,19 @@
 """Leaves that some tools store and others do not: computed buffers, copies of embeddings, layers that predict ahead."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .reading import Folder, config_of
-from .vocabulary import HEAD, by_token, equal_leaves
+from .vocabulary import HEAD, by_token, equal_leaves, tied_to
 
 # computed from the configuration when a model is loaded
 _BUFFERS = "position_ids", "token_type_ids", "inv_freq", "masked_bias", "relative_position_index"
+# heads that their classes tie to the embeddings, of names that do not say so: Whisper's, BERT's, DistilBERT's
+_TIED = "proj_out.weight", "predictions.decoder.weight", "vocab_projector.weight"
+_BIAS = "predictions.decoder.bias", "lm_head.decoder.bias"  # tied to the bias one module above
 
 
 def computed(path: str, leaf: Tensor) -> bool:
@@ -36,7 +39,15 @@ def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:
 
 def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
     """Whether one model may store a leaf that another one of its kind lacks, as far as its name says."""
-    return computed(path, leaf) or by_token(path) or predicts_ahead(path, config)
+    return computed(path, leaf) or _may_be_copy(path) or predicts_ahead(path, config)
+
+
+def copy_of(path: str, folder: Folder, among: Collection[str]) -> str | None:
+    """The embeddings, or the bias of a head, among these leaves that a leaf is a copy of; None for another leaf."""
+    if path != HEAD:
+        return _twin(path, folder, among)
+    found = tied_to(folder)
+    return found if found in among else None
 
 
 def recast(path: str, leaf: Tensor, like: Tensor) -> bool:
@@ -66,26 +77,33 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
             continue
         if computed(path, leaf):
             expert = expert.with_leaf(path, leaf, base.reader(path))
-        elif twin := _twin(path, base, expert):
+        elif twin := _twin(path, base, expert.leaves):
             expert = expert.with_leaf(path, expert.leaves[twin], expert.reader(twin))
     for path, leaf in list(expert.leaves.items()):
-        if path not in base.leaves and (computed(path, leaf) or _twin(path, expert, base)):
+        if path not in base.leaves and (computed(path, leaf) or _twin(path, expert, base.leaves)):
             expert = expert.without(path)
     return expert
 
 
-def _twin(path: str, folder: Folder, other: Folder) -> str | None:
-    """The embeddings that a leaf of ``folder`` is a copy of and that ``other`` has too; heads have rules of their own.
+def _may_be_copy(path: str) -> bool:
+    """Whether a leaf may be a copy of embeddings, or of a head's bias, by its name."""
+    return by_token(path) or path.endswith((*_TIED, *_BIAS))
 
-    Only leaves that are named as embeddings: small ones, such as biases, may be equal by chance.
+
+def _twin(path: str, folder: Folder, among: Collection[str]) -> str | None:
+    """The leaf among these that a leaf of ``folder`` is a copy of; ``lm_head`` has rules of its own.
+
+    Only leaves that are named as embeddings and heads: small ones, such as other biases, may be equal by chance.
     """
-    if path == HEAD or not by_token(path):
+    if path == HEAD or not _may_be_copy(path):
         return None
     own = folder.leaves[path]
+    bias = f"{path.removesuffix('decoder.bias')}bias" if path.endswith(_BIAS) else None
     alike = (
         name
         for name, leaf in folder.leaves.items()
-        if name not in (path, HEAD) and by_token(name) and name in other.leaves
-        if leaf.ndim == 2 and (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
+        if name not in (path, HEAD) and name in among
+        if (by_token(name) and leaf.ndim == 2 if bias is None else name == bias)
+        if (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
     )
     return next((name for name in alike if equal_leaves(folder, path, name)), None)

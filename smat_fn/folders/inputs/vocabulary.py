@@ -142,10 +142,13 @@ def _embeddings(folder: Folder) -> str | None:
 
 def _is_copy(folder: Folder) -> bool:
     """Is the head, where it is stored, a copy of the embeddings? Reads both."""
-    if HEAD not in folder.leaves:
-        return True
+    return HEAD not in folder.leaves or tied_to(folder) is not None
+
+
+def tied_to(folder: Folder) -> str | None:
+    """The embeddings that a stored head is a copy of; None for a head of its own. Reads both."""
     embeddings = _embeddings(folder)
-    return embeddings is not None and equal_leaves(folder, HEAD, embeddings)
+    return embeddings if embeddings is not None and equal_leaves(folder, HEAD, embeddings) else None
 
 
 def equal_leaves(folder: Folder, left: str, right: str) -> bool:

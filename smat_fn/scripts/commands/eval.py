@@ -63,6 +63,7 @@ def main(args: Eval) -> None:
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
     from smat_fn.evaluate.scoring import shares_note
+    from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
     from smat_fn.report.tables import main_table, show, terminal
     from smat_fn.scripts.evaluate import evaluation
@@ -78,6 +79,7 @@ def main(args: Eval) -> None:
         check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)
     recipes: dict[Path, dict[str, Any]] = {}
+    before = identity(args.out / evaluation.RESULTS) if args.out else None
     rows = evaluation.evaluate(
         folders, split=args.split, options=options, implied=implied, keep=args.out, recipes=recipes, report=print
     )
@@ -88,6 +90,10 @@ def main(args: Eval) -> None:
     for row in rows:
         outcome.add("scores", vars(row))
     if args.out:
+        if identity(file := args.out / evaluation.RESULTS) != before:  # only the cache of scores is shared
+            print(
+                f"note: replaces {file}, which another evaluation wrote meanwhile: rerun with the checkpoints of both"
+            )
         evaluation.write_report(args.out, rows, table, checkpoints=folders, recipes=recipes)
         print(f"results: {args.out}")
         outcome.add("written", args.out)

@@ -116,7 +116,7 @@ def train(args: Train, world: "parallel.World") -> None:
 
     from smat_fn.scripts.merge.statistics import statistics_of_run
     from smat_fn.scripts.train.describe import dry_run, headline
-    from smat_fn.scripts.train.options import RunOptions, check_run, suite_options
+    from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
     from smat_fn.suites import describe_options, load_suite, task_names
@@ -127,8 +127,6 @@ def train(args: Train, world: "parallel.World") -> None:
     method = resolve(args.method, preset.methods)
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known = task_names(preset.suite, **options)
-    if isinstance(method, Mergopt) and method.k_max is None:
-        method = replace(method, k_max=max(2, len(known)))  # a task alone has its partners elsewhere
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
@@ -137,6 +135,9 @@ def train(args: Train, world: "parallel.World") -> None:
         preset=own.preset,
         probe_at=resolve(Smat(), preset.methods),
     )
+    report = partial(print, flush=True) if world.leads else lambda line: None
+    if isinstance(method, Mergopt) and method.k_max is None:
+        method = replace(method, k_max=experts_to_merge(run, known, report))
     plain = replace(preset.training, lr=preset.lr.get(method.name, preset.training.lr))
     if preset.epochs is not None:
         plain = replace(plain, epochs=dict.fromkeys(run.tasks, preset.epochs))
@@ -144,7 +145,6 @@ def train(args: Train, world: "parallel.World") -> None:
     # before the suite is loaded, which pretrains a base the first time
     if world.leads:
         check_run(method, training, run, known=known, world=world)
-    report = partial(print, flush=True) if world.leads else lambda line: None
     sources = ", ".join(_source(name, str(options[name])) for name in ("model", "data") if options.get(name))
     if world.leads:
         say(f"loading suite {preset.suite}{f': {sources}' if sources else ''}")

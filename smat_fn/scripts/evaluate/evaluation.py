@@ -26,6 +26,7 @@ from ..merge.inputs import manifest_of, named, unreplaced, with_tasks_of
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
+RESULTS = "results.jsonl"
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
 
@@ -408,7 +409,7 @@ def write_report(
 
     Args: recipes: the suite that each checkpoint was scored on, as `evaluate` fills it in (default: its manifest's).
     """
-    write_results(out / "results.jsonl", rows)
+    write_results(out / RESULTS, rows)
     manifests = [
         {**manifest, "suite": recipes.get(folder, manifest.get("suite"))}
         for folder, manifest in manifests_of(checkpoints).items()

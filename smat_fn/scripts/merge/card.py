@@ -8,10 +8,13 @@ from typing import Any
 
 import yaml
 
+from ...folders.inputs.hub import local_folder
+from ...folders.inputs.stacks import folders_of
 from ...merge import RANDOM
 from .recipe_write import folder_name
 
 CARD = "README.md"
+_LICENSE = "license", "license_name", "license_link"  # of a model card's metadata
 _ID = re.compile(r"(\b[\w\-.]+\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
 
 
@@ -50,6 +53,8 @@ def card(manifest: Mapping[str, Any]) -> str:
         lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
     lines += _search(manifest)
     lines += [f"\nNote: {note}." for note in manifest.get("notes", ())]
+    of_base = manifest.get("licenses", {}).get("base", {})  # a link that is a path means a file of its folder
+    lines += _other_licenses(of_base, manifest.get("licenses", {}).get("experts", {}))
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     for name, print_ in manifest["experts"].items():
         score = f" {manifest['dev'][name]:.2f}" if name in manifest["dev"] else ""
@@ -60,10 +65,45 @@ def card(manifest: Mapping[str, Any]) -> str:
     metadata = {  # in the order of huggingface_hub's own cards
         "base_model": model_ids(manifest["base_model"]),
         "library_name": _library(manifest),
+        **{name: value for name, value in of_base.items() if name != "license_link" or value.startswith("http")},
         "tags": ["merge", "smat_fn", manifest["merger"]],
         "base_model_relation": "merge",
     }
     return _with_metadata("\n".join(lines), metadata)
+
+
+def licenses_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Any]:
+    """The field ``licenses`` of a manifest: what the model cards of base and experts say; empty where none does."""
+    first, *more = folders_of(base)
+    parts = {name: folders_of(path) for name, path in experts.items()}
+    places = {own.name: own for own in [*more, *(own for several in parts.values() for own in several[1:])]}
+    places |= {name: own for name, (own, *_) in parts.items()}
+    known = {"base": _license(first), "experts": {n: own for n, path in places.items() if (own := _license(path))}}
+    return {"licenses": found} if (found := {name: own for name, own in known.items() if own}) else {}
+
+
+def _license(path: Path) -> dict[str, Any]:
+    """The license in the metadata of a folder's model card, or of a hub name's in the cache; empty without one."""
+    try:
+        text = (local_folder("", path, fetch=False) / CARD).read_text(encoding="utf-8-sig")
+        _, found, _ = re.split(r"^---[ \t]*$", text, maxsplit=2, flags=re.M)
+        metadata = yaml.safe_load(found)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not (text.startswith("---") and isinstance(metadata, dict) and isinstance(metadata.get("license"), str)):
+        return {}
+    return {name: metadata[name] for name in _LICENSE if isinstance(metadata.get(name), str)}
+
+
+def _other_licenses(of_base: Mapping[str, str], experts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A paragraph on experts whose license is not the base's."""
+    base, *named = ((own.get("license"), own.get("license_name")) for own in (of_base, *experts.values()))
+    others = {name: own[1] or own[0] for name, own in zip(experts, named, strict=True) if own != base}
+    if not others:
+        return []
+    each = ", ".join(f"{name} {license}" for name, license in others.items())
+    whose = "is that of base; experts name others" if of_base else "of base is not known; experts name theirs"
+    return ["", f"The license {whose} ({each}): check their terms."]
 
 
 def adapter_card(manifest: Mapping[str, Any]) -> str:

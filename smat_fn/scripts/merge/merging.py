@@ -19,7 +19,7 @@ from ...folders.inputs.stacks import parts_of
 from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
-from .card import CARD, card
+from .card import CARD, card, licenses_of
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, with_tasks_of
@@ -415,6 +415,7 @@ def _write(
         **({"dev_blocks": [list(point) for point in merged.layers.curve]} if merged.layers else {}),
         **({"dev_edge": merged.edge} if merged.edge else {}),
         **({"notes": list(merged.notes)} if merged.notes else {}),
+        **licenses_of(base, inputs.places),
     }
     if isinstance(config, Ties):
         options = {name: value for name, value in settings(config).items() if name in ("keep", "scope")}

@@ -19,7 +19,7 @@ from ...folders.mixtures import Models, beside, merge_mixture, open_models
 from ...folders.prepare import out_dtypes
 from ...merge.around.mixture import random_rows, rows
 from .. import outcome
-from .card import card
+from .card import card, licenses_of
 from .finished import differences, hashes, other_inputs, texts
 from .inputs import facts_of, manifest_of
 from .recipe import DTYPES, fields_of, folders_beside, placed
@@ -226,7 +226,7 @@ def _texts(
     said = f"attention, norms and embeddings are base's, the MLPs those of {', '.join(paths)}; routers by {asked.mode}"
     manifest = checkpoint.describe(
         {}, **{**facts, "experts": expert_prints(facts["experts"], hashed)}, base_fingerprint=origin, dev={},
-        dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **hashed,
+        dev_curve=[], rounding_ratio=None, notes=[said, *report.notes], **licenses_of(base, paths), **hashed,
     ) | {"fingerprint": merged}  # fmt: skip
     experts = [
         {"source_model": placed_by_name(Path(own.source)), "positive_prompts": own.positive,

@@ -37,7 +37,7 @@ from ...folders.writing import Shard, exclusive
 from ...merge import lines_rules
 from ...merge.parts.masked import of_all_tasks
 from .. import outcome
-from .card import card, rounding
+from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .pushing import pushed
@@ -322,6 +322,7 @@ def _texts(
         density=report.density,
         rounding_ratio=report.rounding,
         notes=list(report.notes),
+        **licenses_of(order.base, order.experts),
         **hashed,
     ) | {"fingerprint": merged}
     return texts(manifest, card, report.inputs | _whose(order)) | {checkpoint.RECIPE: _recipe(config, order)}

@@ -10,7 +10,8 @@ from torch import Tensor
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
-from ...folders.inputs.reading import Folder
+from ...folders.inputs.reading import Folder, config_of
+from ...folders.inputs.spare import copy_of, predicts_ahead
 from ...merge.parts.inputs import Leaves
 from ...suites import SUITES, Suite, describe_options
 from ...tree import dtype_name
@@ -34,7 +35,8 @@ class Part(NamedTuple):
     def check(self, label: str, leaves: Leaves) -> None:
         """Raises: ValueError for a model that differs from base where the suite takes base's weights."""
         own, rest = self._seen(leaves), [path for path in self.read if path not in self.names]
-        if unlike := [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]:
+        unlike = [path for path in rest if not _alike(self.view.leaf(path), own.leaf(path))]
+        if unlike := [path for path in unlike if not self._follows(path, own)]:
             more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
             raise ValueError(
                 f"{label} differs from its base in {unlike[0]!r}{more}, "
@@ -45,6 +47,13 @@ class Part(NamedTuple):
     def runs(self, path: str) -> bool:
         """Whether scores depend on a leaf of base, by its stored name."""
         return (path if self.naming is None else self.naming.names.get(path, path)) in self.read
+
+    def _follows(self, path: str, own: Folder) -> bool:
+        """Whether a leaf that base and a model store is a copy of one that the suite trains, and is tied to it."""
+        if config_of(self.view.root).get("tie_word_embeddings") is False:
+            return False
+        other = copy_of(path, self.view, self.names)
+        return other is not None and _alike(own.leaf(path), own.leaf(other))
 
     def _seen(self, leaves: Leaves) -> Folder:
         own = _in_memory("model", leaves, self.view.root)
@@ -59,8 +68,10 @@ def part_of(suite: Suite, base: Leaves) -> Part:
     )
     view, prefix, naming = place_of(whole, part)
     known = None if suite.reads is None else {f"{prefix}{path}" for path in suite.reads}
-    read = [path for path in view.leaves if known is None or path in known]
-    return Part(base, view, {f"{prefix}{path}": path for path in suite.base}, naming, suite.name, read)
+    names, config = {f"{prefix}{path}": path for path in suite.base}, config_of(root)
+    unused = {path for path in view.leaves if path not in names and predicts_ahead(path, config)}
+    read = [path for path in view.leaves if (known is None or path in known) and path not in unused]
+    return Part(base, view, names, naming, suite.name, read)
 
 
 def lacking_problems(label: str, stand_ins: Collection[str], suite: Suite, part: Part | None) -> list[str]:

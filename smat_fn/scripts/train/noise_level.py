@@ -68,10 +68,7 @@ def _resumed(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
     """Sigma of the experts or training checkpoints that this run resumes, those of other tasks last."""
     if not run.resume:
         return None
-    for task in dict.fromkeys((*run.tasks, *tasks)):
-        folder, last = run.out / task, snapshots.read(snapshots.path_of(run.out, task))
-        ended = snapshots.finished(run.out, task)
-        facts = checkpoint.load_manifest(folder) if ended else {} if last is None else last.settings
+    for facts in snapshots.begun(run.out, dict.fromkeys((*run.tasks, *tasks))):
         if facts.get("sigma_from") and facts.get("base_fingerprint") == base:
             return facts["hyperparameters"]["sigma"], facts["sigma_from"]
     return None

@@ -1,7 +1,7 @@
 """Options of a training run, and the checks made before any work."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,23 @@ def suite_options(
     if "dtype" in preset.options and "dtype" not in given:
         named["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(precision or "")
     return {**preset.options, **given, **{name: value for name, value in named.items() if value is not None}}
+
+
+def experts_to_merge(run: RunOptions, known: Sequence[str], report: Callable[[str], None]) -> int:
+    """MergOPT's ``k_max`` where none is given: the one that ``run.out`` has, else the number of the data's tasks.
+
+    Args: report: gets a line where tasks came beside those of the run.
+    """
+    count = max(2, len(known))  # a task alone has its partners elsewhere
+    for facts in () if run.overwrite else snapshots.begun(run.out, dict.fromkeys((*run.tasks, *known))):
+        if found := facts.get("hyperparameters", {}).get("k_max"):
+            if found != count:
+                report(
+                    f"note: k_max {found} is that of the experts in {run.out}, the data have {len(known)} tasks: to "
+                    "count them all, choose another --out"
+                )
+            return int(found)
+    return count
 
 
 def check_run(

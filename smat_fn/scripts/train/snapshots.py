@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ... import checkpoint, errors, machine
 from ...parallel import World
 from ..merge.finished import flat
+from ..merge.inputs import manifest_of
 
 
 class Snapshot(NamedTuple):
@@ -116,6 +117,14 @@ def read(path: Path) -> Snapshot | None:
     with _opened(path) as store:
         facts = json.loads(store.metadata()["facts"])
     return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"))
+
+
+def begun(out: Path, tasks: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The settings of the experts that a run holds, finished or unfinished, in the order of ``tasks``."""
+    for task in tasks:
+        last = read(path_of(out, task))
+        if facts := manifest_of(out / task) if finished(out, task) else {} if last is None else last.settings:
+            yield facts
 
 
 def restore(path: Path, state: Any) -> Any:

@@ -20,6 +20,7 @@ from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
 from smat_fn.scripts.merge.inputs import find_inputs
 from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.testing import assert_trees_equal
 
 FIXED = [
     WeightAverage(),
@@ -193,6 +194,25 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
     assert {name: leaf.tolist() for name, leaf in found.items()} == {"w": torch.ones(2, 3).tolist()}
     with pytest.raises(ValueError, match=r"whole differs from its base in 'text_model.w', which suite 'own' takes"):
         evaluation._of_other_tools(tmp_path / "whole", "a", suite, print)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_no_score_depends_on_may_differ_from_the_base(trained, tmp_path):
+    names = ("embed_tokens.weight", "lm_head.weight", "proj_out.weight", "layers.0.w", "mtp.norm")
+    start, other = ({name: torch.randn(4, 4) for name in names} for _ in range(2))
+    for label, leaves in {"base": start, "own": other, "tied": other}.items():
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "config.json").write_text("{}")
+        ties = {} if label == "own" else dict.fromkeys(names[1:3], leaves[names[0]])
+        save_file({n: leaf.clone() for n, leaf in {**leaves, **ties}.items()}, tmp_path / label / "model.safetensors")
+    base = {name: start[name] for name in ("embed_tokens.weight", "layers.0.w")[not trained :]}
+    suite = SimpleNamespace(name="own", recipe={"model": str(tmp_path / "base")}, base=base, reads=None)
+    if trained:
+        found = evaluation._of_other_tools(tmp_path / "tied", "a", suite, print)
+        assert_trees_equal(found, {name: other[name] for name in base})
+    for label in ("own", "tied")[: 1 + (not trained)]:  # a head of its own, embeddings that are frozen
+        with pytest.raises(ValueError, match=rf"{label} differs from its base in '"):
+            evaluation._of_other_tools(tmp_path / label, "a", suite, print)
 
 
 def test_results_name_the_suite_that_they_were_scored_on(runs, tmp_path):

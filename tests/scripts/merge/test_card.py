@@ -1,10 +1,12 @@
 """The model card's metadata are what the hub's own client takes."""
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from smat_fn.scripts.merge.card import adapter_card, card, model_ids
+from smat_fn.scripts.merge.card import adapter_card, card, licenses_of, model_ids
 
 NAMES = (
     "gpt2", "owner/name", "a-b_c.d", "my base", "two/slashes/here", "-start", "end-", "a--b", "a..b", "repo.git",
@@ -59,3 +61,29 @@ def test_metadata_are_read_by_the_hubs_client_and_name_models_alone(names):
     assert found.data.library_name == "transformers"
     assert ModelCard(str(found)).data.to_dict() == found.data.to_dict()
     assert all(map(takes, kept))
+
+
+def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
+    own = {"license": "other", "license_name": "llama3.2", "license_link": "https://x.y/z"}
+    cards = {
+        "base": "license: other\nlicense_name: llama3.2\nlicense_link: https://x.y/z",
+        "A": "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE", "B": "tags: [x]\nlicense: mit",
+        "C": "license: [", "D": "tags: []", "E": "license: 3",
+    }  # fmt: skip
+    for name, text in cards.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text(f"---\n{text}\n---\n\n# Text\n\n---\n\nlicense: gpl\n")
+    (tmp_path / "none").mkdir()
+    of_base, *others = (tmp_path / name for name in (*cards, "none"))
+    found = licenses_of(of_base, {path.name: path for path in others})
+    assert found == {
+        "licenses": {"base": own, "experts": {"A": own | {"license_link": "LICENSE"}, "B": {"license": "mit"}}}
+    }
+    made = ModelCard(card(MANIFEST | {"base_model": []} | found), ignore_metadata_errors=False)
+    assert {name: value for name, value in made.data.to_dict().items() if "license" in name} == own
+    assert "The license is that of base; experts name others (B mit): check their terms." in made.text
+    assert licenses_of(tmp_path / "none", {}) == {}
+    alone = card(MANIFEST | {"base_model": []} | licenses_of(tmp_path / "none", {"B": tmp_path / "B"}))
+    assert "The license of base is not known; experts name theirs (B mit): check" in alone
+    stack = Path(f"{tmp_path}/base[0:1]+{tmp_path}/B[1:2]")
+    assert licenses_of(stack, {"x": Path("owner/unknown")})["licenses"].keys() == {"base", "experts"}

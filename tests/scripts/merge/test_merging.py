@@ -530,6 +530,7 @@ def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):
     base, experts = plain[0], plain[1:]
     for folder, scale in zip(plain, (10000.0, 10000.0, 500000.0), strict=True):
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", "rope_theta": scale, "x": 1}))
+    (experts[0] / "README.md").write_text("---\nlicense: mit\n---\n")
     given = {"search": True, "seed": 0, "options": dict(suite.recipe)}
     skips = TaskArithmetic(coef=0.3), TsvMerge(coef=0.3, skip=("*nothing*",))
     done = merge_run(skips, base, experts, out=tmp_path / "memory", **given)
@@ -537,7 +538,9 @@ def test_a_search_says_what_a_merge_on_disk_says(runs, suite, tmp_path):
     assert ta[0] == f"expert '{two}' has other positions: rope_theta 500000.0, base's is 10000.0"
     assert "skip '*nothing*' matches no parameter" in tsv
     assert "skip '*nothing*' matches no parameter" not in ta
-    assert ta[0] in (tmp_path / "memory" / "ta" / "README.md").read_text()
+    card = (tmp_path / "memory" / "ta" / "README.md").read_text()
+    assert ta[0] in card
+    assert "experts name theirs" in card
     (experts[1] / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     with pytest.raises(ValueError, match=f"expert '{two}' has another kind of model in config.json"):
         merge_run(skips, base, experts, out=tmp_path / "other", **given)

@@ -171,9 +171,10 @@ def test_folders_of_a_suite_stand_in_the_file_of_this_machine_alone(copied, tmp_
 def test_the_metadata_of_a_card_name_models_on_the_hub(copied, tmp_path, monkeypatch):
     base, experts = copied
     (base / "config.json").write_text("{}")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
     list(streaming.stream_run([TA], streaming.order(base, experts, out=tmp_path / "out", seed=0)))
     card = ModelCard.load(tmp_path / "out/ta/README.md")
-    assert (card.data.base_model, card.data.library_name) == (["base"], "transformers")
+    assert (card.data.base_model, card.data.library_name, card.data.license) == (["base"], "transformers", "mit")
     monkeypatch.chdir(tmp_path)
     given = [Path("a=org/expert@main"), experts[0], Path("org/expert"), Path("org/other.v2")]
     assert model_names(Path("org/base@v1"), given) == ["org/base", "org/expert", "org/other.v2"]
