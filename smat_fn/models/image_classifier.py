@@ -31,6 +31,7 @@ class ImageClassifier(NamedTuple):
     features: Callable[[Tensor], Tensor]  # of pixel values (B, 3, H, W) by theta_0: (B, D), see `unit_features`
     loss_fn: Callable[..., FullLoss]  # (head, values, module=module), see `classify`
     pooled: Callable[[nn.Module, Tensor], Tensor]  # (module, pixel values (B, 3, H, W)) -> what a head is made for
+    config: dict[str, Any]  # of the pretrained model: features depend on it
 
 
 def load(
@@ -75,7 +76,8 @@ def load(
     def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor], module: nn.Module = module) -> FullLoss:
         return FullLoss(module, classify(head, values))
 
-    return ImageClassifier(module, params, block_linear(module), processor, features, loss_fn, unit_features)
+    where, config = block_linear(module), module.config.to_dict()
+    return ImageClassifier(module, params, where, processor, features, loss_fn, unit_features, config)
 
 
 def is_clip(source: str | Path) -> bool:

@@ -148,7 +148,8 @@ class Clip8(EncoderSuite):
         else:
             train = {task: self._rows[task, "train"] for task in names}
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
-        self._frozen = frozen(model.module)
+        self._untrained = {**frozen(model.module), **dict(model.module.named_buffers())}
+        self._config = str(sorted(model.config.items()))
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
         self._firsts = {k: pixels.prepare(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
         if isinstance(model, clip.Clip):
@@ -202,11 +203,11 @@ class Clip8(EncoderSuite):
             "labels": self._labels(task, split).tolist(),
             "head": fingerprint({"head": self._heads[task], "table": self._table}),
             "processor": self._processor.to_json_string(),
+            "untrained": fingerprint(self._untrained),
+            "config": self._config,
             "device": self.device.type,
             "versions": versions("torch", "transformers", "pillow"),
         }
-        if self._frozen:
-            facts["frozen"] = fingerprint(self._frozen)
         return content_key(facts)
 
     def _notes(self, task: str, names: Sequence[str]) -> list[str]:

@@ -191,6 +191,19 @@ def test_a_second_load_makes_no_head_and_prepares_no_split(load, suite, folders,
     assert load().score(suite.base, "MNIST", "test") == first
 
 
+def test_heads_and_scores_follow_the_config(load, folders, tmp_path):
+    """Weights with another activation, which config.json corrects, give other heads and scores."""
+    shutil.copytree(folders / "model", tmp_path / "model")
+    before = load(model=str(tmp_path / "model"))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"]["hidden_act"] = "relu"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    after = load(model=str(tmp_path / "model"))
+    batch = after.batch("shapes", random.key(0), 0)
+    assert not torch.equal(*(own.loss_fn("shapes")(own.base, batch)[1] for own in (before, after)))
+    assert after.content("shapes", "dev") != before.content("shapes", "dev")
+
+
 def test_the_text_tower_is_not_kept(load, monkeypatch):
     seen = []
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.data import pixels
@@ -221,6 +222,32 @@ def test_states_of_frozen_layers_are_kept_and_follow_model_and_depth(load, monke
     runs.clear()
     assert torch.equal(suite.batch("shapes", random.key(0), 0)[0], after)
     assert len(runs) <= 1  # asked for the size of a row
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_heads_and_scores_follow_what_is_no_parameter(load, tmp_path, kind):
+    """An activation that config.json corrects, or statistics of batch norms: weights stay, features do not."""
+    save(tmp_path, kind)
+    before = load(model=str(tmp_path))
+    if kind == "vit":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        shifted = {name: t + 1 if name.endswith("running_mean") else t for name, t in tensors.items()}
+        save_file(shifted, tmp_path / "model.safetensors", {"format": "pt"})
+    after = load(model=str(tmp_path))
+    assert after.content("shapes", "dev") != before.content("shapes", "dev")
+    train = load_rows(after.options.data, "shapes", "train")
+    made = heads.image_heads(
+        {"shapes": train}, {"shapes": NAMES}, image_classifier.load(tmp_path), random.key(3), "another device"
+    )  # of this model, not from the cache
+    batch = after.batch("shapes", random.key(0), 0)
+    table = pixels.value_table(image_classifier.load(tmp_path).processor)
+    loss = image_classifier.classify(made["shapes"], lambda values: pixels.look_up(table, values))
+    assert torch.equal(
+        after.loss_fn("shapes")(after.base, batch)[1], loss(image_classifier.load(tmp_path).module, batch)[1]
+    )
 
 
 def test_states_follow_the_dtype_of_the_weights(load):
