@@ -135,7 +135,11 @@ def test_the_loss_is_that_of_transformers_zero_shot_classifier(folders, load, mo
     with torch.no_grad():
         values = pixels.look_up(pixels.value_table(model.processor), images)
         expected = whole(**model.tokens(["one square", "one round thing"]), pixel_values=values).logits_per_image
+        unit = torch.nn.functional.normalize(whole.get_image_features(pixel_values=values).pooler_output, dim=-1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    head = suite.heads["shapes"]
+    torch.testing.assert_close(unit @ head.weight.T + head.bias, expected, rtol=1e-5, atol=1e-5)
+    assert head.classes == NAMES["shapes"]
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, labels), rtol=1e-5, atol=1e-5)
 
 

@@ -120,6 +120,23 @@ def test_a_head_is_the_logistic_regression_of_a_few_rows_and_frozen(suite, folde
     torch.testing.assert_close(loss, F.cross_entropy(expected, batch[1]))
 
 
+def test_transformers_alone_gives_the_score_under_the_suites_head(suite, folders):
+    """As docs/own_model.md does with an exported model: image by image, classes by name."""
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(folders / "model").eval()
+    model.classifier = torch.nn.Identity()
+    processor = AutoImageProcessor.from_pretrained(folders / "model", backend="pil")
+    weight, bias, classes = suite.heads["shapes"]
+    test, right = load_rows(folders / "rows", "shapes", "test"), 0
+    for image, label in zip(test.images, test.labels, strict=True):
+        with torch.no_grad():
+            found = model(**processor(image, return_tensors="pt")).logits.flatten(1)
+        right += classes[(F.normalize(found, dim=-1) @ weight.T + bias).argmax()] == NAMES[label]
+    assert suite.score(suite.base, "shapes", "test") == 100 * right / 12
+    assert right > 4  # more than chance
+
+
 def test_smat_trains_experts_that_merge_and_are_scored(suite):
     settings = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4}
     experts = {}
