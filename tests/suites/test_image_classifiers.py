@@ -267,6 +267,26 @@ def test_heads_and_scores_follow_what_is_no_parameter(load, tmp_path, kind):
     )
 
 
+def test_models_without_features_of_the_processors_images_are_errors(tmp_path):
+    import transformers as hf
+
+    wide = save(tmp_path / "wide")
+    hf.ViTImageProcessorPil(size={"height": 12, "width": 12}).save_pretrained(wide)
+    decoder = {f"decoder_{name}": value for name, value in SIZES.items()}
+    hf.ViTMAEModel(hf.ViTMAEConfig(image_size=8, patch_size=4, **SIZES, **decoder)).save_pretrained(tmp_path / "mae")
+    hf.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "mae")
+    for name, size, message in (
+        (
+            "wide",
+            12,
+            r"wide' gives no features of the 12 x 12 images .*12\*12.* doesn't match .*: give an image classifier",
+        ),
+        ("mae", 8, r"a ViTMAEModel has neither logits nor a pooled output"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            image_classifier.load(tmp_path / name).features(torch.zeros(1, 3, size, size))
+
+
 def test_states_follow_the_dtype_of_the_weights(load):
     """Mixed precision rounds states as it does the weights of the layers that take them."""
     suite = load(train_layers=1)
