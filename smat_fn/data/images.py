@@ -97,7 +97,8 @@ def class_folders(home: Path, split: str, splits: Collection[str]) -> ImageRows:
         found += [(place, label, file) for place, file in enumerate(files)]
     found.sort()
     if not found:
-        complain(home / split, [f"there are no images in its folders, none of {', '.join(PICTURES)}"])
+        way = f"put each image into the folder of its class, {home / split / 'CLASS'}"
+        complain(home / split, [f"there are no images in its folders, none of {', '.join(PICTURES)}: {way}"])
     if lost := [str(file.relative_to(home)) for file in others if file.suffix.lower() not in _BESIDE]:
         ways = f"images are files {', '.join(PICTURES)} in the folder of their class"
         log.warning(f"{home}: {len(lost)} files or folders of {split} are left out, {lost[0]} the first: {ways}")

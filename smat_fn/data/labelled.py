@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import complain, name_rows, raise_problems
-from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_hub, read_table
+from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_dataset, read_hub, read_objects
 from .splits import normalised, split_rows
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "dev": SPELLINGS["dev"], "test": SPELLINGS["test"]}
@@ -48,7 +48,7 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     folder = Path(source).expanduser()
     known = {name: (own,) for name, own in (columns or {}).items()}
     wanted = known.get("text", _TEXTS), known.get("label", _LABELS)
-    raw, names = _folder(folder) if folder.is_dir() else _hub(source, wanted[1])
+    raw, names = (_folder if folder.is_dir() else _hub)(source, wanted[1])
     if "train" not in raw:
         complain(source, [_no_train(folder, raw)])
     found = [_columns(rows, wanted, f"{source} ({split})") for split, rows in raw.items()]
@@ -158,8 +158,9 @@ def place_of(source: str) -> str:
     return next((str(file) for suffix in TABLES if (file := folder / f"train{suffix}").is_file()), source)
 
 
-def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
-    raw, problems = {}, []
+def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
+    home = Path(source).expanduser()
+    raw, problems, typed = {}, [], {}
     for split, spellings in SPLITS.items():
         files = [file for name in spellings for suffix in TABLES if (file := home / f"{name}{suffix}").is_file()]
         files += [saved for name in spellings if is_saved(saved := home / name)]
@@ -168,7 +169,9 @@ def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
         elif files:
             try:
                 (file,) = files
-                raw[split] = read_table(file)
+                data = read_dataset(file)
+                raw[split] = read_objects(file) if data is None else data.to_list()
+                typed[split] = {} if data is None else data.features
             except ValueError as error:
                 problems.append(str(error))
     names: Any = None
@@ -183,7 +186,24 @@ def _folder(home: Path) -> tuple[_Raw, list[str] | None]:
             elif len(set(names)) < len(names):
                 problems.append(f"{file} names a class twice")
     raise_problems(problems)
+    _class_label(source, typed, labels)
     return raw, names
+
+
+def _class_label(source: str, typed: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> list[str] | None:
+    """The names of the labels' ClassLabel. Raises: ValueError for splits whose numbers mean other classes."""
+    found: dict[str, list[str]] = {}
+    for split, features in typed.items():
+        column = next((name for name in labels if name in features), None)
+        if names := getattr(features.get(column), "names", None):
+            found[split] = list(names)
+    if not found:
+        return None
+    first, own = next(iter(found.items()))
+    way = "cast the labels of all splits to one ClassLabel, or write them as texts"
+    others = [split for split, names in found.items() if names != own]
+    complain(source, [f"the class names of {split} are not those of {first}, in this order: {way}" for split in others])
+    return own
 
 
 def _hub(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
@@ -192,7 +212,4 @@ def _hub(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
     data = read_hub(name, part="", instead=instead, name=config or None)
     first = {ours: next((own for own in names if own in data), None) for ours, names in SPLITS.items()}
     raw = {ours: data[own].to_list() for ours, own in first.items() if own is not None}
-    features = next(iter(data.values())).features
-    column = next((name for name in labels if name in features), None)
-    names = list(getattr(features.get(column), "names", ()) or ()) or None
-    return raw, names
+    return raw, _class_label(source, {ours: data[own].features for ours, own in first.items() if own}, labels)

@@ -26,6 +26,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {  # of a split; on the hub the first
 }
 _SPLITS = frozenset(("train", *(name for names in SPELLINGS.values() for name in names)))
 _ARRAYS = {"image": "images", "label": "labels"}
+_PICTURES = "image", "img", "picture", "file_name", "filename", "image_path", "filepath"  # usual columns of images
 _MISSING = object()
 _ROLES = {  # as other formats of conversations have them: as chat templates do
     **dict.fromkeys(("human", "user"), "user"),
@@ -166,7 +167,10 @@ def _find(source: Path, task: str, split: str) -> Path:
         return files[0]
     seen = home if home.is_dir() else source
     there = sorted(f.name for f in seen.iterdir())
-    raise ValueError(f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz: {seen} holds {there or 'nothing'}")
+    raise ValueError(
+        f"{home} has no {split}.json, .jsonl, .csv, .parquet or .npz, and no folder {split} (a saved dataset, or "
+        f"images in a folder for each class): {seen} holds {there or 'nothing'}"
+    )
 
 
 def _dataset(data: Any, names: Mapping[str, str], where: str) -> Rows:
@@ -174,6 +178,10 @@ def _dataset(data: Any, names: Mapping[str, str], where: str) -> Rows:
 
     kind = ("image", "label") if names["image"] in data.column_names else ("prompt", "answer")
     problems = _absent(kind, names, data.column_names)
+    pictures = [name for name, type_ in data.features.items() if isinstance(type_, Image)]
+    if "prompt" in kind and problems and pictures:
+        way = f"say which it is by --suite-options columns image={pictures[0]},label=NAME"
+        problems = [f"column {names['image']!r} is missing, and {pictures[0]!r} has images: {way}"]
     complain(where, problems or ([] if len(data) else ["there are no rows"]))
     first, second = (names[name] for name in kind)
     if kind == ("prompt", "answer"):
@@ -213,9 +221,18 @@ def read_saved(folder: Path) -> Any:
 
 def read_table(file: Path) -> list[dict[str, Any]]:
     """The rows of a file of `TABLES`, or of a saved dataset. Raises: ValueError as the functions that it calls."""
+    data = read_dataset(file)
+    return read_objects(file) if data is None else data.to_list()
+
+
+def read_dataset(file: Path) -> Any:
+    """The rows of a parquet file or a saved dataset, with the types of their columns; None for a file without types.
+
+    Raises: ValueError as `read_parquet` and `read_saved`.
+    """
     if file.is_dir():
-        return read_saved(file).to_list()
-    return read_parquet(file).to_list() if file.suffix == ".parquet" else read_objects(file)
+        return read_saved(file)
+    return read_parquet(file) if file.suffix == ".parquet" else None
 
 
 def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) -> Any:
@@ -331,7 +348,13 @@ def _csv(file: Path, text: str) -> list[dict[str, Any]]:
 def _json(file: Path, names: Mapping[str, str]) -> TextRows:
     rows = read_objects(file)
     known = list(dict.fromkeys(key for row in rows for key in row))
-    complain(file, _absent(("prompt", "answer"), names, known))
+    problems = _absent(("prompt", "answer"), names, known)
+    if names["prompt"] not in known and {*_PICTURES} & {*known}:
+        problems = [
+            f"the columns {known} look like images, which .csv and .json cannot hold: make a folder for each class, "
+            "TASK/SPLIT/CLASS with image files in it, or a .parquet with a column of encoded images"
+        ]
+    complain(file, problems)
     return _texts(str(file), *([row.get(names[name], _MISSING) for row in rows] for name in ("prompt", "answer")))
 
 

@@ -62,6 +62,7 @@ class Run:
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # of an expert on dev while it trained: curve, best
     versions: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""  # of the weights
+    sigma_from: Mapping[str, Any] = field(default_factory=dict)  # origin of a sigma that --sigma auto found
 
     @property
     def trains(self) -> bool:

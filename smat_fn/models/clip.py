@@ -37,6 +37,7 @@ class Clip(NamedTuple):
     text: dict[str, Tensor]  # what heads are made of: the frozen text tower, its projection and the logit scale
     loss_fn: Callable[..., FullLoss]  # (head, values, module=module), see `classify`
     pooled: Callable[[nn.Module, Tensor], Tensor]  # (module, pixel values (B, 3, H, W)) -> what a head is made for
+    config: dict[str, Any]  # of the pretrained model: features depend on it
 
 
 # over 60 lines: what a Clip holds is made here, a field a line
@@ -100,6 +101,7 @@ def load(
         frozen,
         loss_fn,
         pooled,
+        model.config.to_dict(),
     )
 
 

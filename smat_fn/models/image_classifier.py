@@ -31,6 +31,7 @@ class ImageClassifier(NamedTuple):
     features: Callable[[Tensor], Tensor]  # of pixel values (B, 3, H, W) by theta_0: (B, D), see `unit_features`
     loss_fn: Callable[..., FullLoss]  # (head, values, module=module), see `classify`
     pooled: Callable[[nn.Module, Tensor], Tensor]  # (module, pixel values (B, 3, H, W)) -> what a head is made for
+    config: dict[str, Any]  # of the pretrained model: features depend on it
 
 
 def load(
@@ -53,7 +54,8 @@ def load(
         An `ImageClassifier`.
 
     Raises:
-        ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``.
+        ValueError: a part cannot be loaded, weights are missing, or the head is not named ``classifier``; of
+            ``features``, for a model that pools nothing or takes images of another size than its processor makes.
     """
     what, kinds = "a CLIP or an image classifier with its image processor", "AutoModelForImageClassification"
     own: dict[str, Any] = {"parts": (_HEAD,), "optional": (f"{_HEAD}.",)}
@@ -69,13 +71,21 @@ def load(
         checkpoint_blocks(module)
 
     def features(values: Tensor) -> Tensor:
-        with torch.no_grad():
-            return unit_features(module, values)
+        try:
+            with torch.no_grad():
+                return unit_features(module, values)
+        except ValueError as error:  # most transformers with learned positions take one size
+            size = " x ".join(map(str, values.shape[2:]))
+            raise ValueError(
+                f"{str(source)!r} gives no features of the {size} images that its image processor makes ({error}): "
+                "give an image classifier with its own preprocessor_config.json"
+            ) from error
 
     def loss_fn(head: Tensor, values: Callable[[Tensor], Tensor], module: nn.Module = module) -> FullLoss:
         return FullLoss(module, classify(head, values))
 
-    return ImageClassifier(module, params, block_linear(module), processor, features, loss_fn, unit_features)
+    where, config = block_linear(module), module.config.to_dict()
+    return ImageClassifier(module, params, where, processor, features, loss_fn, unit_features, config)
 
 
 def is_clip(source: str | Path) -> bool:
@@ -93,11 +103,16 @@ def _is_backbone(source: str | Path) -> bool:
 
 
 def unit_features(module: nn.Module, values: Tensor) -> Tensor:
-    """``v(x) / |v(x)|``, v(x) what the head of the checkpoint gets: (B, 3, H, W) to (B, D), float32 or float64."""
+    """``v(x) / |v(x)|``, v(x) what the head of the checkpoint gets: (B, 3, H, W) to (B, D), float32 or float64.
+
+    Raises: ValueError for a model that pools nothing, such as one that is pretrained on masked images.
+    """
     weight = next(module.parameters())
     out = module(pixel_values=values.to(weight.device, weight.dtype))
-    found = (out.logits if hasattr(out, "logits") else out.pooler_output).flatten(1)
-    return F.normalize(found.to(tree.compute_dtype(weight)), dim=-1)
+    found = out.logits if hasattr(out, "logits") else getattr(out, "pooler_output", None)
+    if found is None:
+        raise ValueError(f"a {type(module).__name__} has neither logits nor a pooled output")
+    return F.normalize(found.flatten(1).to(tree.compute_dtype(weight)), dim=-1)
 
 
 def classify(head: Tensor, values: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:

@@ -180,7 +180,7 @@ def settings(found: Found) -> Section | None:
     for label, setting in found.settings.items():
         budgets = [n for run in found.runs if run.label == label and (n := run.training.get("steps"))]
         steps = " to ".join(map(str, sorted({min(budgets), max(budgets)}))) if budgets else None
-        rows.append([label, setting.method, words(setting.hyperparameters) or DASH, words(setting.training), steps])
+        rows.append([label, setting.method, words(setting.described) or DASH, words(setting.training), steps])
     return Section("Settings", "", Table(["Label", "Method", "Hyperparameters", "Training", "Steps"], rows))
 
 

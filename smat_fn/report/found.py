@@ -22,6 +22,16 @@ class Setting(NamedTuple):
     method: str
     hyperparameters: Mapping[str, Any]
     training: Mapping[str, Any]  # without steps and epochs
+    sigmas: tuple[
+        float, ...
+    ] = ()  # that --sigma auto found in the runs, ascending; the first run's is in hyperparameters
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """The hyperparameters, with the range of sigma where --sigma auto found several."""
+        if len(self.sigmas) < 2:
+            return self.hyperparameters
+        return {**self.hyperparameters, "sigma": f"{self.sigmas[0]:g} to {self.sigmas[-1]:g} (auto)"}
 
     @property
     def parts(self) -> tuple[str, ...] | None:
@@ -53,7 +63,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:
-    """The setting of every label that has experts among the runs.
+    """The setting of every label that has experts among the runs; values that --sigma auto found may differ.
 
     Raises: ValueError that lists the labels whose experts were not all trained in one way, and what differs.
     """
@@ -63,11 +73,17 @@ def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:
         if not run.trains:
             continue
         training = {k: v for k, v in run.training.items() if k not in BUDGET and v is not None}
-        mine = Setting(run.label, run.method, dict(run.hyperparameters), training)
+        values = dict(run.hyperparameters)
+        mine = Setting(run.label, run.method, values, training, (values["sigma"],) if run.sigma_from else ())
         first = found.setdefault(run.label, mine)
+        if first.sigmas and mine.sigmas:
+            first = found[run.label] = first._replace(sigmas=tuple(sorted({*first.sigmas, *mine.sigmas})))
+            values["sigma"] = first.hyperparameters["sigma"]
+        mine = mine._replace(sigmas=first.sigmas)
         if first != mine:
-            differ = sorted(name for name, value in _flat(mine).items() if _flat(first).get(name) != value)
-            problems[f"experts of {run.label!r} differ in {', '.join(differ) or 'settings that only some have'}"] = None
+            one, other = _flat(first), _flat(mine)
+            differ = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+            problems[f"experts of {run.label!r} differ in {', '.join(differ)}"] = None
     raise_problems([f"{problem}: train each setting with its own --label" for problem in problems])
     return found
 

@@ -64,7 +64,7 @@ def scores(found: Found) -> Section:
                 "score": row.score, "coef": row.coef, "method": setting and setting.method,
                 "optimizer": setting and setting.training.get("optimizer"),
                 "lr": setting and setting.training.get("lr"),
-                "hyperparameters": setting and words(setting.hyperparameters),
+                "hyperparameters": setting and words(setting.described),
             }
         )  # fmt: skip
     text = f"{len(records)} scores, a line each with its experts' settings: `scores.csv`."

@@ -44,7 +44,7 @@ from .sources import (
     tasks_of,
     two_labels,
 )
-from .suite import EncoderSuite, SuiteOptions, remembered
+from .suite import EncoderSuite, Head, SuiteOptions, remembered
 from .templates import DEFAULT, TEMPLATES
 
 TASKS = tuple(TEMPLATES)
@@ -148,7 +148,9 @@ class Clip8(EncoderSuite):
         else:
             train = {task: self._rows[task, "train"] for task in names}
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
-        self._frozen = frozen(model.module)
+        self.heads = {task: _described(head, names[task], of_texts) for task, head in self._heads.items()}
+        self._untrained = {**frozen(model.module), **dict(model.module.named_buffers())}
+        self._config = str(sorted(model.config.items()))
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
         self._firsts = {k: pixels.prepare(rows.images, model.processor, [0]) for k, rows in self._rows.items()}
         if isinstance(model, clip.Clip):
@@ -202,11 +204,11 @@ class Clip8(EncoderSuite):
             "labels": self._labels(task, split).tolist(),
             "head": fingerprint({"head": self._heads[task], "table": self._table}),
             "processor": self._processor.to_json_string(),
+            "untrained": fingerprint(self._untrained),
+            "config": self._config,
             "device": self.device.type,
             "versions": versions("torch", "transformers", "pillow"),
         }
-        if self._frozen:
-            facts["frozen"] = fingerprint(self._frozen)
         return content_key(facts)
 
     def _notes(self, task: str, names: Sequence[str]) -> list[str]:
@@ -308,6 +310,12 @@ def _pictures(options: Clip8Options, task: str, split: str) -> ImageRows:
         way = "this suite takes images and labels: give some, or a preset of texts (text, lm)"
         raise ValueError(f"{options.data} ({task}, {split}) holds texts, {way}")
     return rows if options.rows is None else take(rows, range(min(options.rows, len(rows.labels))))  # type: ignore[return-value]
+
+
+def _described(head: Tensor, classes: tuple[str, ...], of_texts: bool) -> Head:
+    if of_texts:
+        return Head(head, torch.zeros(len(head)), classes)
+    return Head(head[:, :-1], head[:, -1], classes)
 
 
 def _check_sizes(firsts: Mapping[tuple[str, str], Tensor], size: tuple[int, int]) -> None:

@@ -73,6 +73,7 @@ def text_heads(
             continue
         config = {
             "text": text,
+            "config": str(sorted(model.config.items())),
             "tokens": fingerprint(tokens),
             "classes": len(own),
             "device": device.type,
@@ -91,7 +92,7 @@ def image_heads(
     Args: key: int64 (2,), which rows; kind: of device.
     Raises: ValueError that lists classes without training rows.
     """
-    weights = fingerprint({name: p.detach() for name, p in model.module.named_parameters()})
+    weights = fingerprint({**dict(model.module.named_parameters()), **dict(model.module.named_buffers())})
     heads, problems = {}, []
     for task, own in names.items():
         train = rows[task]
@@ -104,6 +105,7 @@ def image_heads(
         labels = torch.from_numpy(train.labels[places])
         config = {
             "weights": weights,
+            "config": str(sorted(model.config.items())),
             "rows": fingerprint({"images": few, "labels": labels}),
             "processor": model.processor.to_json_string(),
             "c": _C,

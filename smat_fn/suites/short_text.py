@@ -40,7 +40,7 @@ from .sources import (
     tasks_of,
     two_labels,
 )
-from .suite import EncoderSuite, SuiteOptions, remembered
+from .suite import EncoderSuite, Head, SuiteOptions, remembered
 
 TASKS = ("sst2", "emotion", "trec", "banking77", "clinc150")
 _COUNTED = 1000  # texts of a task that are looked at for a note
@@ -162,6 +162,9 @@ class ShortText(EncoderSuite):
             "versions": versions("torch", "transformers", "scikit-learn"),
         }
         self._heads = {task: self._head(task, random.fold_in(random.key(seed), task)) for task in chosen}
+        self.heads = {
+            task: Head(head["weight"], head["bias"], self._data[task].classes) for task, head in self._heads.items()
+        }
         self.losses = {
             task: encoder.loss_fn(head["weight"].to(self.device), head["bias"].to(self.device))
             for task, head in self._heads.items()

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,16 +107,26 @@ class BaseSuite:
         check_member("split", split, ("dev", "test"))
 
 
+class Head(NamedTuple):
+    """The frozen head of a task: logits ``weight @ f + bias`` of a feature f, of length 1 unless the suite says no."""
+
+    weight: Tensor  # float32 (C, D)
+    bias: Tensor  # float32 (C,)
+    classes: tuple[str, ...]  # their names
+
+
 class EncoderSuite(BaseSuite):
     """A suite of classification by an encoder under frozen heads.
 
-    Subclasses set ``device``, ``batch_size`` and ``losses``, whose aux are the logits, and define `examples`.
+    Subclasses set ``device``, ``batch_size`` and ``losses``, whose aux are the logits, and define `examples`; suites of
+    pretrained models set ``heads``, on the CPU.
     """
 
     OWN_HEADS = True
     device: torch.device
     batch_size: int
     losses: Mapping[str, LossFn]  # by task
+    heads: Mapping[str, Head]  # by task
 
     def __init__(self, **members: Any) -> None:
         if getattr(self.options, "linearised", False):

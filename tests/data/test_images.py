@@ -45,7 +45,9 @@ def test_what_is_wrong_with_folders_is_told(tmp_path):
         load_rows(tmp_path, "t", "train")
     assert str(caught.value).startswith(str(tmp_path / "t" / "train"))
     (tmp_path / "t" / "dev" / "a").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"dev: there are no images in its folders, none of \.png"):
+    with pytest.raises(
+        ValueError, match=r"dev: there are no images in its folders, none of \.png.*: put each image into .*CLASS"
+    ):
         load_rows(tmp_path, "t", "dev")
     (tmp_path / "t" / "train.json").write_text("[]")
     with pytest.raises(ValueError, match=r"train\.json and train: keep one"):

@@ -110,6 +110,10 @@ def test_npz(tmp_path):
 
 def test_image_parquet_is_decoded_when_read(tmp_path):
     image_table(names=("img", "y")).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"column 'image' is missing, and 'img' has images: .*columns image=img,label="
+    ):
+        load_rows(tmp_path / "a.parquet", "t", "train")
     rows = load_rows(tmp_path / "a.parquet", "t", "train", columns={"image": "img", "label": "y"})
     assert isinstance(rows, ImageRows)
     assert np.array_equal(np.stack(list(rows.images)), PIXELS)
@@ -158,7 +162,7 @@ def test_a_revision_of_the_hub_is_asked_for(hub):
 
 
 def test_a_saved_dataset_is_rows_of_each_kind(tmp_path):
-    from datasets import Dataset, DatasetDict
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
     splits = {"train": Dataset.from_list(ROWS), "validation": image_table()}
     DatasetDict(splits).save_to_disk(tmp_path / "t")
@@ -169,6 +173,11 @@ def test_a_saved_dataset_is_rows_of_each_kind(tmp_path):
     labelled = [{"text": row["prompt"], "label": row["answer"] or "none"} for row in ROWS]
     DatasetDict({name: Dataset.from_list(labelled) for name in ("train", "dev", "test")}).save_to_disk(tmp_path / "l")
     assert load_task(str(tmp_path / "l")).splits["dev"].texts == TEXTS.prompts
+    for split, names in (("train", ["neg", "pos"]), ("test", ["pos", "neg"])):  # 0 means another class
+        kinds = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+        Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=kinds).save_to_disk(tmp_path / "n" / split)
+    with pytest.raises(ValueError, match="class names of test are not those of train, in this order: cast the labels"):
+        load_task(str(tmp_path / "n"))
     next((tmp_path / "t" / "train").glob("*.arrow")).write_bytes(b"")
     with pytest.raises(ValueError, match=r"train is not a dataset that can be read \(.*\): save it again"):
         load_rows(tmp_path, "t", "train")
@@ -197,7 +206,9 @@ def test_a_path_is_no_dataset_id(hub, tmp_path):
 
 def test_files_that_are_not_there(tmp_path):
     write(tmp_path, "t", "train.json", json.dumps(ROWS))
-    with pytest.raises(ValueError, match=r"t has no eval.json, .*t holds \['train.json'\]"):
+    with pytest.raises(
+        ValueError, match=r"t has no eval.json, .*, and no folder eval .*images.*t holds \['train.json'\]"
+    ):
         load_rows(tmp_path, "t", "eval")
     with pytest.raises(ValueError, match=r"u has no train.json, .* holds \['t'\]"):
         load_rows(tmp_path, "u", "train")
@@ -238,6 +249,11 @@ def test_files_that_are_not_there(tmp_path):
             "a.json",
             '[{"text": "p"}]',
             r"'prompt' and 'answer' are missing, there are \['text'\]: .*prompt=NAME,answer=NAME",
+        ),
+        (
+            "a.csv",
+            "file_name,label\nx.png,cat",
+            r"look like images, which .csv and .json cannot hold: .*a folder for each class",
         ),
         ("a.json", '[{"prompt": "p", "label": "a"}]', r"^[^;]*'answer' is missing, there are \['prompt', 'label'\]"),
     ],

@@ -459,6 +459,11 @@ def test_leaves_that_differ_come_with_a_way_out(folders, tmp_path):
     wide = base | {"norm.weight": torch.ones(3)}
     with pytest.raises(ValueError, match="outside the layers: if they are heads, give heads keep"):
         plan(TA, paths[0], {"head": folders.save(tmp_path / "wide", wide)}, tmp_path / "out")
+    numbered = {"classifier.1.weight": torch.ones(3, 2)}  # of ResNet, in an nn.Sequential
+    other = {"other": folders.save(tmp_path / "other", base | {"classifier.1.weight": torch.zeros(5, 2)})}
+    merge_folders(TA, folders.save(tmp_path / "resnet", base | numbered), other, tmp_path / "kept", heads="keep")
+    assert (tmp_path / "kept/heads/other.safetensors").is_file()
+    folders.assert_same_bits(folders.load(tmp_path / "kept"), base | numbered)
     wide |= {"model.layers.0.up.weight": torch.ones(3, 3)}
     with pytest.raises(ValueError, match="has shape") as caught:
         plan(TA, paths[0], {"size": folders.save(tmp_path / "size", wide)}, tmp_path / "out")

@@ -52,6 +52,21 @@ def test_steps_and_epochs_may_differ_by_task_other_settings_may_not(make, full):
         settings_of([*runs, other, more[0], replace(more[1], hyperparameters={"rho": 1})])
 
 
+def test_a_sigma_that_was_found_for_each_seed_may_differ_and_one_that_was_given_may_not(make, full):
+    _, runs = make("SMAT", [1.0, 2.0, 3.0], "smat", full)
+    seeds = dict(zip(range(3), (0.0021, 0.0023, 0.0022), strict=True))
+    found = [replace(run, hyperparameters=full | {"sigma": seeds[run.seed]}) for run in runs]
+    with pytest.raises(ValueError, match="experts of 'SMAT' differ in sigma: train each"):
+        settings_of(found)
+    auto = [replace(run, sigma_from={"from": "the updates of ft"}) for run in found]
+    setting = settings_of(auto)["SMAT"]
+    assert (setting.hyperparameters["sigma"], setting.described["sigma"]) == (0.0021, "0.0021 to 0.0023 (auto)")
+    assert settings_of(auto[:2])["SMAT"].described == full | {"sigma": 0.0021}
+    only_some = replace(auto[-1], training=auto[-1].training | {"dev": {"every": 2}})
+    with pytest.raises(ValueError, match="experts of 'SMAT' differ in dev: train each"):
+        settings_of([*auto, only_some])
+
+
 def test_muons_labels_say_so_once(make):
     rows, runs = make("FT", [1.0], optimizer="muon")
     named, facts = with_muon(rows, runs)

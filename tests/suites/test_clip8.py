@@ -135,7 +135,11 @@ def test_the_loss_is_that_of_transformers_zero_shot_classifier(folders, load, mo
     with torch.no_grad():
         values = pixels.look_up(pixels.value_table(model.processor), images)
         expected = whole(**model.tokens(["one square", "one round thing"]), pixel_values=values).logits_per_image
+        unit = torch.nn.functional.normalize(whole.get_image_features(pixel_values=values).pooler_output, dim=-1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    head = suite.heads["shapes"]
+    torch.testing.assert_close(unit @ head.weight.T + head.bias, expected, rtol=1e-5, atol=1e-5)
+    assert head.classes == NAMES["shapes"]
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, labels), rtol=1e-5, atol=1e-5)
 
 
@@ -189,6 +193,19 @@ def test_a_second_load_makes_no_head_and_prepares_no_split(load, suite, folders,
     monkeypatch.setattr(pixels, "prepare", few)
     monkeypatch.setattr(clip, "zero_shot_head", lambda *args: pytest.fail("it is in the cache"))
     assert load().score(suite.base, "MNIST", "test") == first
+
+
+def test_heads_and_scores_follow_the_config(load, folders, tmp_path):
+    """Weights with another activation, which config.json corrects, give other heads and scores."""
+    shutil.copytree(folders / "model", tmp_path / "model")
+    before = load(model=str(tmp_path / "model"))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"]["hidden_act"] = "relu"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    after = load(model=str(tmp_path / "model"))
+    batch = after.batch("shapes", random.key(0), 0)
+    assert not torch.equal(*(own.loss_fn("shapes")(own.base, batch)[1] for own in (before, after)))
+    assert after.content("shapes", "dev") != before.content("shapes", "dev")
 
 
 def test_the_text_tower_is_not_kept(load, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from smat_fn import random
 from smat_fn.data import pixels
@@ -119,6 +120,23 @@ def test_a_head_is_the_logistic_regression_of_a_few_rows_and_frozen(suite, folde
     torch.testing.assert_close(loss, F.cross_entropy(expected, batch[1]))
 
 
+def test_transformers_alone_gives_the_score_under_the_suites_head(suite, folders):
+    """As docs/own_model.md does with an exported model: image by image, classes by name."""
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(folders / "model").eval()
+    model.classifier = torch.nn.Identity()
+    processor = AutoImageProcessor.from_pretrained(folders / "model", backend="pil")
+    weight, bias, classes = suite.heads["shapes"]
+    test, right = load_rows(folders / "rows", "shapes", "test"), 0
+    for image, label in zip(test.images, test.labels, strict=True):
+        with torch.no_grad():
+            found = model(**processor(image, return_tensors="pt")).logits.flatten(1)
+        right += classes[(F.normalize(found, dim=-1) @ weight.T + bias).argmax()] == NAMES[label]
+    assert suite.score(suite.base, "shapes", "test") == 100 * right / 12
+    assert right > 4  # more than chance
+
+
 def test_smat_trains_experts_that_merge_and_are_scored(suite):
     settings = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 1e-3, "period": 4}
     experts = {}
@@ -221,6 +239,52 @@ def test_states_of_frozen_layers_are_kept_and_follow_model_and_depth(load, monke
     runs.clear()
     assert torch.equal(suite.batch("shapes", random.key(0), 0)[0], after)
     assert len(runs) <= 1  # asked for the size of a row
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_heads_and_scores_follow_what_is_no_parameter(load, tmp_path, kind):
+    """An activation that config.json corrects, or statistics of batch norms: weights stay, features do not."""
+    save(tmp_path, kind)
+    before = load(model=str(tmp_path))
+    if kind == "vit":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        shifted = {name: t + 1 if name.endswith("running_mean") else t for name, t in tensors.items()}
+        save_file(shifted, tmp_path / "model.safetensors", {"format": "pt"})
+    after = load(model=str(tmp_path))
+    assert after.content("shapes", "dev") != before.content("shapes", "dev")
+    train = load_rows(after.options.data, "shapes", "train")
+    made = heads.image_heads(
+        {"shapes": train}, {"shapes": NAMES}, image_classifier.load(tmp_path), random.key(3), "another device"
+    )  # of this model, not from the cache
+    batch = after.batch("shapes", random.key(0), 0)
+    table = pixels.value_table(image_classifier.load(tmp_path).processor)
+    loss = image_classifier.classify(made["shapes"], lambda values: pixels.look_up(table, values))
+    assert torch.equal(
+        after.loss_fn("shapes")(after.base, batch)[1], loss(image_classifier.load(tmp_path).module, batch)[1]
+    )
+
+
+def test_models_without_features_of_the_processors_images_are_errors(tmp_path):
+    import transformers as hf
+
+    wide = save(tmp_path / "wide")
+    hf.ViTImageProcessorPil(size={"height": 12, "width": 12}).save_pretrained(wide)
+    decoder = {f"decoder_{name}": value for name, value in SIZES.items()}
+    hf.ViTMAEModel(hf.ViTMAEConfig(image_size=8, patch_size=4, **SIZES, **decoder)).save_pretrained(tmp_path / "mae")
+    hf.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "mae")
+    for name, size, message in (
+        (
+            "wide",
+            12,
+            r"wide' gives no features of the 12 x 12 images .*12\*12.* doesn't match .*: give an image classifier",
+        ),
+        ("mae", 8, r"a ViTMAEModel has neither logits nor a pooled output"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            image_classifier.load(tmp_path / name).features(torch.zeros(1, 3, size, size))
 
 
 def test_states_follow_the_dtype_of_the_weights(load):

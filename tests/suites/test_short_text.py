@@ -155,6 +155,8 @@ def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(loa
         tested = features_one_by_one(model, tokenizer, [r["text"] for r in test]) @ head["weight"].T + head["bias"]
     right = [guess == row["label"] for guess, row in zip(tested.argmax(1).tolist(), test, strict=True)]
     assert suite.score(params, "topic", "test") == pytest.approx(100 * sum(right) / len(right))
+    torch.testing.assert_close(dict(zip(("weight", "bias"), suite.heads["topic"], strict=False)), head)
+    assert len(suite.heads["topic"].classes) == 3
 
 
 def test_texts_in_several_rows_have_the_features_they_have_in_one(suite, monkeypatch):

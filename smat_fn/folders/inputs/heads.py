@@ -1,5 +1,6 @@
 """Heads of experts that differ from base's: stored for each task beside the merged trunk."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .vocabulary import differs_in_rows
 
 FOLDER = "heads"
 EMA = "model_ema."  # of Stable Diffusion's checkpoints
+_HEAD = re.compile(r"(^|[._])(heads?|classifiers?|predictors?)\.$")  # as `smat_fn.where` knows them
 
 
 def apart(
@@ -105,7 +107,9 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
 
 
 def _rows(base: Folder) -> set[str]:
-    return {found[0] for path in base.leaves if (found := layer_of(path))}
+    """Names before the numbers of base's layers; heads may be numbered too, as ``classifier.1.weight``."""
+    rows = {found[0] for path in base.leaves if (found := layer_of(path))}
+    return {row for row in rows if not _HEAD.search(row)}
 
 
 def _outside(path: str, rows: set[str]) -> bool:
