@@ -28,6 +28,7 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
+_AT_THETA = ("evaluate", "predict", "save_model"), ("generate", "save_pretrained")  # methods of trainers, of modules
 
 
 class Attached:
@@ -38,13 +39,15 @@ class Attached:
         self._trainer, self._options = trainer, options
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
+        self._check_base: Callable[[], None] = lambda: None
+        self._frozen = dict[str, Tensor]()  # theta_0 of what an earlier attach trained, and this one does not
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves = dict[str, nn.Parameter]()
         self._norms = list[tuple[str, nn.Module]]()  # batch norms with running statistics
-        self._generating = list[nn.Module]()  # modules that have a method `generate`
+        self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
         self._complete = False  # whether the gradient of this optimizer step is
@@ -78,12 +81,14 @@ class Attached:
         trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
-        self._own = {}
+        self._own, self._frozen = {}, {}
 
     def _attach(self, origin: Mapping[str, Tensor]) -> None:
         trainer = self._trainer
         self._take(trainer.model, origin)
         self._check(trainer.model)
+        if self._given is not None:
+            self._check_base = tree.unchanged(self._given)
         if (earlier := vars(trainer).get(_HANDLE)) is not None:
             earlier.detach()
             self._replaced = {name: getattr(trainer, name) for name in _METHODS}
@@ -132,8 +137,15 @@ class Attached:
         self._remember(record)
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
-        self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
+        # wrappers of torch.compile pass on what is set and deleted
+        modules = [
+            module for module in model.modules() if not isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        ]
+        named = [(self._trainer, _AT_THETA[0]), *((module, _AT_THETA[1]) for module in modules)]
+        self._at_theta = [(own, name) for own, names in named for name in names if callable(getattr(own, name, None))]
         _LOG.info("%s", self._text)
+        if others := checks.others(self._trainer, leaves):
+            _LOG.warning("%s", others)
         if never := checks.never(self._options, self._trainer.state.global_step, self._trainer.state.max_steps):
             _LOG.warning("%s", never)
 
@@ -147,14 +159,14 @@ class Attached:
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
-        self._weights, self._leaves, self._norms, self._generating = None, {}, [], []
+        self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
         self._step, self._now, self._complete = -1, None, False
         self._scales, self._steps = [], 0
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
         if self._active:
             self._end()
-            self._model, self._own = None, {}
+            self._model, self._own, self._frozen = None, {}, {}
         model = self._replaced["call_model_init"](*args, **options)
         if self._active:
             self._take(model, leaves_of(model))
@@ -164,11 +176,13 @@ class Attached:
         original = self._replaced["training_step"]
         if not self._active:
             return original(*args, **options)
-        if self._weights is None:  # a trainer without that event
+        if self._weights is None:  # a trainer without that event, or one that trains already
+            errors.raise_problems(checks.gradient_problems(leaves_of(self._trainer.model)))
             self._begin()
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         assert weights is not None
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
+            self._check_base()
             self._check_parameters(args[0] if args else options["model"])
             self._step, self._now = step, self._options.draw(step)
             if self._now is not None:
@@ -208,14 +222,16 @@ class Attached:
         self._step, self._now = -1, None  # training may begin anew, from this step on
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():  # an evaluation inside training_step
+            return self._replaced["compute_loss"](*args, **options)
         inside, self._inside = self._inside, None
         if inside is not None and not self._options.off:
             errors.raise_problems(checks.norm_problems(self._norms))
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
+            for owner, name in self._at_theta:
+                inside.enter_context(_at_theta(owner, name, self._weights))
             inside.enter_context(self._weights.at(self._now))
-            for module in self._generating:
-                inside.enter_context(_generating_at_theta(module, self._weights))
         return self._replaced["compute_loss"](*args, **options)
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
@@ -249,9 +265,10 @@ def attach(
     at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by
     ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ from ``compute_loss``
     to the end of ``training_step`` alone: batches are prepared and generated, the optimizer, evaluation, saving and
-    error handling run at theta. The draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the
-    same draws. The trainer's logs gain ``smat/simulated``, the share of simulated steps since the last log, and
-    ``smat/alpha``, their mean alpha; ``grad_norm`` there is that of the reweighted gradient.
+    error handling run at theta, ``evaluate``, ``save_model`` and ``generate`` also if they are called in between. The
+    draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the same draws. The trainer's logs gain
+    ``smat/simulated``, the share of simulated steps since the last log, and ``smat/alpha``, their mean alpha;
+    ``grad_norm`` there is that of the reweighted gradient.
 
     The parameters are those of the model when ``train()`` begins (``model_init`` and hyperparameter search are fine),
     compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
@@ -270,9 +287,10 @@ def attach(
         A handle with ``detach()``.
 
     Raises:
-        ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, sharded weights, optimizers that step in the backward pass or lack a parameter,
-            trainers with a loop of their own, or trained before; in training, other parameters or another run.
+        ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
+            share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
+            backward pass or lack a parameter, trainers with a loop of their own, or trained before; in training, other
+            parameters, a base that was written to, or another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -286,7 +304,9 @@ def attach(
     handle = Attached(trainer, options.plain(), base)
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         # else a notebook's cell run again would take trained weights for theta_0
-        origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
+        known = earlier._frozen | earlier._own
+        handle._frozen = {path: leaf for path, leaf in known.items() if path not in origin}
+        origin = {path: known.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
         errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
     handle._attach(origin)
@@ -319,19 +339,19 @@ def _callback(handle: Attached) -> Any:
 
 
 @contextmanager
-def _generating_at_theta(module: Any, weights: SimulatedWeights) -> Iterator[None]:
-    original: Callable[..., Any] = module.generate
-    own = "generate" in vars(module)
+def _at_theta(owner: Any, name: str, weights: SimulatedWeights) -> Iterator[None]:
+    original: Callable[..., Any] = getattr(owner, name)
+    own = name in vars(owner)
 
-    def generate(*args: Any, **options: Any) -> Any:
+    def method(*args: Any, **options: Any) -> Any:
         with weights.away():
             return original(*args, **options)
 
-    module.generate = generate
+    setattr(owner, name, method)
     try:
         yield
     finally:
         if own:
-            module.generate = original
+            setattr(owner, name, original)
         else:
-            del module.generate
+            delattr(owner, name)
