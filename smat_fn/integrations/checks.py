@@ -187,9 +187,12 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
 
 
 def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
-    """The error for the first step of a training that has summed gradients of this step before."""
+    """The error for gradients that are there before the first loss of an optimizer step."""
     if any(p.grad is not None and p.grad.any() for p in leaves.values()):
-        return ["attach inside an optimizer step: its gradient is half summed, attach between two steps"]
+        return [
+            "gradients were summed before the first compute_loss of an optimizer step, at theta: take all losses of a "
+            "step in compute_loss (or after super().training_step), and attach between two steps"
+        ]
     return []
 
 

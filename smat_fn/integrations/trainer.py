@@ -8,6 +8,7 @@ trainer.train()
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,7 @@ class Attached:
         self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
+        self._summed = -1  # the step of the last gradient
         self._complete = False  # whether the gradient of this optimizer step is
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
@@ -112,7 +114,7 @@ class Attached:
             problems += checks.base_problems(self._given, model, leaves)
         else:
             found = checks.changes(self._own, leaves, "attach")
-            problems += found + (["freeze and unfreeze before attach"] if found else [])
+            problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         errors.raise_problems(problems + checks.mask_problems(where, leaves, self._options.drop_prob))
         self._text = checks.describe(self._options, leaves, where)
         return leaves
@@ -160,7 +162,7 @@ class Attached:
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
         self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
-        self._step, self._now, self._complete = -1, None, False
+        self._step, self._now, self._complete, self._summed = -1, None, False, -1
         self._scales, self._steps = [], 0
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
@@ -177,9 +179,9 @@ class Attached:
         if not self._active:
             return original(*args, **options)
         if self._weights is None:  # a trainer without that event, or one that trains already
-            errors.raise_problems(checks.gradient_problems(leaves_of(self._trainer.model)))
             self._begin()
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
+        loss = trainer.compute_loss
         assert weights is not None
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
             self._check_base()
@@ -191,6 +193,8 @@ class Attached:
                 weights.prepare()
         try:
             with ExitStack() as self._inside:
+                if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
+                    self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
                 if self._inside is not None:
                     raise ValueError(checks.no_compute_loss(trainer))
@@ -222,17 +226,23 @@ class Attached:
         self._step, self._now = -1, None  # training may begin anew, from this step on
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
+        return self._loss(self._replaced["compute_loss"], *args, **options)
+
+    def _loss(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation inside training_step
-            return self._replaced["compute_loss"](*args, **options)
+            return original(*args, **options)
         inside, self._inside = self._inside, None
         if inside is not None and not self._options.off:
-            errors.raise_problems(checks.norm_problems(self._norms))
+            first = self._summed != self._step
+            problems = checks.gradient_problems(self._leaves) if first else []
+            errors.raise_problems(problems + checks.norm_problems(self._norms))
+            self._summed = self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
-                inside.enter_context(_at_theta(owner, name, self._weights))
+                inside.enter_context(_instead(owner, name, _away(self._weights, getattr(owner, name))))
             inside.enter_context(self._weights.at(self._now))
-        return self._replaced["compute_loss"](*args, **options)
+        return original(*args, **options)
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
         if self._active and self._steps and "loss" in logs:
@@ -302,9 +312,11 @@ def attach(
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
     handle = Attached(trainer, options.plain(), base)
+    known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
-        # else a notebook's cell run again would take trained weights for theta_0
         known = earlier._frozen | earlier._own
+    if known and all(known[path].shape == p.shape for path, p in origin.items() if path in known):
+        # else a notebook's cell run again would take trained weights for theta_0
         handle._frozen = {path: leaf for path, leaf in known.items() if path not in origin}
         origin = {path: known.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
@@ -339,14 +351,8 @@ def _callback(handle: Attached) -> Any:
 
 
 @contextmanager
-def _at_theta(owner: Any, name: str, weights: SimulatedWeights) -> Iterator[None]:
-    original: Callable[..., Any] = getattr(owner, name)
-    own = name in vars(owner)
-
-    def method(*args: Any, **options: Any) -> Any:
-        with weights.away():
-            return original(*args, **options)
-
+def _instead(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, method)
     try:
         yield
@@ -355,3 +361,11 @@ def _at_theta(owner: Any, name: str, weights: SimulatedWeights) -> Iterator[None
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+def _away(weights: SimulatedWeights, method: Callable[..., Any]) -> Callable[..., Any]:
+    def at_theta(*args: Any, **options: Any) -> Any:
+        with weights.away():
+            return method(*args, **options)
+
+    return at_theta

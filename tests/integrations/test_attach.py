@@ -477,7 +477,7 @@ def test_parameters_that_change_before_training_end_it_before_the_first_step(act
     trainer = own_trainer(module, tmp_path)
     attach(trainer, key=KEY, **STRENGTHS)
     act(module)
-    with pytest.raises(ValueError, match=r"at attach.*freeze and unfreeze before attach"):
+    with pytest.raises(ValueError, match=r"at attach.*freeze, unfreeze and resize before attach"):
         trainer.train()
     assert same(module, copies(tiny_llama()))
     attach(trainer, key=KEY, **STRENGTHS)
@@ -488,6 +488,22 @@ def test_parameters_that_change_before_training_end_it_before_the_first_step(act
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     wanted = by_some(start, set(trained))
     assert all(torch.equal(p, wanted[name]) for name, p in trained.items())
+
+
+def test_embeddings_that_are_resized_need_another_attach(tmp_path):
+    module = tiny_llama()
+    trainer = own_trainer(module, tmp_path, max_steps=2)
+    attach(trainer, key=KEY, **STRENGTHS)
+    module.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight' is another tensor.*resize before attach"):
+        trainer.train()
+    start = copies(module)
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    assert all(torch.equal(handle._own[name], leaf) for name, leaf in start.items())
+    trainer.train()
+    module.resize_token_embeddings(48)
+    with pytest.raises(ValueError, match=r"has trained for 2 steps.*or give base="):
+        attach(trainer, key=KEY, **STRENGTHS)
 
 
 def by_some(module, names):
@@ -745,6 +761,26 @@ def test_what_is_generated_inside_training_step_is_generated_at_theta(tmp_path):
             assert all(torch.equal(found[name], leaf) for name, leaf in state.items())
 
 
+def test_a_loss_that_is_replaced_after_attach_is_taken_at_theta_tilde_as_a_whole(tmp_path):
+    ends = []
+    for late in (False, True):
+        trainer = own_trainer(tiny_llama(), tmp_path, max_steps=2)
+        if late:
+            attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        inner = trainer.compute_loss
+
+        def twice(model, inputs, *args, inner=inner, **options):
+            return model(**inputs).loss + inner(model, inputs, *args, **options)
+
+        trainer.compute_loss = twice
+        if not late:
+            attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        trainer.train()
+        ends.append(copies(trainer.model))
+        assert trainer.compute_loss == twice or not late
+    assert same(trainer.model, ends[0])
+
+
 class Busy(transformers.Trainer):
     """Evaluates and saves inside training_step."""
 
@@ -795,6 +831,14 @@ class ZerothOrder(transformers.Trainer):
         return loss
 
 
+class TwoLosses(transformers.Trainer):
+    """Takes another loss before the one of compute_loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.accelerator.backward(model(**inputs).loss)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 class OwnLoop(transformers.Trainer):
     """Has a loop of its own, with the trainer's events."""
 
@@ -812,6 +856,7 @@ class OwnLoop(transformers.Trainer):
     [
         (OwnStep, "training step of OwnStep does not call compute_loss"),
         (ZerothOrder, "training step of ZerothOrder does not call compute_loss with gradients enabled"),
+        (TwoLosses, "gradients were summed before the first compute_loss .* take all losses of a step in compute_loss"),
         (OwnLoop, "OwnLoop updates the weights without a complete training_step"),
     ],
 )
