@@ -54,6 +54,7 @@ class Attached:
         self._summed = -1  # the step of the last gradient
         self._complete = False  # whether the gradient of this optimizer step is
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
+        self._within = False  # a training_step
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
         self._active = True
         self._replaced = {name: getattr(trainer, name) for name in _METHODS}
@@ -176,7 +177,7 @@ class Attached:
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
         original = self._replaced["training_step"]
-        if not self._active:
+        if not self._active or self._within:  # of a batch that training_step splits, at the same theta~
             return original(*args, **options)
         if self._weights is None:  # a trainer without that event, or one that trains already
             self._begin()
@@ -191,6 +192,7 @@ class Attached:
                 self.draw = self._now
             elif not self._options.off:
                 weights.prepare()
+        self._within = True
         try:
             with ExitStack() as self._inside:
                 if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
@@ -202,7 +204,7 @@ class Attached:
             self._step, self._now = -1, None  # another try begins with other weights
             raise
         finally:
-            self._inside = None
+            self._inside, self._within = None, False
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
             self._finish_step()
         return result

@@ -781,6 +781,25 @@ def test_a_loss_that_is_replaced_after_attach_is_taken_at_theta_tilde_as_a_whole
     assert same(trainer.model, ends[0])
 
 
+class Halving(transformers.Trainer):
+    """Takes a batch in halves where it does not fit."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if len(inputs["labels"]) < 4:
+            return super().training_step(model, inputs, num_items_in_batch)
+        halves = ({name: value[at : at + 2] for name, value in inputs.items()} for at in (0, 2))
+        return sum(self.training_step(model, half, num_items_in_batch) for half in halves) / 2
+
+
+def test_a_training_step_that_calls_itself_is_one_step(tmp_path):
+    halving = own_trainer(tiny_llama(), tmp_path, kind=Halving, max_steps=2, learning_rate=LR / 2)  # of a sum
+    accumulating = own_trainer(tiny_llama(), tmp_path, batch=2, accumulate=2, max_steps=2)
+    for trainer in (halving, accumulating):
+        attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        trainer.train()
+    assert same(halving.model, copies(accumulating.model))
+
+
 class Busy(transformers.Trainer):
     """Evaluates and saves inside training_step."""
 
