@@ -150,7 +150,7 @@ class SimulatedWeights:
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
-        self._watched = False  # whether one pass has been compared before and after
+        self._watched = not switch or not parameters  # whether one pass has been compared before and after
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
