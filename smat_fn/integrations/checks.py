@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import errors, tree
 from ..mat.smat import is_simulated
@@ -272,6 +273,12 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     if away:
         problems += errors.shortened(away, "{} more parameters are not whole in this process")
         problems.append("load the model whole in every process")
+    wrapped = [
+        f"parameter {path!r} is a {type(p).__name__}, whose values are in other tensors: attach cannot switch it"
+        for path, p in leaves.items()
+        if is_traceable_wrapper_subclass(p) and not hasattr(p, "to_local")
+    ]
+    problems += errors.shortened(wrapped, "{} more parameters are such tensors")
     meta = [path for path, p in leaves.items() if p.is_meta]
     if meta:
         names = ", ".join(errors.shortened(list(map(repr, meta)), "{} more"))
@@ -281,7 +288,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
         )
     places: dict[tuple[torch.device, int], str] = {}
     for path, p in leaves.items():
-        if p.is_meta or hasattr(p, "to_local") or not p.numel():
+        if p.is_meta or is_traceable_wrapper_subclass(p) or not p.numel():
             continue
         if (first := places.setdefault((p.device, p.data_ptr()), path)) != path:
             problems.append(

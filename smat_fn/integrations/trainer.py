@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .. import errors, tree
 from ..mat.simulated import SimulatedWeights
@@ -29,7 +30,8 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
-_AT_THETA = ("evaluate", "predict", "save_model"), ("generate", "save_pretrained")  # methods of trainers, of modules
+_AT_THETA = "evaluate", "predict", "save_model", "save_state"  # methods of the trainer and of its accelerator, ...
+_AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
 
 
 class Attached:
@@ -52,7 +54,8 @@ class Attached:
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
         self._summed = -1  # the step of the last gradient
-        self._complete = False  # whether the gradient of this optimizer step is
+        # whether the gradient of this optimizer step is; one that runs already is not SMAT's
+        self._complete = bool(getattr(trainer, "is_in_train", False))
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
         self._within = False  # a training_step
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
@@ -141,11 +144,10 @@ class Attached:
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         # wrappers of torch.compile pass on what is set and deleted
-        modules = [
-            module for module in model.modules() if not isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        ]
-        named = [(self._trainer, _AT_THETA[0]), *((module, _AT_THETA[1]) for module in modules)]
-        self._at_theta = [(own, name) for own, names in named for name in names if callable(getattr(own, name, None))]
+        modules = [own for own in model.modules() if not isinstance(getattr(own, "_orig_mod", None), nn.Module)]
+        named = [(own, name) for own in modules for name in _AT_THETA_OF_MODULES]
+        named += [(own, name) for own in (self._trainer, self._trainer.accelerator) for name in _AT_THETA]
+        self._at_theta = [(own, name) for own, name in named if callable(getattr(own, name, None))]
         _LOG.info("%s", self._text)
         if others := checks.others(self._trainer, leaves):
             _LOG.warning("%s", others)
@@ -242,7 +244,7 @@ class Attached:
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
-                inside.enter_context(_instead(owner, name, _away(self._weights, getattr(owner, name))))
+                inside.enter_context(_instead(owner, name, _away(self._weights, owner, name)))
             inside.enter_context(self._weights.at(self._now))
         return original(*args, **options)
 
@@ -365,9 +367,17 @@ def _instead(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
             delattr(owner, name)
 
 
-def _away(weights: SimulatedWeights, method: Callable[..., Any]) -> Callable[..., Any]:
+def _away(weights: SimulatedWeights, owner: Any, name: str) -> Callable[..., Any]:
+    method = getattr(owner, name)
+
     def at_theta(*args: Any, **options: Any) -> Any:
         with weights.away():
-            return method(*args, **options)
+            result = method(*args, **options)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+            raise ValueError(
+                f"{name} of {type(owner).__name__} gives the loss tensors with gradients, but in a simulated step a "
+                "method of that name runs at theta, for samples: name it otherwise"
+            )
+        return result
 
     return at_theta

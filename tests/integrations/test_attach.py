@@ -352,6 +352,16 @@ def test_a_complex_parameter_is_told_at_attach(tmp_path):
         attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
+def test_parameters_whose_values_are_in_other_tensors_are_told_at_attach(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = tiny_llama()
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = nn.Parameter(TwoTensor(projection.weight.detach(), projection.weight.detach()))
+    with pytest.raises(ValueError, match=r"up_proj.weight' is a TwoTensor, whose values are in other tensors"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
+
+
 def test_parameters_that_share_memory_are_told_at_attach(tmp_path):
     model = tiny_llama()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach())
@@ -761,6 +771,44 @@ def test_what_is_generated_inside_training_step_is_generated_at_theta(tmp_path):
             assert all(torch.equal(found[name], leaf) for name, leaf in state.items())
 
 
+class Generated(Bare):
+    """Whose loss uses what a method `generate` computes, and one `predict`."""
+
+    def generate(self, x):
+        return self.block1(x)
+
+    def predict(self, x):
+        return self.head(self.block2(x))
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.predict(self.generate(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Predicted(Generated):
+    generate = None
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.predict(self.block1(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_generate_with_gradients_is_told_and_other_methods_of_modules_are_left_alone(tmp_path):
+    where = {"where": lambda path, p: p.ndim == 2}
+    trainer = own_trainer(Generated(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS, **where)
+    with pytest.raises(ValueError, match=r"generate of Generated gives the loss tensors with gradients.*otherwise"):
+        trainer.train()
+    ends = []
+    for kind in (Bare, Predicted):
+        torch.manual_seed(0)
+        trainer = own_trainer(kind(), tmp_path)
+        attach(trainer, key=KEY, **STRENGTHS, **where)
+        trainer.train()
+        ends.append(copies(trainer.model))
+    assert same(trainer.model, ends[0])
+
+
 def test_a_loss_that_is_replaced_after_attach_is_taken_at_theta_tilde_as_a_whole(tmp_path):
     ends = []
     for late in (False, True):
@@ -809,6 +857,7 @@ class Busy(transformers.Trainer):
         self.evaluate(rows(2))
         self.save_model(f"{self.args.output_dir}/saved{self.state.global_step}")
         self.model.save_pretrained(f"{self.args.output_dir}/pretrained{self.state.global_step}")
+        self.accelerator.save_state(f"{self.args.output_dir}/state{self.state.global_step}")
         return loss
 
     def prediction_step(self, *args, **options):
@@ -824,7 +873,7 @@ def test_evaluations_and_saved_files_inside_training_step_are_those_of_theta(tmp
     trainer.train()
     for step, before in enumerate([copies(tiny_llama()), weights.seen[0]]):
         found = [*trainer.at[2 * step : 2 * step + 2], saved(tmp_path / f"saved{step}")]
-        for own in (*found, saved(tmp_path / f"pretrained{step}")):
+        for own in (*found, saved(tmp_path / f"pretrained{step}"), saved(tmp_path / f"state{step}")):
             assert all(torch.equal(own[name], leaf) for name, leaf in before.items())
     assert same(module, by_build(tiny_llama(), steps=2, period=1))
     assert not {"evaluate", "predict", "save_model"} & set(vars(trainer))
@@ -953,6 +1002,24 @@ def test_detach_between_micro_batches_of_a_simulated_step_is_refused(tmp_path):
     handle = attach(trainer, key=KEY, **STRENGTHS)
     with pytest.raises(ValueError, match="detach between two steps"):
         trainer.train()
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_attach_in_a_callback_begins_with_the_next_step(event, tmp_path):
+    class Join(transformers.TrainerCallback):
+        pass
+
+    def join(self, args, state, control, **_):
+        if state.global_step == 2 and trainer.state.stateful_callbacks.get("smat_fn") is None:
+            handles.append(attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS | {"period": 1}))
+
+    setattr(Join, event, join)
+    weights, handles = Weights(), []
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[Join(), weights], max_steps=4)
+    trainer.train()
+    assert len(handles) == 1
+    lines = [line.get("smat/simulated", 0.0) for line in trainer.state.log_history if "loss" in line]
+    assert lines == [0.0, 0.0, 0.0 if event == "on_pre_optimizer_step" else 1.0, 1.0]
 
 
 def test_attach_between_micro_batches_is_refused(tmp_path):
