@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import errors, tree
 from ..mat.smat import is_simulated
@@ -172,6 +173,30 @@ def never(options: Options, start: int, stop: int) -> str:
     return f"SMAT: no step is simulated, period is {options.period} and training ends after step {stop}: lower period"
 
 
+def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
+    """The warning for parameters that the optimizer trains beside the model's, an empty text otherwise."""
+    groups = getattr(getattr(trainer.optimizer, "optimizer", trainer.optimizer), "param_groups", None) or []
+    held = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+    shapes = [tuple(p.shape) for key, p in held.items() if key not in {id(leaf) for leaf in leaves.values()}]
+    if not shapes or len(shapes) == len(held):  # an optimizer that has none of the model's may work on copies
+        return ""
+    texts = ", ".join(errors.shortened(list(map(str, shapes)), "{} more"))
+    return (
+        f"SMAT: the optimizer also trains parameters that are not the model's, of shapes {texts}: they are neither "
+        "simulated nor reweighted; make them parameters of the model if they are to be merged"
+    )
+
+
+def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
+    """The error for gradients that are there before the first loss of an optimizer step."""
+    if any(p.grad is not None and p.grad.any() for p in leaves.values()):
+        return [
+            "gradients were summed before the first compute_loss of an optimizer step, at theta: take all losses of a "
+            "step in compute_loss (or after super().training_step), and attach between two steps"
+        ]
+    return []
+
+
 def bare(module: nn.Module) -> nn.Module:
     """The module without wrappers that put a prefix before its parameters' names, on which draws depend."""
     while True:
@@ -219,8 +244,8 @@ def class_problems(trainer: Any) -> list[str]:
 def no_compute_loss(trainer: Any) -> str:
     """The error for a training_step around which no weights can be switched."""
     return (
-        f"the training step of {type(trainer).__name__} does not call compute_loss, so that its loss cannot be taken "
-        "at simulated states: write the loop yourself, with smat_fn.mat.smat.build"
+        f"the training step of {type(trainer).__name__} does not call compute_loss with gradients enabled, so that its "
+        "loss cannot be taken at simulated states: write the loop yourself, with smat_fn.mat.smat.build"
     )
 
 
@@ -248,6 +273,12 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     if away:
         problems += errors.shortened(away, "{} more parameters are not whole in this process")
         problems.append("load the model whole in every process")
+    wrapped = [
+        f"parameter {path!r} is a {type(p).__name__}, whose values are in other tensors: attach cannot switch it"
+        for path, p in leaves.items()
+        if is_traceable_wrapper_subclass(p) and not hasattr(p, "to_local")
+    ]
+    problems += errors.shortened(wrapped, "{} more parameters are such tensors")
     meta = [path for path, p in leaves.items() if p.is_meta]
     if meta:
         names = ", ".join(errors.shortened(list(map(repr, meta)), "{} more"))
@@ -255,6 +286,15 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
             f"offloaded to host memory or disk by device_map, on the meta device here: {names}: use a device_map of "
             "devices alone, or train fewer parameters"
         )
+    places: dict[tuple[torch.device, int], str] = {}
+    for path, p in leaves.items():
+        if p.is_meta or is_traceable_wrapper_subclass(p) or not p.numel():
+            continue
+        if (first := places.setdefault((p.device, p.data_ptr()), path)) != path:
+            problems.append(
+                f"parameters {first!r} and {path!r} share memory, which theta~ would separate: tie them as one "
+                "nn.Parameter in both modules, or clone one of them"
+            )
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper holds it
     inside = [f"optim={name!r}"] if made is None and (name.endswith("layerwise") or name in ("lomo", "adalomo")) else []

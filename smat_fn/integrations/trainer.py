@@ -8,11 +8,13 @@ trainer.train()
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .. import errors, tree
 from ..mat.simulated import SimulatedWeights
@@ -28,6 +30,8 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
+_AT_THETA = "evaluate", "predict", "save_model", "save_state"  # methods of the trainer and of its accelerator, ...
+_AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
 
 
 class Attached:
@@ -38,17 +42,22 @@ class Attached:
         self._trainer, self._options = trainer, options
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
+        self._check_base: Callable[[], None] = lambda: None
+        self._frozen = dict[str, Tensor]()  # theta_0 of what an earlier attach trained, and this one does not
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves = dict[str, nn.Parameter]()
         self._norms = list[tuple[str, nn.Module]]()  # batch norms with running statistics
-        self._generating = list[nn.Module]()  # modules that have a method `generate`
+        self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
-        self._complete = False  # whether the gradient of this optimizer step is
+        self._summed = -1  # the step of the last gradient
+        # whether the gradient of this optimizer step is; one that runs already is not SMAT's
+        self._complete = bool(getattr(trainer, "is_in_train", False))
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
+        self._within = False  # a training_step
         self._scales, self._steps = list[Tensor](), 0  # alphas, and the number of steps, since the last log
         self._active = True
         self._replaced = {name: getattr(trainer, name) for name in _METHODS}
@@ -78,12 +87,14 @@ class Attached:
         trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
-        self._own = {}
+        self._own, self._frozen = {}, {}
 
     def _attach(self, origin: Mapping[str, Tensor]) -> None:
         trainer = self._trainer
         self._take(trainer.model, origin)
         self._check(trainer.model)
+        if self._given is not None:
+            self._check_base = tree.unchanged(self._given)
         if (earlier := vars(trainer).get(_HANDLE)) is not None:
             earlier.detach()
             self._replaced = {name: getattr(trainer, name) for name in _METHODS}
@@ -107,7 +118,7 @@ class Attached:
             problems += checks.base_problems(self._given, model, leaves)
         else:
             found = checks.changes(self._own, leaves, "attach")
-            problems += found + (["freeze and unfreeze before attach"] if found else [])
+            problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         errors.raise_problems(problems + checks.mask_problems(where, leaves, self._options.drop_prob))
         self._text = checks.describe(self._options, leaves, where)
         return leaves
@@ -132,8 +143,14 @@ class Attached:
         self._remember(record)
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
-        self._generating = [module for module in model.modules() if callable(getattr(module, "generate", None))]
+        # wrappers of torch.compile pass on what is set and deleted
+        modules = [own for own in model.modules() if not isinstance(getattr(own, "_orig_mod", None), nn.Module)]
+        named = [(own, name) for own in modules for name in _AT_THETA_OF_MODULES]
+        named += [(own, name) for own in (self._trainer, self._trainer.accelerator) for name in _AT_THETA]
+        self._at_theta = [(own, name) for own, name in named if callable(getattr(own, name, None))]
         _LOG.info("%s", self._text)
+        if others := checks.others(self._trainer, leaves):
+            _LOG.warning("%s", others)
         if never := checks.never(self._options, self._trainer.state.global_step, self._trainer.state.max_steps):
             _LOG.warning("%s", never)
 
@@ -147,14 +164,14 @@ class Attached:
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
-        self._weights, self._leaves, self._norms, self._generating = None, {}, [], []
-        self._step, self._now, self._complete = -1, None, False
+        self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
+        self._step, self._now, self._complete, self._summed = -1, None, False, -1
         self._scales, self._steps = [], 0
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
         if self._active:
             self._end()
-            self._model, self._own = None, {}
+            self._model, self._own, self._frozen = None, {}, {}
         model = self._replaced["call_model_init"](*args, **options)
         if self._active:
             self._take(model, leaves_of(model))
@@ -162,21 +179,26 @@ class Attached:
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
         original = self._replaced["training_step"]
-        if not self._active:
+        if not self._active or self._within:  # of a batch that training_step splits, at the same theta~
             return original(*args, **options)
-        if self._weights is None:  # a trainer without that event
+        if self._weights is None:  # a trainer without that event, or one that trains already
             self._begin()
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
+        loss = trainer.compute_loss
         assert weights is not None
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
+            self._check_base()
             self._check_parameters(args[0] if args else options["model"])
             self._step, self._now = step, self._options.draw(step)
             if self._now is not None:
                 self.draw = self._now
             elif not self._options.off:
                 weights.prepare()
+        self._within = True
         try:
             with ExitStack() as self._inside:
+                if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
+                    self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
                 if self._inside is not None:
                     raise ValueError(checks.no_compute_loss(trainer))
@@ -184,7 +206,7 @@ class Attached:
             self._step, self._now = -1, None  # another try begins with other weights
             raise
         finally:
-            self._inside = None
+            self._inside, self._within = None, False
         if trainer.accelerator.sync_gradients:  # the last micro-batch: the sum is complete, clipping is next
             self._finish_step()
         return result
@@ -208,15 +230,23 @@ class Attached:
         self._step, self._now = -1, None  # training may begin anew, from this step on
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
+        return self._loss(self._replaced["compute_loss"], *args, **options)
+
+    def _loss(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():  # an evaluation inside training_step
+            return original(*args, **options)
         inside, self._inside = self._inside, None
         if inside is not None and not self._options.off:
-            errors.raise_problems(checks.norm_problems(self._norms))
+            first = self._summed != self._step
+            problems = checks.gradient_problems(self._leaves) if first else []
+            errors.raise_problems(problems + checks.norm_problems(self._norms))
+            self._summed = self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
+            for owner, name in self._at_theta:
+                inside.enter_context(_instead(owner, name, _away(self._weights, owner, name)))
             inside.enter_context(self._weights.at(self._now))
-            for module in self._generating:
-                inside.enter_context(_generating_at_theta(module, self._weights))
-        return self._replaced["compute_loss"](*args, **options)
+        return original(*args, **options)
 
     def _log(self, logs: dict[str, float], *args: Any, **options: Any) -> Any:
         if self._active and self._steps and "loss" in logs:
@@ -249,9 +279,10 @@ def attach(
     at ``theta~ = theta_0 + alpha m (.) (theta - theta_0) + epsilon`` and multiplies the accumulated gradient by
     ``alpha m`` before it is clipped (Eqs. smat-state, smat-gradient). The parameters hold theta~ from ``compute_loss``
     to the end of ``training_step`` alone: batches are prepared and generated, the optimizer, evaluation, saving and
-    error handling run at theta. The draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the
-    same draws. The trainer's logs gain ``smat/simulated``, the share of simulated steps since the last log, and
-    ``smat/alpha``, their mean alpha; ``grad_norm`` there is that of the reweighted gradient.
+    error handling run at theta, ``evaluate``, ``save_model`` and ``generate`` also if they are called in between. The
+    draw of step s is ``draw(fold_in(key, s), ...)``, so that a resumed run has the same draws. The trainer's logs gain
+    ``smat/simulated``, the share of simulated steps since the last log, and ``smat/alpha``, their mean alpha;
+    ``grad_norm`` there is that of the reweighted gradient.
 
     The parameters are those of the model when ``train()`` begins (``model_init`` and hyperparameter search are fine),
     compared again before every step. Attaching again replaces the earlier SMAT; without base, its theta_0 stays.
@@ -270,9 +301,10 @@ def attach(
         A handle with ``detach()``.
 
     Raises:
-        ValueError: lists bad options, a base that does not match or shares memory with the model, an empty masked set
-            with ``drop_prob > 0``, sharded weights, optimizers that step in the backward pass or lack a parameter,
-            trainers with a loop of their own, or trained before; in training, other parameters or another run.
+        ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
+            share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
+            backward pass or lack a parameter, trainers with a loop of their own, or trained before; in training, other
+            parameters, a base that was written to, or another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -284,9 +316,13 @@ def attach(
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
     handle = Attached(trainer, options.plain(), base)
+    known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
+        known = earlier._frozen | earlier._own
+    if known and all(known[path].shape == p.shape for path, p in origin.items() if path in known):
         # else a notebook's cell run again would take trained weights for theta_0
-        origin = {path: earlier._own.get(path, p) for path, p in origin.items()}
+        handle._frozen = {path: leaf for path, leaf in known.items() if path not in origin}
+        origin = {path: known.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
         errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
     handle._attach(origin)
@@ -319,19 +355,29 @@ def _callback(handle: Attached) -> Any:
 
 
 @contextmanager
-def _generating_at_theta(module: Any, weights: SimulatedWeights) -> Iterator[None]:
-    original: Callable[..., Any] = module.generate
-    own = "generate" in vars(module)
-
-    def generate(*args: Any, **options: Any) -> Any:
-        with weights.away():
-            return original(*args, **options)
-
-    module.generate = generate
+def _instead(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, method)
     try:
         yield
     finally:
         if own:
-            module.generate = original
+            setattr(owner, name, original)
         else:
-            del module.generate
+            delattr(owner, name)
+
+
+def _away(weights: SimulatedWeights, owner: Any, name: str) -> Callable[..., Any]:
+    method = getattr(owner, name)
+
+    def at_theta(*args: Any, **options: Any) -> Any:
+        with weights.away():
+            result = method(*args, **options)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+            raise ValueError(
+                f"{name} of {type(owner).__name__} gives the loss tensors with gradients, but in a simulated step a "
+                "method of that name runs at theta, for samples: name it otherwise"
+            )
+        return result
+
+    return at_theta

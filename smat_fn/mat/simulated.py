@@ -150,6 +150,7 @@ class SimulatedWeights:
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
+        self._watched = not switch or not parameters  # whether one pass has been compared before and after
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -180,8 +181,17 @@ class SimulatedWeights:
                     p.data = self._buffer[path]
             torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
             before = tree.versions(self._parameters)
+            norms = {} if self._watched else _norms(self._parameters)
             yield
-            if changed := tree.written(self._parameters, before):
+            changed = tree.written(self._parameters, before)
+            if not self._watched:  # writes to p.data leave no trace; what a program does, it does in every step
+                after, self._watched = _norms(self._parameters), True
+                changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
+            if self._switch and any(
+                p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
+            ):
+                self._drawn = None  # p.data was moved aside and copied back: the buffer may hold something else
+            if changed:
                 raise ValueError(
                     f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), "
                     "and the end of the simulated pass would undo it: update weights before or after, at theta"
@@ -346,6 +356,11 @@ class _Rebuilt(SimulatedGradient):
         if self._dtype is None:
             return leaf.detach()
         return torch.zeros((), dtype=self._dtype, device=leaf.device).expand(leaf.shape)
+
+
+def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    return {path: norm.nan_to_num() for path, norm in zip(parameters, norms, strict=True)}
 
 
 def _refuse(offload: str) -> None:

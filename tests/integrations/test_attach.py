@@ -21,7 +21,7 @@ from smat_fn.types import Optimizer
 from smat_fn.where import block_linear
 
 from ..parallel import worker
-from .test_trainer import KEY, LR, STEPS, STRENGTHS, Stream, Weights, rows, tiny_llama, trainer_of
+from .test_trainer import KEY, LR, STEPS, STRENGTHS, Stream, Weights, rows, saved, tiny_llama, trainer_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -245,6 +245,21 @@ def test_a_second_attach_replaces_the_first_and_keeps_its_base(tmp_path):
     assert not set(vars(trainer)) & {*names, "_smat_attached"}
 
 
+def test_layers_that_are_frozen_and_trained_again_keep_their_base(tmp_path):
+    model = tiny_llama()
+    trainer = own_trainer(model, tmp_path, max_steps=1)
+    layer = model.model.layers[0]
+    wanted = copies(model)
+    for trained in (True, False, False, True):
+        layer.requires_grad_(trained)
+        trainer.optimizer = None
+        handle = attach(trainer, key=KEY, **STRENGTHS)
+        trainer.train()
+    assert handle._own.keys() == wanted.keys()
+    assert all(torch.equal(leaf, wanted[name]) for name, leaf in handle._own.items())
+    assert not same(layer, {name: wanted["model.layers.0." + name] for name, _ in layer.named_parameters()})
+
+
 def test_a_model_that_another_trainer_has_trained_needs_its_base(tmp_path):
     model = tiny_llama()
     pretrained = copies(model)
@@ -283,13 +298,19 @@ class Stepping(transformers.Trainer):
     def compute_loss(self, model, *args, **options):
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(0.9)
+                self.update(p)
         return super().compute_loss(model, *args, **options)
 
 
-def test_an_update_that_the_end_of_a_simulated_step_would_undo_is_refused(tmp_path):
+def replace_data(p):
+    p.data = 0.9 * p.data
+
+
+@pytest.mark.parametrize("update", [lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.9), replace_data])
+def test_an_update_that_the_end_of_a_simulated_step_would_undo_is_refused(update, tmp_path):
     model = tiny_llama()
     trainer = trainer_of(model, tmp_path, kind=Stepping, max_steps=3, **SGD)
+    trainer.update = update
     weights = Weights()
     trainer.add_callback(weights)
     attach(trainer, key=KEY, **STRENGTHS)
@@ -298,10 +319,53 @@ def test_an_update_that_the_end_of_a_simulated_step_would_undo_is_refused(tmp_pa
     assert same(model, weights.seen[0])  # step 1 is the first simulated one
 
 
+class Adversarial(transformers.Trainer):
+    """A second loss at an embedding that was moved aside and is put back (FGM)."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        weight = model.get_input_embeddings().weight
+        self.at.append(weight.detach().clone())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.at.append(weight.detach().clone())
+        backup = weight.data.clone()
+        weight.data.add_(0.1 * weight.grad.sign())
+        self.accelerator.backward(self.compute_loss(model, inputs))
+        weight.data = backup
+        return loss
+
+
+def test_weights_that_are_moved_aside_and_put_back_leave_theta_of_a_step_what_it_was(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, kind=Adversarial, batch=2, accumulate=2, max_steps=1)
+    trainer.at = []
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    trainer.train()
+    theta, first, again, second = trainer.at
+    assert torch.equal(again, theta)
+    assert not torch.equal(first, theta)
+    assert torch.equal(second, first)  # one theta~ for both micro-batches
+
+
 def test_a_complex_parameter_is_told_at_attach(tmp_path):
     model = tiny_llama()
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="'phase' of the trainer's model has dtype complex64"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
+
+
+def test_parameters_whose_values_are_in_other_tensors_are_told_at_attach(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = tiny_llama()
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = nn.Parameter(TwoTensor(projection.weight.detach(), projection.weight.detach()))
+    with pytest.raises(ValueError, match=r"up_proj.weight' is a TwoTensor, whose values are in other tensors"):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
+
+
+def test_parameters_that_share_memory_are_told_at_attach(tmp_path):
+    model = tiny_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach())
+    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' share memory.*tie them"):
         attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
@@ -358,6 +422,20 @@ def test_a_base_that_the_model_comes_to_share_is_refused_before_a_step(tmp_path)
         trainer.train()
 
 
+def test_a_base_that_is_written_to_after_attach_ends_the_training(tmp_path):
+    class Move(transformers.TrainerCallback):
+        def on_step_end(self, *args, **options):
+            base["model.norm.weight"].mul_(0.5)
+
+    model, weights = tiny_llama(), Weights()
+    base, trainer = copies(model), own_trainer(model, tmp_path, callbacks=[weights, Move()])
+    attach(trainer, key=KEY, base=base, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"base was written to since .*\(model.norm.weight\)"):
+        trainer.train()
+    assert len(weights.seen) == 1
+    assert same(model, weights.seen[0])
+
+
 class At(transformers.TrainerCallback):
     """Does something to the model at the beginning of a step, or before the first one."""
 
@@ -409,7 +487,7 @@ def test_parameters_that_change_before_training_end_it_before_the_first_step(act
     trainer = own_trainer(module, tmp_path)
     attach(trainer, key=KEY, **STRENGTHS)
     act(module)
-    with pytest.raises(ValueError, match=r"at attach.*freeze and unfreeze before attach"):
+    with pytest.raises(ValueError, match=r"at attach.*freeze, unfreeze and resize before attach"):
         trainer.train()
     assert same(module, copies(tiny_llama()))
     attach(trainer, key=KEY, **STRENGTHS)
@@ -420,6 +498,22 @@ def test_parameters_that_change_before_training_end_it_before_the_first_step(act
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     wanted = by_some(start, set(trained))
     assert all(torch.equal(p, wanted[name]) for name, p in trained.items())
+
+
+def test_embeddings_that_are_resized_need_another_attach(tmp_path):
+    module = tiny_llama()
+    trainer = own_trainer(module, tmp_path, max_steps=2)
+    attach(trainer, key=KEY, **STRENGTHS)
+    module.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight' is another tensor.*resize before attach"):
+        trainer.train()
+    start = copies(module)
+    handle = attach(trainer, key=KEY, **STRENGTHS)
+    assert all(torch.equal(handle._own[name], leaf) for name, leaf in start.items())
+    trainer.train()
+    module.resize_token_embeddings(48)
+    with pytest.raises(ValueError, match=r"has trained for 2 steps.*or give base="):
+        attach(trainer, key=KEY, **STRENGTHS)
 
 
 def by_some(module, names):
@@ -491,15 +585,20 @@ def test_optimizers_of_ones_own_that_step_inside_backward_are_refused_before_a_s
     assert same(trainer.model, copies(tiny_llama()))
 
 
-def test_weights_that_the_optimizer_does_not_have_are_refused(tmp_path):
-    def given(module, trained):
-        optimizer = torch.optim.SGD([p for p in module.parameters() if trained(p)], lr=LR)
+def test_weights_that_the_optimizer_does_not_have_are_refused_and_those_beside_the_model_told(tmp_path, caplog):
+    def given(module, trained, *others):
+        optimizer = torch.optim.SGD([*filter(trained, module.parameters()), *others], lr=LR)
         return own_trainer(module, tmp_path, max_steps=2, more={"optimizers": (optimizer, None)})
 
     with pytest.raises(ValueError, match=r"does not have 15 of 20 parameters .*\('model.embed.* 9 more\).* freeze"):
         attach(given(tiny_llama(), lambda p: p.ndim == 1), key=KEY, **STRENGTHS)
     module = tiny_llama()
-    attach(given(module, lambda p: True), key=KEY, **STRENGTHS)
+    for others, told in ((), False), ((nn.Parameter(torch.ones(3)),), True):
+        caplog.clear()
+        trainer = given(module, lambda p: True, *others)
+        attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS)
+        trainer.train()
+        assert ("also trains parameters that are not the model's, of shapes (3,): they" in caplog.text) is told
 
 
 def test_processes_with_other_draws_or_another_theta_0_are_refused(tmp_path, monkeypatch):
@@ -672,6 +771,114 @@ def test_what_is_generated_inside_training_step_is_generated_at_theta(tmp_path):
             assert all(torch.equal(found[name], leaf) for name, leaf in state.items())
 
 
+class Generated(Bare):
+    """Whose loss uses what a method `generate` computes, and one `predict`."""
+
+    def generate(self, x):
+        return self.block1(x)
+
+    def predict(self, x):
+        return self.head(self.block2(x))
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.predict(self.generate(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Predicted(Generated):
+    generate = None
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.predict(self.block1(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_generate_with_gradients_is_told_and_other_methods_of_modules_are_left_alone(tmp_path):
+    where = {"where": lambda path, p: p.ndim == 2}
+    trainer = own_trainer(Generated(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS, **where)
+    with pytest.raises(ValueError, match=r"generate of Generated gives the loss tensors with gradients.*otherwise"):
+        trainer.train()
+    ends = []
+    for kind in (Bare, Predicted):
+        torch.manual_seed(0)
+        trainer = own_trainer(kind(), tmp_path)
+        attach(trainer, key=KEY, **STRENGTHS, **where)
+        trainer.train()
+        ends.append(copies(trainer.model))
+    assert same(trainer.model, ends[0])
+
+
+def test_a_loss_that_is_replaced_after_attach_is_taken_at_theta_tilde_as_a_whole(tmp_path):
+    ends = []
+    for late in (False, True):
+        trainer = own_trainer(tiny_llama(), tmp_path, max_steps=2)
+        if late:
+            attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        inner = trainer.compute_loss
+
+        def twice(model, inputs, *args, inner=inner, **options):
+            return model(**inputs).loss + inner(model, inputs, *args, **options)
+
+        trainer.compute_loss = twice
+        if not late:
+            attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        trainer.train()
+        ends.append(copies(trainer.model))
+        assert trainer.compute_loss == twice or not late
+    assert same(trainer.model, ends[0])
+
+
+class Halving(transformers.Trainer):
+    """Takes a batch in halves where it does not fit."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if len(inputs["labels"]) < 4:
+            return super().training_step(model, inputs, num_items_in_batch)
+        halves = ({name: value[at : at + 2] for name, value in inputs.items()} for at in (0, 2))
+        return sum(self.training_step(model, half, num_items_in_batch) for half in halves) / 2
+
+
+def test_a_training_step_that_calls_itself_is_one_step(tmp_path):
+    halving = own_trainer(tiny_llama(), tmp_path, kind=Halving, max_steps=2, learning_rate=LR / 2)  # of a sum
+    accumulating = own_trainer(tiny_llama(), tmp_path, batch=2, accumulate=2, max_steps=2)
+    for trainer in (halving, accumulating):
+        attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+        trainer.train()
+    assert same(halving.model, copies(accumulating.model))
+
+
+class Busy(transformers.Trainer):
+    """Evaluates and saves inside training_step."""
+
+    def training_step(self, *args, **options):
+        self.evaluate(rows(2))
+        loss = super().training_step(*args, **options)
+        self.evaluate(rows(2))
+        self.save_model(f"{self.args.output_dir}/saved{self.state.global_step}")
+        self.model.save_pretrained(f"{self.args.output_dir}/pretrained{self.state.global_step}")
+        self.accelerator.save_state(f"{self.args.output_dir}/state{self.state.global_step}")
+        return loss
+
+    def prediction_step(self, *args, **options):
+        self.at.append(copies(self.model))
+        return super().prediction_step(*args, **options)
+
+
+def test_evaluations_and_saved_files_inside_training_step_are_those_of_theta(tmp_path):
+    module, weights = tiny_llama(), Weights()
+    trainer = own_trainer(module, tmp_path, kind=Busy, callbacks=[weights], max_steps=2)
+    trainer.at = []
+    attach(trainer, key=KEY, **STRENGTHS | {"period": 1})
+    trainer.train()
+    for step, before in enumerate([copies(tiny_llama()), weights.seen[0]]):
+        found = [*trainer.at[2 * step : 2 * step + 2], saved(tmp_path / f"saved{step}")]
+        for own in (*found, saved(tmp_path / f"pretrained{step}"), saved(tmp_path / f"state{step}")):
+            assert all(torch.equal(own[name], leaf) for name, leaf in before.items())
+    assert same(module, by_build(tiny_llama(), steps=2, period=1))
+    assert not {"evaluate", "predict", "save_model"} & set(vars(trainer))
+
+
 class OwnStep(transformers.Trainer):
     """Takes its loss in training_step itself."""
 
@@ -679,6 +886,25 @@ class OwnStep(transformers.Trainer):
         loss = model(**inputs).loss
         self.accelerator.backward(loss)
         return loss.detach()
+
+
+class ZerothOrder(transformers.Trainer):
+    """Takes its gradient without a backward pass, as MeZO does."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, inputs)
+        for p in model.parameters():
+            p.grad = loss * torch.ones_like(p)
+        return loss
+
+
+class TwoLosses(transformers.Trainer):
+    """Takes another loss before the one of compute_loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.accelerator.backward(model(**inputs).loss)
+        return super().training_step(model, inputs, num_items_in_batch)
 
 
 class OwnLoop(transformers.Trainer):
@@ -697,6 +923,8 @@ class OwnLoop(transformers.Trainer):
     ("kind", "message"),
     [
         (OwnStep, "training step of OwnStep does not call compute_loss"),
+        (ZerothOrder, "training step of ZerothOrder does not call compute_loss with gradients enabled"),
+        (TwoLosses, "gradients were summed before the first compute_loss .* take all losses of a step in compute_loss"),
         (OwnLoop, "OwnLoop updates the weights without a complete training_step"),
     ],
 )
@@ -776,6 +1004,35 @@ def test_detach_between_micro_batches_of_a_simulated_step_is_refused(tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_attach_in_a_callback_begins_with_the_next_step(event, tmp_path):
+    class Join(transformers.TrainerCallback):
+        pass
+
+    def join(self, args, state, control, **_):
+        if state.global_step == 2 and trainer.state.stateful_callbacks.get("smat_fn") is None:
+            handles.append(attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS | {"period": 1}))
+
+    setattr(Join, event, join)
+    weights, handles = Weights(), []
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[Join(), weights], max_steps=4)
+    trainer.train()
+    assert len(handles) == 1
+    lines = [line.get("smat/simulated", 0.0) for line in trainer.state.log_history if "loss" in line]
+    assert lines == [0.0, 0.0, 0.0 if event == "on_pre_optimizer_step" else 1.0, 1.0]
+
+
+def test_attach_between_micro_batches_is_refused(tmp_path):
+    class Join(transformers.TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS)
+
+    trainer = own_trainer(tiny_llama(), tmp_path, batch=2, accumulate=2, callbacks=[Join()])
+    with pytest.raises(ValueError, match="attach between two steps"):
+        trainer.train()
+
+
 def test_host_memory_gives_the_same_bits_with_accumulation_and_another_dtype(tmp_path):
     found = []
     for base in (None, "host"):
@@ -813,12 +1070,15 @@ def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "DP"])
 def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_path):
     # the Trainer looks for columns in the signature of forward, which wrappers hide
-    trainer = own_trainer(wrap(tiny_llama()), tmp_path, remove_unused_columns=False)
+    model = tiny_llama()
+    model.generate = model.generate  # as of programs that wrap it
+    trainer = own_trainer(wrap(model), tmp_path, remove_unused_columns=False)
     handle = attach(trainer, key=KEY, base=copies(tiny_llama()), **STRENGTHS)
     assert "_orig_mod" not in repr(handle)
     assert "module." not in repr(handle)
     trainer.train()
     assert same(checks.bare(trainer.model), by_build(tiny_llama()))
+    assert "generate" in vars(model)
 
 
 def test_wrapped_blocks_have_the_names_of_the_model_itself(tmp_path):
