@@ -194,7 +194,7 @@ def _class_label(source: str, typed: Mapping[str, Mapping[str, Any]], labels: Se
     """The names of the labels' ClassLabel. Raises: ValueError for splits whose numbers mean other classes."""
     found: dict[str, list[str]] = {}
     for split, features in typed.items():
-        column = next((name for name in labels if name in features), None)
+        column = next((name for name in labels if name in features), "")
         if names := getattr(features.get(column), "names", None):
             found[split] = list(names)
     if not found:
