@@ -261,6 +261,7 @@ class Attached:
             raise ValueError(checks.no_training_step(self._trainer))
 
 
+# over 60 lines: its docstring explains every argument
 def attach(
     trainer: Any,
     *,

@@ -97,14 +97,9 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     Raises: ValueError that lists what is broken, unknown, of another kind than LoRA and DoRA, or fits no leaf of base.
     """
     config, store, problems = _opened(label, path, whole=True)
-    headers = {name: store.header(name) for name in store.names}
-    held = {name: leaf for name, leaf in headers.items() if leaf is not None}
+    held, strange = _held(label, store)
+    problems += strange
     shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
-    problems += [
-        f"{label}: {name!r} is stored as {store.code(name)}, which cannot be merged: save the adapter again"
-        for name in headers
-        if name not in held
-    ]
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     head, touched, unknown = False, set[str](), dict[str, list[str]]()
     leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
@@ -146,6 +141,17 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     notes = _base_note(label, path, config, base), _tied_note(label, config, touched, base, head)
     stores = {weights_of(path): store, path / CONFIG: None}
     return Folder(label, leaves, {}, stores, path, made, note="; ".join(filter(None, notes)))
+
+
+def _held(label: str, store: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Shapes and dtypes of an adapter's tensors, and errors for those of dtypes that cannot be merged."""
+    headers = {name: store.header(name) for name in store.names}
+    held = {name: leaf for name, leaf in headers.items() if leaf is not None}
+    return held, [
+        f"{label}: {name!r} is stored as {store.code(name)}, which cannot be merged: save the adapter again"
+        for name in headers
+        if name not in held
+    ]
 
 
 def _unread(label: str, path: Path, unknown: Mapping[str, Sequence[str]]) -> list[str]:
