@@ -42,7 +42,7 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # 
 TASKS = "tasks.json"  # of models of several tasks: see `several`
 _OF_TRAINERS = "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"  # beside weights
 _SHARDED = "pytorch_model_fsdp_*", "global_step*", "*.distcp"
-_STARTS = WEIGHTS, INDEX, "adapter_config.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+_STARTS = WEIGHTS, INDEX, "adapter_config.json", PICKLED, PICKLED_INDEX
 _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compressed-tensors, fp8, HQQ, MXFP4
     *("qweight", "qzeros", "g_idx"),
     *("SCB", "absmax", "quant_map", "nested_absmax", "bitsandbytes__nf4", "bitsandbytes__fp4"),
