@@ -1,6 +1,6 @@
 """One backward pass against two on pretrained backbones.
 
-The protocols are backbones.md, vit_blocks.md, text.md and smollm2_text.md of docs/protocols.
+The protocols are backbones.md, vit_blocks.md, text.md, smollm2_text.md and smollm2_text_passes.md of docs/protocols.
 
 ``python -m benchmarks backbones FOLDER`` makes the models. ``--dry-run`` takes a few steps of every method on the
 device at hand and prints the minutes of each part; ``--tasks``, ``--rows`` and ``--steps`` make a trial run on a seed
@@ -40,7 +40,6 @@ class Backbone(NamedTuple):
     candidates: Literal[9, 5, 3] = 9  # of each method
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
-    methods: tuple[str, ...] = ()  # some of the labels; none: all
     mergers: tuple[str, ...] = ()  # some of the names; none: all
     asks: bool = False  # the data are labelled texts, whose classes a language model is asked for
 
@@ -110,7 +109,6 @@ BACKBONES = {
         coefs=(0.3, 0.6, 1.0),
         candidates=3,
         tuned_on=(("tasks", ("trec", "banking77")),),
-        methods=("FT", "SMAT", "SMAT climbing", "ASAM"),
         mergers=("wa", "ta", "ties", "tsv_merge", "wudi"),
         asks=True,
     ),
@@ -148,7 +146,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         widen=True,
         tuned_on=() if options else own.tuned_on,
     )
-    return widening(protocol, {label: grids[label] for label in own.methods or grids})
+    return widening(protocol, grids)
 
 
 def _grids(own: Backbone) -> dict[str, Grid]:
@@ -187,13 +185,21 @@ def _crosses(own: Backbone) -> dict[str, Grid]:
 
 def _rates(own: Backbone) -> dict[str, Grid]:
     """Three learning rates; everything else has one value."""
-    training, lr = own.training, Axis("lr", _about(own.lr))
+    whole = own.training
     ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
-    smat = replaced(smat, alpha_min=0.25, sigma=own.sigma)
+    smat, asam = replaced(smat, alpha_min=0.25, sigma=own.sigma), replaced(asam, rho=0.5)
     methods = {
-        "FT": ft, "SMAT": smat, "SMAT climbing": replaced(smat, climb="both", rho=0.5), "ASAM": replaced(asam, rho=0.5)
-    }  # fmt: skip
-    return {label: Grid(method, training, lr, Axis("steps", (training.steps,))) for label, method in methods.items()}
+        "FT": (ft, whole),
+        "SMAT": (smat, whole),
+        "SMAT climbing": (replaced(smat, climb="both", rho=0.5), whole),
+        "MSAM": (Msam(rho=0.5), whole),
+        "ASAM": (asam, whole),
+        "ASAM, half the steps": (asam, _half(whole)),
+    }
+    return {
+        label: Grid(method, training, Axis("lr", _about(own.lr)), Axis("steps", (training.steps,)))
+        for label, (method, training) in methods.items()
+    }
 
 
 def _half(training: Training) -> Training:

@@ -122,13 +122,14 @@ def test_mergers_beside_the_eight_are_scored_in_the_evaluation_and_enter_no_mean
     assert stored["test"]["FT"]["CART"] == [90.0]
 
 
-def test_a_backbone_may_have_some_of_the_methods_and_mergers():
+def test_a_backbone_may_have_fewer_candidates_and_mergers():
     found = studies.study("smollm2_text", "/model", "/data", {}).protocol
-    assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "ASAM"]
+    assert list(found.grids) == ["FT", "SMAT", "SMAT climbing", "MSAM", "ASAM", "ASAM, half the steps"]
     for candidates in found.grids.values():
         assert [one.training.lr for one in candidates] == [5e-4, 1e-3, 2e-3]
         assert len({(one.method, one.training.steps) for one in candidates}) == 1
-    assert [getattr(own[0].method, "rho", None) for own in found.grids.values()] == [None, None, 0.5, 0.5]
+    assert [getattr(own[0].method, "rho", None) for own in found.grids.values()] == [None, None, *[0.5] * 4]
+    assert [own[0].training.steps for own in found.grids.values()] == [125] * 5 + [62]
     assert [merger.name for merger in found.mergers] == ["wa", "ta", "ties", "tsv_merge", "wudi"]
     assert found.others == ()
 
