@@ -25,6 +25,7 @@ from ..merge.cart import Cart
 from ..merge.consensus import Consensus
 from ..merge.dare import Dare
 from ..merge.dare_ties import DareTies
+from ..merge.dc_merge import DcMerge
 from ..merge.della import Della
 from ..merge.emr import Emr
 from ..merge.fisher import Fisher
@@ -36,6 +37,7 @@ from ..merge.model_stock import ModelStock
 from ..merge.multislerp import MultiSlerp
 from ..merge.nearswap import NearSwap
 from ..merge.nuslerp import NuSlerp
+from ..merge.opcm import Opcm
 from ..merge.pcb import Pcb
 from ..merge.ram import Ram
 from ..merge.reg_mean import RegMean
@@ -55,11 +57,12 @@ from .semantics import DIFFERENCES, Semantics, with_semantics
 
 __all__ = [
     "DIFFERENCES", "DIGITS", "MERGERS", "METHODS", "MORE_MERGERS", "MORE_METHODS", "PRESETS", "Adapters", "ArceeFusion",
-    "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "Della", "Dev", "Emr", "Finetune", "Fisher", "IsoC",
-    "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout", "ModelStock", "Msam",
-    "MultiSlerp", "NearSwap", "NuSlerp", "Orthoreg", "PaperMerger", "Pcb", "Preset", "Ram", "RegMean", "Sce",
-    "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training", "TsvMerge", "WeightAverage",
-    "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings", "with_semantics",
+    "Asam", "Breadcrumbs", "Cart", "Consensus", "Dare", "DareTies", "DcMerge", "Della", "Dev", "Emr", "Finetune",
+    "Fisher", "IsoC", "IsoCts", "Karcher", "L2sp", "MagMax", "MergerConfig", "Mergopt", "MethodConfig", "Mixout",
+    "ModelStock", "Msam", "MultiSlerp", "NearSwap", "NuSlerp", "Opcm", "Orthoreg", "PaperMerger", "Pcb", "Preset",
+    "Ram", "RegMean", "Sce", "Semantics", "Slerp", "Smat", "Svc", "TallMask", "TaskArithmetic", "Ties", "Training",
+    "TsvMerge", "WeightAverage", "WeightedAverage", "WiseFt", "Wudi", "preset_of", "resolve", "settings",
+    "with_semantics",
 ]  # fmt: skip
 
 PaperMerger: TypeAlias = WeightAverage | TaskArithmetic | Ties | Dare | Della

@@ -32,6 +32,7 @@ from .cart import cart
 from .consensus import consensus, consensus_vector
 from .dare import dare, dare_vector
 from .dare_ties import dare_ties, dare_ties_vector
+from .dc_merge import dc_merge, dc_merge_vector
 from .della import della, della_vector
 from .emr import emr, emr_vector
 from .fisher import fisher, fisher_vector
@@ -43,6 +44,7 @@ from .model_stock import model_stock, model_stock_ratios, model_stock_vector
 from .multislerp import multislerp, multislerp_vector
 from .nearswap import nearswap, nearswap_vector
 from .nuslerp import nuslerp, nuslerp_vector
+from .opcm import opcm, opcm_vector
 from .parts.coefs import Rules, apply_rules, coef_of, coefs_of
 from .parts.inputs import Experts, flat_statistics
 from .parts.merger import COEFS, WIDE, Merger
@@ -70,13 +72,13 @@ __all__ = [
     "Experts", "Factors", "Layered", "Merger", "Rules", "Selection", "apply_blocks", "apply_rules", "apply_vector",
     "arcee_fusion", "beyond", "block_of", "block_prefix", "breadcrumbs", "breadcrumbs_vector", "cart", "choose",
     "coef_of", "coefs_of", "combine", "consensus", "consensus_vector", "core_space", "dare", "dare_ties",
-    "dare_ties_vector", "dare_vector", "della", "della_vector", "edge_of", "emr", "emr_vector", "fisher",
-    "fisher_vector", "flat_statistics", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots",
-    "lines", "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by", "model_stock",
-    "model_stock_ratios", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap", "nearswap_vector",
-    "norms", "nuslerp", "nuslerp_vector", "pcb", "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_vector",
-    "sce", "sce_vector", "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask",
-    "tall_mask_vector", "task_arithmetic", "task_arithmetic_vector", "task_vector", "ties", "ties_density",
-    "ties_vector", "tried", "truncated", "tsv_merge", "tsv_merge_vector", "unequal", "vector_by", "weight_average",
-    "weighted_average", "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",
+    "dare_ties_vector", "dare_vector", "dc_merge", "dc_merge_vector", "della", "della_vector", "edge_of", "emr",
+    "emr_vector", "fisher", "fisher_vector", "flat_statistics", "iso_c", "iso_c_vector", "iso_cts", "iso_cts_vector",
+    "karcher", "knots", "lines", "lines_coefs", "lines_low", "lines_rules", "magmax", "magmax_vector", "merge_by",
+    "model_stock", "model_stock_ratios", "model_stock_vector", "multislerp", "multislerp_vector", "nearswap",
+    "nearswap_vector", "norms", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector", "pcb", "pcb_vector", "ram",
+    "ram_vector", "reg_mean", "reg_mean_vector", "sce", "sce_vector", "select_coef", "select_coefs", "shortening",
+    "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector", "task_arithmetic", "task_arithmetic_vector",
+    "task_vector", "ties", "ties_density", "ties_vector", "tried", "truncated", "tsv_merge", "tsv_merge_vector",
+    "unequal", "vector_by", "weight_average", "weighted_average", "wise_ft", "wise_ft_vector", "wudi", "wudi_vector",
 ]  # fmt: skip

@@ -40,6 +40,8 @@ _MORE = (
     "reg_mean",
     "nearswap",
     "ram",
+    "opcm",
+    "dc_merge",
 )
 
 

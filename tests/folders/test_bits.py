@@ -14,6 +14,7 @@ from smat_fn.config import (
     Consensus,
     Dare,
     DareTies,
+    DcMerge,
     Della,
     Emr,
     IsoC,
@@ -24,6 +25,7 @@ from smat_fn.config import (
     MultiSlerp,
     NearSwap,
     NuSlerp,
+    Opcm,
     Pcb,
     Ram,
     Sce,
@@ -88,6 +90,10 @@ MORE = {
     "nearswap": NearSwap(t=0.01),
     "ram": Ram(coef=0.7, threshold=0.01),
     "ram plus": Ram(threshold=0.01, boost=0.3),
+    "opcm": Opcm(coef=0.7),
+    "opcm raw": Opcm(share=0.2, norms=False, skip=("*embed*",)),
+    "dc_merge": DcMerge(coef=1.3, keep=0.1),
+    "dc_merge linear": DcMerge(coef=1.3, share=0.2, keep=0.5, elect=False, smooth="linear"),
     "ram plus by tensor": Ram(threshold=0.01, boost=0.3, cap=0.2, scope="tensor"),
 }
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"

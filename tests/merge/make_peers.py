@@ -32,6 +32,7 @@ from torch import nn
 COMMITS = {
     "AntoAndGar/task_singular_vectors": "a6c9718",
     "EnnengYang/AdaMerging": "cea1165",
+    "Tobeginwith/DC-Merge": "3c443e4",
     "apanariello4/core-space-merging": "85176fa",
     "apanariello4/merge-and-rebase": "345c570",
     "danielm1405/iso-merging": "d34010a",
@@ -141,6 +142,11 @@ def by_matrices(clones, found):
     yield "iso_cts", theirs.iso_cts(held, config)
     config.method.common_space_fraction = 0.4
     yield "iso_cts_40", theirs.iso_cts(held, config)
+    dc = with_file("Tobeginwith/DC-Merge", "vision_fft_merge/src/utils/DC_utils.py", "dc_*", "keep_*", "ties_*")
+    yield "dc_merge", dc.dc_merge(held, config)
+    kept = dc.keep_topk_percent
+    dc.dc_merge.__globals__["keep_topk_percent"] = lambda cores, _: kept(cores, 0.4)
+    yield "dc_merge_40", dc.dc_merge(held, config)
     ram = with_file("xiangchi-yuan/mrl", "ram-main.py", "agentic_reinforcement_merge_rescale_v2")
     for run, factor in {"ram": 1.0, "ram_plus": 1.5}.items():
         merged = ram.agentic_reinforcement_merge_rescale_v2(base, vectors, 1.6 * SIZE, factor)
@@ -176,6 +182,14 @@ def by_matrices(clones, found):
         leaves = {p: [tree[p] for tree in trees] for p, shape in SHAPES.items() if len(shape) == 2}
         merged = {p: impl(own, torch.ones(3), options) for p, own in leaves.items()}
         yield run, {p: leaf - base[p] for p, leaf in merged.items()} if run == "cart" else merged
+    parts["merge_functional"] = lambda _, *, matrices, weights, **__: sum(
+        weight * matrix for weight, matrix in zip(weights, matrices, strict=True)
+    )
+    impl = vars(with_file("apanariello4/merge-and-rebase", functional + "dc_merge.py", Mapping=dict, **parts))[
+        "dc_merge_impl"
+    ]
+    options = {"cover_merge_method": "ta", "whiten_eps": 1e-12}
+    yield "dc_merge_mr", {p: impl(own, torch.ones(3), options) for p, own in leaves.items()}
 
 
 def by_vectors(clones, found):
@@ -293,6 +307,58 @@ def by_fusion_bench(clones, found):
         for p in matrices
     }
     yield "fb_svc", _less(merged, base)
+
+
+def by_sequence(clones, found):
+    """OPCM, which takes one expert after the other, on a model whose leaves are those of the checkpoints."""
+    repository, method = FUSION
+    linear = {path: path.removesuffix(".weight") for path, shape in SHAPES.items() if len(shape) == 2}
+
+    class Leaf(nn.Module):
+        def __init__(self, leaf):
+            super().__init__()
+            self.value = nn.Parameter(leaf.clone())
+
+    def name_of(path):
+        return str(list(SHAPES).index(path))
+
+    def model_of(leaves):
+        model = nn.Module()
+        for path, leaf in leaves.items():
+            layer = nn.Linear(*leaf.shape[::-1], bias=False) if path in linear else Leaf(leaf)
+            if path in linear:
+                layer.weight.data = leaf.clone()
+            model.add_module(name_of(path), layer)
+        return model
+
+    file = functools.partial(take, clones, repository)
+    tools = vars(file("fusion_bench/utils/parameters.py", "state_dict_to_vector"))
+    tools |= vars(file("fusion_bench/utils/state_dict_arithmetic.py", "state_dict_sub", "_validate*"))
+    tools |= vars(file("fusion_bench/models/utils.py", "is_leaf_module"))
+    tools |= vars(file(method + "opcm/utils.py", **tools))
+    parents = {name: type(name, (), {}) for name in ("LightningFabricMixin", "SimpleProfilerMixin", "BaseAlgorithm")}
+    theirs = file(method + "opcm/opcm.py", "OPCMForCLIP", **parents, cast=lambda _, pool: pool,
+                  CLIPVisionModelTaskPool=None, np=__import__("numpy"), **tools)  # fmt: skip
+
+    class Ours(theirs.OPCMForCLIP):
+        """What belongs to their program, for no program."""
+
+        _program, log_dir = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets={})), None
+        fabric = SimpleNamespace(device="cpu", log=lambda *_, **__: None)
+
+        def profile(self, _):
+            return contextlib.nullcontext()
+
+        def print_profile_summary(self): ...
+
+    pool = SimpleNamespace(
+        model_names=list(NAMES), load_pretrained_model=lambda: model_of(found.base),
+        load_model=lambda name: model_of(found.experts[name]),
+    )  # fmt: skip
+    for run, share in {"opcm": 0.5, "opcm_70": 0.7}.items():
+        merged = Ours(share, shuffle_order=False, save_on_every_step=False).run(pool).state_dict()
+        leaves = {path: merged[name_of(path) + (".weight" if path in linear else ".value")] for path in SHAPES}
+        yield run, _less(leaves, found.base)
 
 
 def _less(tree, base):
@@ -477,7 +543,7 @@ def main():
     put("net/base", tasks.base)
     put("net/rows", tasks.rows)
     put("net/heads", tasks.heads)
-    runs = by_matrices, by_vectors, by_statistics, by_fusion_bench, by_factors
+    runs = by_matrices, by_vectors, by_statistics, by_fusion_bench, by_sequence, by_factors
     for run, leaves in (pair for part in runs for pair in part(clones, found)):
         put(run, leaves)
     for run, leaves in by_rows(clones, tasks):

@@ -142,6 +142,19 @@ RUNS = {
             base, experts, coef=0.5, threshold=0.1, boost=0.2, scope="tensor"
         ),
     },
+    "opcm": {
+        "opcm": lambda base, experts, key: merge.opcm(base, in_order(experts), coef=0.5),
+        "opcm-raw": lambda base, experts, key: merge.opcm(base, in_order(experts), coef=0.5, share=0.2, norms=False),
+    },
+    "dc_merge": {
+        "dc": lambda base, experts, key: merge.dc_merge(base, experts, coef=0.5),
+        "dc-mean": lambda base, experts, key: merge.dc_merge(
+            base, experts, coef=0.5, others="zero", keep=0.5, elect=False, smooth="mean"
+        ),
+        "dc-linear": lambda base, experts, key: merge.dc_merge(
+            base, experts, coef=0.5, share=0.4, keep=0.5, smooth="linear"
+        ),
+    },
     "tall_mask": {
         "tall-mask": lambda base, experts, key: merge.tall_mask(base, experts, coef=0.5, task=min(experts), ratio=0.4)
     },
@@ -205,10 +218,18 @@ VECTORS = {
     "ram": lambda base, experts, key: merge.ram_vector(base, experts),
     "ram-plus": lambda base, experts, key: merge.ram_vector(base, experts, threshold=0.1, boost=0.2),
     "ram-tensor": lambda base, experts, key: merge.ram_vector(base, experts, threshold=0.1, boost=0.2, scope="tensor"),
+    "opcm": lambda base, experts, key: merge.opcm_vector(base, in_order(experts)),
+    "opcm-raw": lambda base, experts, key: merge.opcm_vector(base, in_order(experts), share=0.2, norms=False),
+    "dc": lambda base, experts, key: merge.dc_merge_vector(base, experts),
+    "dc-mean": lambda base, experts, key: merge.dc_merge_vector(
+        base, experts, others="zero", keep=0.5, elect=False, smooth="mean"
+    ),
+    "dc-linear": lambda base, experts, key: merge.dc_merge_vector(base, experts, share=0.4, keep=0.5, smooth="linear"),
     "tall-mask": lambda base, experts, key: merge.tall_mask_vector(base, experts, task=min(experts), ratio=0.4),
 }
 # one number or matrix of a leaf depends on all experts, or there is but one
-SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat"}
+DC = "dc", "dc-mean", "dc-linear"
+SPECTRAL = {"tsv", "tsv-all", "iso-c", "iso-cts", "iso-cts-zero", "wudi", "act-mat", "opcm", "opcm-raw", *DC}
 STATISTICS = {"fisher", "fisher-raw", "reg-mean", "reg-mean-full"}
 ROUNDED = {
     *SPECTRAL,
@@ -394,7 +415,8 @@ def test_ranks_that_are_counted_are_those_that_are_sorted(name, family, monkeypa
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ALL if n not in ("fisher", "ram-plus") and not n.startswith(("emr", "pcb", "ties-global"))]
+    "name",
+    [n for n in ALL if n not in ("fisher", "ram-plus", "opcm") and not n.startswith(("emr", "pcb", "ties-global"))],
 )
 def test_leaves_may_be_merged_one_at_a_time(name, family):
     base, experts = family()

@@ -1,6 +1,7 @@
 """The mergers of singular vectors, angles and masks: their formulas in NumPy, closed forms, errors."""
 
 import functools
+import math
 import re
 
 import numpy as np
@@ -47,6 +48,37 @@ def plain_iso_cts(*changes, common=0.5):
         u_i, s_i, vt_i = svd(rest)
         lefts, values, rights = [*lefts, u_i[:, :own]], [*values, s_i[:own]], [*rights, vt_i[:own]]
     return np.concatenate(values).mean() * polar(np.hstack(lefts)) @ polar(np.vstack(rights))
+
+
+def plain_opcm(*changes, share=0.5):
+    if changes[0].ndim != 2:
+        return sum(changes)
+    total = changes[0]
+    for change in changes[1:]:
+        u, s, vt = np.linalg.svd(total)  # with all vectors
+        inside, first = u.T @ change @ vt.T, np.argmax(np.cumsum(s) / s.sum() > share)
+        inside[:first, :first] = 0
+        np.fill_diagonal(inside, 0)
+        total = total + u @ inside @ vt
+    return total
+
+
+def plain_dc(*changes, keep=0.3):
+    if changes[0].ndim != 2:
+        return sum(changes) / len(changes)
+    least, count = min(changes[0].shape), min(changes[0].shape) // len(changes)
+    if not count:
+        return sum(changes) / len(changes)
+    parts = [svd(change) for change in changes]
+    left = polar(np.hstack([u[:, :count] for u, _, _ in parts]))
+    right = polar(np.vstack([vt[:count] for _, _, vt in parts]))
+    cores = [left.T @ u[:, :count] @ np.diag(s[:count]) @ vt[:count] @ right.T for u, s, vt in parts]
+    kept = [np.sort(np.abs(core).ravel())[::-1][: max(1, int(keep * least**2))][-1] for core in cores]
+    cores = np.array([np.where(np.abs(core) >= limit, core, 0) for core, limit in zip(cores, kept, strict=True)])
+    agree = np.sign(cores) * np.sign(cores.sum(0)) > 0
+    core = np.where(agree, cores, 0).sum(0) / np.maximum(agree.sum(0), 1)
+    own = np.arange(len(core)) // count
+    return left @ np.where(own[:, None] == own, core, 0) @ right
 
 
 def plain_wudi(*changes, ridge=1e-8, norms=True):
@@ -244,6 +276,15 @@ PLAIN = {
             4,
         ),
     },
+    "opcm": {
+        "": (lambda b, e: merge.opcm(b, e, coef=COEF, norms=False), plain_opcm, 3),
+        " share": (
+            lambda b, e: merge.opcm(b, e, coef=COEF, share=0.2, norms=False),
+            functools.partial(plain_opcm, share=0.2),
+            4,
+        ),
+    },
+    "dc_merge": {"": (lambda b, e: merge.dc_merge(b, e, coef=COEF, keep=0.3), plain_dc, 3)},
 }
 RUNS = {name + run: case for name, runs in PLAIN.items() for run, case in runs.items()}
 
@@ -566,6 +607,46 @@ def test_nearswap_by_hand():
     assert merged[5].isnan()
 
 
+def test_opcm_by_hand():
+    one, two = torch.diag(torch.tensor([4.0, 2.0, 1.0])), torch.arange(1.0, 10.0).view(3, 3)
+    # of 7 in all the first value is 0.57, the first two are 0.86
+    for share, kept in {
+        0.5: [[4, 2, 3], [4, 2, 6], [7, 8, 1]],
+        0.6: [[4, 2, 3], [4, 2, 6], [7, 8, 1]],
+        0.9: [[4, 0, 3], [0, 2, 6], [7, 8, 1]],
+    }.items():
+        merged = of(merge.opcm, one, two, share=share, norms=False)
+        torch.testing.assert_close(merged, torch.tensor(kept, dtype=torch.float32))
+    torch.testing.assert_close(of(merge.opcm, one, one, one, norms=False), one)
+    wide = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])  # a direction of 0 takes nothing away
+    torch.testing.assert_close(
+        of(merge.opcm, wide, torch.full((2, 3), 5.0), share=0.0, norms=False),
+        torch.tensor([[3.0, 5.0, 5.0], [5.0, 5.0, 5.0]]),
+    )
+
+
+def test_opcm_has_the_mean_norm_of_its_experts_over_the_whole_model():
+    base = {"matrix": torch.zeros(3, 4), "vector": torch.zeros(2), "none": torch.zeros(0, 5), "number": torch.tensor(3)}
+    experts = [{**base, "matrix": torch.full((3, 4), size), "vector": torch.ones(2)} for size in (1.0, 2.0)]
+    merged = merge.opcm_vector(base, experts)
+    assert math.hypot(*(float(leaf.norm()) for leaf in merged.values())) == pytest.approx((14**0.5 + 50**0.5) / 2)
+    assert merge.opcm(base, [base, base])["matrix"].tolist() == base["matrix"].tolist()
+
+
+@pytest.mark.parametrize(("smooth", "values"), [("none", [5, 3, 1]), ("mean", [3, 3, 3]), ("linear", [4, 3, 2])])
+def test_dc_merge_of_one_expert_smooths_its_singular_values(smooth, values):
+    one = torch.diag(torch.tensor([5.0, 3.0, 1.0, 0.0]))
+    merged = of(merge.dc_merge, one, share=1.0, keep=1.0, smooth=smooth, ratio=2.0)
+    torch.testing.assert_close(merged, torch.diag(torch.tensor([*map(float, values), 0.0])))
+
+
+def test_dc_merge_keeps_the_largest_entries_of_experts_in_directions_of_their_own():
+    one, two = torch.zeros(2, 4, 4)
+    one[0, 0], one[1, 1], two[2, 2], two[3, 3] = 5, 2, 3, 1
+    assert of(merge.dc_merge, one, two).tolist() == torch.diag(torch.tensor([5.0, 0, 3, 0])).tolist()
+    torch.testing.assert_close(of(merge.dc_merge, one, two, keep=1.0), one + two)
+
+
 def test_ram_by_hand():
     base = {"a": torch.zeros(5), "b": torch.zeros(3)}
     one = {"a": torch.tensor([4.0, 1.0, 0.25, 0.0, 2.0]), "b": torch.tensor([1.0, 2.0, 0.0])}
@@ -597,6 +678,12 @@ def test_options_out_of_range():
     one = {"w": torch.ones(2, 2)}
     with raises("coef is inf", "t is 0, must be finite and above 0", "the number of experts is 2: nearswap takes"):
         merge.nearswap(one, [one, one], coef=float("inf"), t=0)
+    with raises("share is 1, must be at least 0 and below 1", "skip is the text"):
+        merge.opcm(one, [one], share=1, skip="w")
+    with raises(
+        "coef is nan", "share is 2", "keep is 0, must be in (0, 1]", "smooth is 'flat'", "ratio is 0.5, must be"
+    ):
+        merge.dc_merge(one, [one], coef=float("nan"), share=2, keep=0, smooth="flat", ratio=0.5)
     with raises("threshold is -1, must be", "boost is nan, must be", "cap is -1, must be", "scope is 'leaf'"):
         merge.ram(one, [one], threshold=-1, boost=float("nan"), cap=-1, scope="leaf")
     with raises("coef is inf", "share is -1, must be in [0, 1]"):

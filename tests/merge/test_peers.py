@@ -137,6 +137,11 @@ RUNS = {
     "iso_cts": vector("iso_cts"),
     "iso_cts_40": vector("iso_cts", common=0.4),
     "fb_iso_cts": vector("iso_cts"),
+    "dc_merge": vector("dc_merge"),
+    "dc_merge_40": vector("dc_merge", keep=0.4),
+    "dc_merge_mr": vector("dc_merge", keep=1.0, elect=False, smooth="mean"),
+    "opcm": vector("opcm"),
+    "opcm_70": vector("opcm", share=0.7),
     "wudi": vector("wudi"),
     "actmat": vector("wudi", norms=False, ridge=0.0),
     "cart": without_base("cart", coef=COEF, share=0.3),
@@ -185,6 +190,9 @@ ELSEWHERE = {
     "tsv_merge_mr": SMALL,
     "fb_tsv_merge": SMALL,
     "iso_cts_40": SMALL,
+    "dc_merge": SMALL,
+    "dc_merge_40": SMALL,
+    "dc_merge_mr": SMALL,
     "fb_model_stock": "net.scale",
 }
 

@@ -455,6 +455,7 @@ def test_models_that_cannot_be_trained_that_way_say_so(load, folders, tmp_path):
         load(model=str(folders / "rows"))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of DeBERTa in transformers
 @pytest.mark.parametrize("kind", ["mpnet", "deberta-v2", "modernbert", "eurobert"])
 def test_top_layers_that_need_more_than_states_run_with_the_whole_model(kind, load, tmp_path):
     options = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]} if kind == "deberta-v2" else {}

@@ -3,7 +3,7 @@
 Order statistics are exact, of magnitudes that are never in memory together: `merge.parts.ranks`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ...merge.parts import arithmetic
 from ...merge.parts.arithmetic import add, gram_of
 from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import votes as votes_of
-from ...merge.parts.merger import Cut
+from ...merge.parts.merger import Cut, Value
 from ...merge.parts.per_expert import NONE, Numbers, number
 from ...merge.parts.ranks import Order, Scan, position, select, value_of
 from ...merge.ties import bands_of, trimmed, votes
@@ -96,6 +96,9 @@ class Survey:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
         for start in range(0, size, arithmetic.BLOCK):
             yield list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
+
+    def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
+        return in_order((partial(function, path) for path in paths), self.job.workers)
 
     def statistic(self, name: str, path: str) -> Tensor | None:
         kind = self.job.config.statistics()

@@ -1,11 +1,11 @@
 """`Merger`, the interface of every merger, its `Rule` for chunks, and what runs a rule on trees in memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from inspect import Parameter, Signature
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .looped import Loop
 from .ranks import order_of, position_of, value_of
 from .vectors import apply_vector
 
+Value = TypeVar("Value")
 COEFS = tuple(i / 10 for i in range(1, 11))  # the paper's grid of coefficients
 WIDE = tuple(i / 5 for i in range(1, 11))  # of mergers whose vector is short: as many candidates, up to 2
 # reasons in `Merger.semantics`
@@ -58,7 +59,10 @@ class Mapped(Protocol):
         """`gram` of a leaf's task vectors, or of the experts' weights for a merger without a base."""
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
-        """Flat task vectors of a leaf, `BLOCK` coordinates at a time."""
+        """Flat task vectors of a leaf, `BLOCK` coordinates at a time; valid until the next block."""
+
+    def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
+        """``function(path)`` of every path in their order, by as many threads as merge chunks."""
 
     def statistic(self, name: str, path: str) -> Any:
         """An expert's statistic of a leaf for `Merger.statistics`, a tensor; None where it has none."""
@@ -167,6 +171,9 @@ class InMemory:
         for first in range(0, origin.numel(), arithmetic.BLOCK):
             part = slice(first, first + arithmetic.BLOCK)
             yield [delta_of(leaf[part], origin[part], dtype) for leaf in leaves]
+
+    def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
+        return map(function, paths)
 
     def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
         found, dtype = [], compute_dtype(path, self.base, self.trees)

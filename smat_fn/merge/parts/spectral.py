@@ -1,7 +1,7 @@
 """Shared by mergers of matrices: options, the rule for folders, and decompositions that drop what is 0."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -25,14 +25,28 @@ Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matr
 def other_problems(others: str, skip: Sequence[str]) -> list[str]:
     """Validation errors for ``others`` and ``skip``."""
     problems = [] if others in ("mean", "zero") else [f"others is {others!r}, must be 'mean' or 'zero'"]
-    if isinstance(skip, str):
-        problems.append(f"skip is the text {skip!r}: pass a list of globs")
-    return problems
+    return problems + skip_problems(skip)
+
+
+def skip_problems(skip: Sequence[str]) -> list[str]:
+    """Validation errors for ``skip``."""
+    return [f"skip is the text {skip!r}: pass a list of globs"] if isinstance(skip, str) else []
 
 
 def is_matrix(path: str, shape: Sequence[int], skip: Sequence[str]) -> bool:
     """Whether a leaf has two dimensions, none of them 0, and no glob of ``skip`` matches its path."""
     return len(shape) == 2 and min(shape) > 0 and not any(fnmatchcase(path, glob) for glob in skip)
+
+
+def matrices_of(blocks: Iterable[list[Tensor]], shape: Sequence[int]) -> list[Tensor]:
+    """Whole task matrices of `Mapped.blocks`, in new memory."""
+    found, start = torch.empty(0), 0
+    for deltas in blocks:
+        found = found if start else deltas[0].new_empty(len(deltas), math.prod(shape))
+        for whole, delta in zip(found, deltas, strict=True):
+            whole[start : start + len(delta)] = delta
+        start += len(deltas[0])
+    return [whole.view(*shape) for whole in found]
 
 
 def rest(deltas: list[Tensor], others: Others) -> Tensor:
