@@ -633,10 +633,13 @@ def test_opcm_has_the_mean_norm_of_its_experts_over_the_whole_model():
     assert merge.opcm(base, [base, base])["matrix"].tolist() == base["matrix"].tolist()
 
 
-@pytest.mark.parametrize(("smooth", "values"), [("none", [5, 3, 1]), ("mean", [3, 3, 3]), ("linear", [4, 3, 2])])
-def test_dc_merge_of_one_expert_smooths_its_singular_values(smooth, values):
+@pytest.mark.parametrize(
+    ("smooth", "ratio", "values"),
+    [("none", 2.0, [5, 3, 1]), ("mean", 2.0, [3, 3, 3]), ("linear", 2.0, [4, 3, 2]), ("linear", 9.0, [5, 3, 1])],
+)
+def test_dc_merge_of_one_expert_smooths_its_singular_values(smooth, ratio, values):
     one = torch.diag(torch.tensor([5.0, 3.0, 1.0, 0.0]))
-    merged = of(merge.dc_merge, one, share=1.0, keep=1.0, smooth=smooth, ratio=2.0)
+    merged = of(merge.dc_merge, one, share=1.0, keep=1.0, smooth=smooth, ratio=ratio)
     torch.testing.assert_close(merged, torch.diag(torch.tensor([*map(float, values), 0.0])))
 
 
