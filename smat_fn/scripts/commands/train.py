@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
@@ -97,8 +99,15 @@ def shown(words: Sequence[str]) -> list[Any]:
         DataSettings(preset=name, **sources),
         OptimizerSettings(**{**values, "lr": preset.lr.get(method, training.lr), "epochs": preset.epochs}),
         ProcessSettings(seed=preset.seed),
-        *preset.methods.values(),
+        *(_with_defaults(preset.methods.get(own.name, own())) for own in (*METHODS, *MORE_METHODS)),
     ]
+
+
+def _with_defaults(method: MethodConfig) -> MethodConfig:
+    """The method with the defaults of its `build` for what the preset leaves open, as a run takes them."""
+    own = signature(import_module(f"smat_fn.mat.{method.module}").build).parameters
+    missing = {f.name for f in fields(method) if getattr(method, f.name) is None} - {"k_max"}  # from the data's tasks
+    return replace(method, **{name: own[name].default for name in missing})
 
 
 def main(args: Train) -> None:
