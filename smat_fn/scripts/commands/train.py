@@ -10,8 +10,8 @@
 
 `train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder in
 --out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
-Options with "default: preset" take the value of --preset, which `ft --preset NAME --help` shows. The same command with
---resume continues an interrupted run; the result is bit-identical.
+The defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`. The same command with --resume
+continues an interrupted run; the result is bit-identical.
 """
 
 import sys
