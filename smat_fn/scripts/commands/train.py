@@ -10,8 +10,8 @@
 
 `train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder in
 --out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
-The defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`. The same command with --resume
-continues an interrupted run; the result is bit-identical.
+The defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`.
+The same command with --resume continues an interrupted run; the result is bit-identical.
 """
 
 import sys
@@ -78,7 +78,7 @@ class Train:
 FIRST = {
     Smat: ("alpha_min", "drop_prob", "sigma", "period"),
     DataSettings: ("preset", "model", "data", "tasks"),
-    OptimizerSettings: ("lr", "epochs", "precision"),
+    OptimizerSettings: ("lr", "steps", "epochs", "precision"),
     AdapterSettings: ("lora_rank",),
     ProcessSettings: ("dry_run",),
     RunSettings: ("out", "resume", "overwrite"),
