@@ -1,4 +1,4 @@
-"""SMAT against FT on the CPU, as a scale model: time of a period of a Llama of 125M parameters, and where it goes.
+"""SMAT against FT on the CPU, as a scale model: time of a period of a Llama of 124M parameters, and where it goes.
 
 Periods (t = 4 steps) of FT and SMAT alternate on one state with torch's fused AdamW and clipping. Of a simulated step
 everything counts as simulation that a clean one does not have: drawing, simulating, and what reweighting adds to the

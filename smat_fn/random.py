@@ -140,7 +140,7 @@ def streams(keys: Tensor, sizes: Sequence[int], *, starts: Sequence[int] | None 
 def leaf_streams(key: Tensor, paths: Sequence[str]) -> Tensor:
     """The two streams of every leaf of a tree: its path's hash folded into the key, then split.
 
-    Args: key: int64 (2,); paths: n leaf paths.
+    Args: key: int64 (2,); paths: n parameter names.
     Returns: int64 (2, n, 2), the keys of the mask streams and of the noise streams.
     """
     check_key(key)

@@ -57,7 +57,7 @@ def diagnose(
 ) -> list[Group]:
     """A `Group` for each kind that is there, in the order of `KINDS`, and last of all leaves together.
 
-    Args: experts: by task, at least one; kinds: by leaf path (`groups`); coef: γ.
+    Args: experts: by task, at least one; kinds: by parameter name (`groups`); coef: γ.
     Raises: ValueError that lists leaves of base without a kind, or of another one; for a coef that is negative or not
         finite.
     """

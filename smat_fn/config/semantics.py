@@ -23,8 +23,8 @@ DIFFERENCES: Mapping[Semantics, Mapping[str, Mapping[str, Any] | str]] = {
 def with_semantics(config: C, semantics: Semantics) -> C:
     """A merger with the options that make it the paper's, mergekit's (0.1.5, its defaults), or its own source's.
 
-    Where `DIFFERENCES` names nothing, the definitions agree. Strengths (``coef``, ``keep``, ``drop_prob``) are no part
-    of a definition: mergekit's ``lambda`` is ``coef``, with all weights 1, its ``density`` is ``keep``.
+    Where `DIFFERENCES` names nothing, the definitions agree. Hyperparameters (``coef``, ``keep``, ``drop_prob``) do not
+    belong to a definition: mergekit's ``lambda`` is ``coef``, with all weights 1, its ``density`` is ``keep``.
     An option at its default counts as left out.
     Raises: ValueError for an option that says otherwise, for a merger that is unavailable, and for unknown semantics.
     """

@@ -81,8 +81,8 @@ def render(conversations: Sequence[Conversation], tokenizer: Any) -> tuple[list[
 def prompt_of(messages: Conversation, tokenizer: Any) -> str:
     """The rendered conversation up to where its last message, the answer, begins.
 
-    With what the template writes between its generation prompt and an answer (Qwen3: an empty thought), which is no
-    part of the answer.
+    With what the template writes between its generation prompt and an answer (Qwen3: an empty thought), which does not
+    belong to the answer.
     """
     front, end = _front(messages, tokenizer), _text(messages, tokenizer)
     last = {"role": messages[-1]["role"], "content": _MARK}

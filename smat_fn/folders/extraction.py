@@ -41,7 +41,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     Δ V Vᵀ, V the eigenvectors of the float64 ΔᵀΔ with the largest eigenvalues; both factors share the singular values,
     float32, scaling 1. Modules that are not linear layers or embeddings (norms, the experts of a mixture) are stored
     whole as ``modules_to_save`` where they changed. All names are those of the module that ``from_pretrained`` makes
-    of base. The folder appears whole or not at all. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its
+    of base. The folder is written atomically. Memory: a few times the largest leaf in float32, and ΔᵀΔ of its
     short side.
 
     Args: base, expert: folders or hub names, leaves of the same names and shapes; rank: at least 1; a leaf has at most

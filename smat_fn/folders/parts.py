@@ -73,7 +73,7 @@ def merge_part(
 ) -> Report | Waiting:
     """One part of `merge_folders`; the part that finishes last completes the folder, with the same bytes.
 
-    Parts run on any machines at any time, each may be killed and called again. Thresholds and sums over all leaves are
+    Parts run on any machines at any time, each may be killed and rerun. Thresholds and sums over all leaves are
     computed by every part. Inputs may lie elsewhere on each machine: they are compared by name, size and a sample of
     their bytes. The bits are those of one process where libraries and processors of the machines compute alike.
 

@@ -85,8 +85,8 @@ def merge_folders(
 ) -> Report:
     """Merge checkpoint folders on disk, bit-identical to the merger of ``config`` in memory.
 
-    The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It appears whole or not at
-    all; an interrupted merge resumes after its last whole shard when rerun. Anonymous memory, besides that of
+    The output has base's leaves, shapes and dtypes, its configuration and its tokenizer. It is written
+    atomically; an interrupted merge resumes after its last complete shard when rerun. Anonymous memory, besides that of
     libraries, stays below 80 bytes x chunk + 32 MiB: it grows neither with the model nor with the number N of experts.
     Mergers that need more of a leaf at once say so in `Merger.memory`: DELLA rows, TSV-Merge whole leaves.
 

@@ -23,7 +23,7 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
     ``k = ⌈share · min(rows, columns)⌉``. Leaves that are not matrices are θ̄.
 
     Args:
-        experts: {name: tree} or a list of trees of the same leaf paths, shapes, dtypes and non-floating values.
+        experts: {name: tree} or a list of trees of the same parameter names, shapes, dtypes and non-floating values.
         coef: γ (λ in the paper), finite.
         share: of singular values, in (0, 1]; the paper finds 0.08 to do well.
         skip: globs of matrices that count as other leaves.

@@ -25,7 +25,7 @@ def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Param
     opposite to u pulls nowhere.
 
     Args:
-        experts: {name: tree} or a list of trees of the same leaf paths, shapes, dtypes and non-floating values.
+        experts: {name: tree} or a list of trees of the same parameter names, shapes, dtypes and non-floating values.
         max_iter: at least 0.
         tol: above 0.
 

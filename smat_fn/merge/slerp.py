@@ -27,7 +27,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
     most leaves. ω is computed in float64, the sum in float32 (float64 where a leaf is float64).
 
     Args:
-        experts: {name: tree} or a list, of two trees of the same leaf paths, shapes, dtypes and non-floating values.
+        experts: {name: tree} or a list, of two trees of the same names, shapes, dtypes and non-floating values.
         coef: γ, finite; 0 gives the first, 1 the second.
         arc: "leaf", "first" or "last" is `nuslerp` without a base, with its ``along``: lines only where leaves, or
             their fibres, are parallel or opposite.

@@ -13,7 +13,7 @@ def weight_average(experts: Experts) -> Params:
     """(θ₁ + … + θ_N) / N, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
 
     Args:
-        experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
+        experts: {name: tree} or a list of trees, of the same parameter names, shapes, dtypes and non-floating values.
 
     Returns:
         a new tree of the first expert's structure.

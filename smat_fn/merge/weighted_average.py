@@ -21,7 +21,7 @@ def weighted_average(
     """Σ_i w_i θ_i / Σ_i w_i, summed in the experts' order in float32 (float64 where a leaf is float64), rounded once.
 
     Args:
-        experts: {name: tree} or a list of trees, of the same leaf paths, shapes, dtypes and non-floating values.
+        experts: {name: tree} or a list of trees, of the same parameter names, shapes, dtypes and non-floating values.
         weights: {name: w} or a list of them in the experts' order, finite; a w may be {glob: number} by leaf.
         normalize: False leaves out the division.
 

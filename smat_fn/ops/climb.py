@@ -20,7 +20,7 @@ def climb(
 
     In float32 (float64 for float64 leaves), rounded once; norm by `smat_fn.tree.global_norm`. Compiled loops and
     kernels read weights and slopes twice, once for the norm, and write the result once, with no tree between them; all
-    ways have the same bits.
+    ways are bit-identical.
 
     Args: donate: may write into slopes.
     """

@@ -106,7 +106,8 @@ def _readable(option: StructFieldSpec) -> StructFieldSpec:
         return None if found is None else " ".join(found.split())
 
     kind: Any = option.type
-    absent = option.default in ({}, ()) or (option.name == "coef" and option.default is None)  # no preset has a coef
+    # no preset has a coef or a task
+    absent = option.default in ({}, ()) or (option.name in ("coef", "task") and option.default is None)
     if absent and get_origin(kind) is not Annotated:
         kind = Annotated[kind, NONE]
     return replace(option, helptext=text, type=kind)

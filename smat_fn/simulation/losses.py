@@ -21,7 +21,7 @@ def clean_loss(loss_fn: LossFn) -> Callable[[Params, Batch], tuple[Tensor, Aux]]
 def simulated_loss(loss_fn: LossFn, *, where: Where | None = None) -> SimulatedLoss:
     """L(theta~) at one simulated state (Eq. smat-objective): ``(params, base, batch, draw) -> (loss, aux)``.
 
-    Differentiable in params (Eq. smat-gradient), base and draw.scale; where: the masked set, as in `simulate`.
+    Differentiable in params (Eq. smat-gradient), base, draw.scale and draw.sigma; where: as in `simulate`.
     """
     return lambda params, base, batch, draw: loss_fn(simulate(params, base, draw, where=where), batch)
 

@@ -29,7 +29,7 @@ class Draw(NamedTuple):
     drop_prob: Tensor  # p, shape=(), float64
     sigma: Tensor  # RMS of the noise in units of the weights, shape=(), float64
     noise: Tensor  # quantiles of unit noise by 16-bit field, shape=(65536,), float32; empty for uniform noise
-    factors: Mapping[str, float] = {}  # alpha's, by path; 1 of the leaves that are left out
+    factors: Mapping[str, float] = {}  # of alpha, by path; 1 for leaves that are not named
 
 
 def draw(
@@ -46,17 +46,17 @@ def draw(
 
     ``alpha ~ U[alpha_min, alpha_max]``, ``m_k = 0`` with probability p and else ``1 / (1 - p)``, ``epsilon_k`` of
     mean 0 and RMS sigma, all independent. alpha comes from the child 0 of the key, mask and noise from its children
-    by leaf path.
+    by parameter name.
 
     Args:
-        key: int64 (2,), used for nothing else.
+        key: int64 (2,), from `smat_fn.random`; the same key gives the same draw.
         alpha_min: in [0, 1].
         drop_prob: p in [0, 1), the probability of removing a coordinate of the masked set, realised on 16 bits.
         sigma: RMS of the noise, >= 0, in units of the weights.
         noise: "uniform", "gaussian" or "laplace". ``alpha_min=1``, ``drop_prob=0`` and ``sigma=0`` switch Scale, Mask
             and Perturb off.
-        alpha_max: 1 in the paper; above it, merges whose coefficients add up to more.
-        factors: path -> finite number, by which alpha is multiplied in that leaf; 1 in leaves that are left out.
+        alpha_max: 1 in the paper; larger ones simulate merges whose coefficients sum to more than 1.
+        factors: path -> finite number, by which alpha is multiplied in that leaf; 1 for leaves that are not named.
 
     The four numbers may be 0-d tensors: `simulate` then has derivatives in alpha_min, alpha_max and sigma, and vmap
     runs over any of them. drop_prob has no derivative, the 16-bit mask is a step function of it.

@@ -22,7 +22,7 @@ TERMS = {
     r"\bin house\b|\bthe (?:house|rooms)\b": "the package layout, packages",
     r"\bleaf paths?\b": "parameter names",
     r"\b(?:same|equal) bits\b|\bto the bits?\b": "bit-identical",
-    r"(?<!hugging )\bfaces?\b": "a wrapper",
+    r"(?<!hugging[ -])\bfaces?\b": "a wrapper",
     r"(?<!regularization )\bstrengths?\b": "hyperparameters",
     r"\bmasters\b": "master weights",
     r"\bwidened\b": "upcast",
@@ -50,7 +50,7 @@ TERMS = {
     r"(?<!there )(?<!here )\b(?:is|are) no (?!more|longer|less|such)[a-z]": "is not a",
 }
 # (the place's beginning, what is written): the field's own word there
-RIGHT = {}
+RIGHT = {("smat_fn/merge/wudi.py", "Whoever started"), ("smat_fn/merge/karcher.py", "plane that the experts span")}
 
 
 def pages():
@@ -65,11 +65,12 @@ def trees():
 
 
 def docstrings():
-    """First paragraphs of docstrings, and help texts: strings below the fields of classes."""
+    """Docstrings (of modules and private functions the first paragraph), and help texts: strings below fields."""
     for file, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
-                yield f"{file}:{node.body[0].lineno}", CODE.sub("", text.split("\n\n")[0])
+                public = file.parts[0] == "smat_fn" and not getattr(node, "name", "_").startswith("_")
+                yield f"{file}:{node.body[0].lineno}", CODE.sub("", text if public else text.split("\n\n")[0])
             if isinstance(node, ast.ClassDef):
                 for field, after in zip(node.body, node.body[1:], strict=False):
                     if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):

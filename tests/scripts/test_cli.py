@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn.config import PRESETS, Smat, Ties
+from smat_fn.config import PRESETS, Mergopt, Smat, Ties
+from smat_fn.mat.msam import Msam
 from smat_fn.scripts import cli
 from smat_fn.scripts.cli import mistyped, spoken
+from smat_fn.scripts.commands import train
 from smat_fn.where import mask_problems
 
 
@@ -46,6 +48,13 @@ def test_help_shows_the_values_of_a_preset_as_defaults(capsys):
     assert sigma.format("0.001") in text
     assert "preset" not in text, "an option that the preset leaves open is none"
     assert "(default: 0.5)" in helped(capsys, ["ties"], [mergers["ties"]])
+
+
+def test_help_shows_the_defaults_of_a_method_where_a_preset_has_none():
+    shown = {type(own): own for own in train.shown(["msam", "--preset", "lm"])}
+    assert shown[Msam] == Msam(rho=0.5, adaptive=True, along="momentum")
+    assert (shown[Smat].rho, shown[Smat].climb, shown[Smat].sigma) == (0.5, None, "auto")
+    assert shown[Mergopt].k_max is None, "it is the number of the data's tasks"
 
 
 def test_values_shown_are_not_those_that_are_parsed():

@@ -153,7 +153,8 @@ for name, words in {HELPED}:
     for option in ("--warmup", "--keep-moments", "--antithetic", "gradient_checkpointing"):
         assert option not in short, "an option that few need is in the whole help alone"
         assert option in whole
-    assert all("--data" in text and "--drop-prob" in text and "(default: 2e-05)" in text for text in (short, whole))
+    shown_in_both = "--data", "--drop-prob", "--steps", "(default: 2e-05)"
+    assert all(option in text for option in shown_in_both for text in (short, whole))
     assert "all options: train.py smat --help-all" in short
     assert max(len(text.splitlines()) for text in shown if "--help-all" not in text.split("\n")[0]) < 56
     (merge,) = (text for text in shown[: len(HELPED)] if text.startswith("merge --help"))

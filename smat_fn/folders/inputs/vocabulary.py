@@ -33,8 +33,8 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     """A head that is tied to the embeddings is one leaf in all inputs: counted once, written once.
 
     A stored copy of the embeddings counts as tied. Where base has no head of its own, its copy in an expert is left
-    out; where base stores one, an expert without it has its embeddings there. Returns: the inputs, and what speaks
-    against it, in words.
+    out; where base stores one, an expert without it has its embeddings there. Returns: the inputs, and
+    errors.
     """
     holders = [folder for folder in (base, *experts.values()) if HEAD in folder.leaves]
     if not holders:

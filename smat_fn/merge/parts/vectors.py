@@ -17,7 +17,7 @@ def task_vector(params: Params, base: Params) -> Params:
     """Δ = θ − θ₀.
 
     Args:
-        params, base: trees of the same leaf paths and shapes.
+        params, base: trees of the same parameter names and shapes.
 
     Returns:
         a tree of base's structure, float32 (float64 where a leaf is float64); other leaves are zeros.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from ... import errors
 from ..cli import NONE
-from .commands import RUNS, Shared
+from .commands import Shared
 
 if TYPE_CHECKING:
     from ...analyses.interference import Updates
@@ -24,8 +24,8 @@ PIECE = 1 << 20  # coordinates read together
 class Interference(Shared):
     """Compare experts' updates block by block: sizes, cosines between them, agreement of their signs."""
 
-    runs: Annotated[Positional[tuple[Path, ...]], RUNS] = ()
-    """Run folders of train.py, to compare methods; or none, with --base and --experts."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN...]", help_behavior_hint="")] = ()
+    """Run folders of train.py, to compare methods; none with --base and --experts."""
     base: Annotated[Path | None, NONE] = None
     """Base of --experts: a folder or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()

@@ -10,14 +10,16 @@
 
 `train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder in
 --out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
-Options with "default: preset" take the value of --preset, which `ft --preset NAME --help` shows. The same command with
---resume continues an interrupted run; the result is bit-identical.
+The defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`.
+The same command with --resume continues an interrupted run; the result is bit-identical.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
@@ -76,7 +78,7 @@ class Train:
 FIRST = {
     Smat: ("alpha_min", "drop_prob", "sigma", "period"),
     DataSettings: ("preset", "model", "data", "tasks"),
-    OptimizerSettings: ("lr", "epochs", "precision"),
+    OptimizerSettings: ("lr", "steps", "epochs", "precision"),
     AdapterSettings: ("lora_rank",),
     ProcessSettings: ("dry_run",),
     RunSettings: ("out", "resume", "overwrite"),
@@ -97,8 +99,15 @@ def shown(words: Sequence[str]) -> list[Any]:
         DataSettings(preset=name, **sources),
         OptimizerSettings(**{**values, "lr": preset.lr.get(method, training.lr), "epochs": preset.epochs}),
         ProcessSettings(seed=preset.seed),
-        *preset.methods.values(),
+        *(_with_defaults(preset.methods.get(own.name, own())) for own in (*METHODS, *MORE_METHODS)),
     ]
+
+
+def _with_defaults(method: MethodConfig) -> MethodConfig:
+    """The method with the defaults of its `build` for what the preset leaves open, as a run takes them."""
+    own = signature(import_module(f"smat_fn.mat.{method.module}").build).parameters
+    missing = {f.name for f in fields(method) if getattr(method, f.name) is None} - {"k_max"}  # from the data's tasks
+    return replace(method, **{name: own[name].default for name in missing})
 
 
 def main(args: Train) -> None:

@@ -53,7 +53,7 @@ class OptimizerSettings:
     """Learning rate (the preset has one for each method)."""
     steps: int | None = None
     """Optimizer steps per expert, instead of epochs."""
-    epochs: Annotated[int | None, arg(help_behavior_hint=cli.open_at("preset, by task"))] = None
+    epochs: Annotated[int | None, arg(help_behavior_hint=cli.open_at("preset, by task, if it has no steps"))] = None
     """Passes over a task's rows, the same for all tasks."""
     eval_every: Annotated[int | None, arg(help_behavior_hint="(default: never)")] = None
     """Evaluate on dev every so many steps and at the end; the expert is the best of these states."""
