@@ -96,8 +96,9 @@ Q, UP, EMBED = "layers.0.q", "layers.0.up", "embed_tokens"
 
 def test_scaling_is_alpha_over_rank(base, adapter, folders, tmp_path):
     a, b = factors((10, 6))
-    folder = adapter({f"model.{UP}": (a, b)})
-    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
+    for name, module in {"plain": f"model.{UP}", "compiled": "model.layers.0._orig_mod.up"}.items():
+        folder = adapter({module: (a, b)}, name=name)
+        folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
 
 
 def test_rank_stabilised_scaling_is_alpha_over_the_root(base, adapter, folders, tmp_path):
@@ -142,6 +143,15 @@ def test_whole_leaves_replace_bases_and_carry_their_own_changes(base, adapter, f
         "model.embed_tokens.weight": embeddings + 2 * (b @ a).T,
     }
     folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+def test_changes_of_resized_embeddings_fit_the_rows_that_are_stored_below_them(base, adapter, folders, tmp_path):
+    embeddings, (a, b) = numbers(11, 6, seed=2), factors((6, 11))
+    folder = adapter({f"model.{EMBED}": (a, b)}, more={"model.embed_tokens.base_layer.weight": embeddings})
+    with pytest.raises(ValueError, match=r"has 11 rows in 'model\.embed_tokens\.weight', base 9: choose vocabulary"):
+        merged(folders, base, folder, tmp_path)
+    expected = changed(base) | {"model.embed_tokens.weight": (embeddings + 2 * (b @ a).T)[:9]}
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path, vocabulary="base-rows"), expected)
 
 
 def test_a_published_checkpoint_may_lack_the_first_part_of_names(adapter, folders, tmp_path):
@@ -311,6 +321,14 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     own = adapter({}, name="own", more={EMBEDDINGS: rows, "lm_head.weight": rows + 1})
     with pytest.raises(ValueError, match="whose head is its embeddings: adapt those"):
         plan(TA, path, {"x": own}, tmp_path / "out2")
+    a, b = factors((6, 9))
+    pairs = {"model.embed_tokens": (a, b), "lm_head": (b.T, a.T)}
+    tied, loose = (adapter(pairs, name=f"pairs{on}", ensure_weight_tying=on) for on in (True, False))
+    report = merge_folders(TA, path, {"x": tied}, tmp_path / "pairs", out_dtype="float32")
+    assert report.notes == ()
+    folders.assert_same_bits(folders.load(tmp_path / "pairs"), changed(base, **{EMBED: 2 * (b @ a).T}))
+    with pytest.raises(ValueError, match=r"it adapts '\S+lm_head', but base has no leaf"):
+        plan(TA, path, {"x": loose}, tmp_path / "out2")
 
 
 def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folders, tmp_path):

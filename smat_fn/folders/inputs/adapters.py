@@ -127,9 +127,13 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     if any(_no_numbers(config)) or any(_no_patterns(config)):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     transposed = _layout(label, halves, shapes, config, base)
+    known = base._replace(leaves=leaves)  # an adapter stores the rows of resized embeddings below its factors
     for (module, embedding), names in halves.items():
+        if not embedding and _leaf(f"{module}.weight", base) is None and _is_tied_pair(names, halves, store, config):
+            head = True
+            continue
         try:
-            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, base, transposed)
+            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, known, transposed)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -200,6 +204,23 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
 
+def _is_tied_pair(
+    names: Mapping[str, str],
+    halves: Mapping[tuple[str, bool], Mapping[str, str]],
+    store: Store | Pickled,
+    config: Mapping[str, Any],
+) -> bool:
+    """Whether factors are those that peft stores for a head tied to adapted embeddings (``ensure_weight_tying``)."""
+    if config.get("ensure_weight_tying") is not True or len(names) < 2:
+        return False
+    a, b = store.get_tensor(names["A"]), store.get_tensor(names["B"])
+    return any(
+        torch.equal(a, store.get_tensor(other["B"]).T) and torch.equal(b, store.get_tensor(other["A"]).T)
+        for (_, embedding), other in halves.items()
+        if embedding and len(other) == 2
+    )
+
+
 def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
     """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
     changed = [path for path in touched if by_token(path)]
@@ -219,7 +240,7 @@ class Held(NamedTuple):
     factors: dict[str, Factors]  # by module, without peft's prefix
     embeddings: frozenset[str]  # modules that are embeddings
     parameters: frozenset[str]  # modules whose matrix is ``in_proj_weight``
-    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores beside those of embeddings
+    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores of embeddings and heads
     config: dict[str, Any]
 
 
@@ -234,11 +255,13 @@ def read_adapter(label: str, path: Path) -> Held:
     for name in store.names:
         if ending := next((ending for ending in _PARTS if name.endswith(ending)), None):
             part, embedding = _PARTS[ending]
-            halves.setdefault((name.removesuffix(ending).removeprefix(PREFIX), embedding), {})[part] = name
+            module = tree.unwrapped(name.removesuffix(ending).removeprefix(PREFIX))
+            halves.setdefault((module, embedding), {})[part] = name
         else:
             kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
             others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
-    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding}
+    whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
+    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
     under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
     others["weight"] = [name for name in others.get("weight", ()) if name not in below]
     problems += [
@@ -457,7 +480,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 def _leaf(name: str, base: Folder) -> str | None:
     """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
-    bare = name.removeprefix(PREFIX)
+    bare = tree.unwrapped(name.removeprefix(PREFIX))
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
 
 
