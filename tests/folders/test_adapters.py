@@ -246,6 +246,27 @@ def test_adapters_of_peft_that_are_no_plain_lora_are_refused_everywhere_by_their
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        ({"peft_type": "PREFIX_TUNING", "num_layers": 2}, "it is not a fixed change of weights"),
+        ({"alora_invocation_tokens": [3]}, "it is not a fixed change of weights"),
+        ({"target_parameters": ["experts.down_proj"]}, "merge it into its base with peft"),
+    ],
+)
+def test_what_linear_layers_cannot_hold_is_one_error(settings, way, base, adapter, folders, tmp_path):
+    module = "model.experts" if "target_parameters" in settings else f"model.{UP}"
+    folder = adapter({module: factors((10, 6), rank=6 if "experts" in module else 2)}, **settings)
+    for read in (
+        lambda: merged(folders, base, folder, tmp_path),
+        lambda: merge_adapters({"x": folder}, tmp_path / "out", lambda found: found["x"]),
+        lambda: lora.load_peft(folder),
+    ):
+        with pytest.raises(ValueError, match=rf"sets \w+ to .*, which is not read here: {way}") as caught:
+            read()
+        assert "; " not in str(caught.value)
+
+
 def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):
     ghost, wide, ranked = factors((6, 6)), factors((10, 7)), factors((6, 6), rank=3)
     half = {"model.layers.0.q.lora_A.weight": torch.zeros(2, 6)}

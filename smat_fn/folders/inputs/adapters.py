@@ -61,6 +61,17 @@ _PARTS = {
 }
 _MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
 _MERGED = "merge it into its base with peft, and give the result"
+_UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
+_WITHOUT_WEIGHTS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "XLORA",
+    "POLY",
+)
 
 
 class _Pair(NamedTuple):
@@ -124,7 +135,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         leaves[leaf], made[leaf] = held[name], reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
-    if any(_no_numbers(config)) or any(_no_patterns(config)):
+    if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     transposed = _layout(label, halves, shapes, config, base)
     known = base._replace(leaves=leaves)  # an adapter stores the rows of resized embeddings below its factors
@@ -272,7 +283,7 @@ def read_adapter(label: str, path: Path) -> Held:
     if not halves and not problems:
         problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
     found = dict[str, Factors]()
-    known = not any(_no_numbers(config)) and not any(_no_patterns(config))
+    known = not (any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config))
     for (module, _), names in halves.items():
         if len(names) < 2:
             problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
@@ -305,11 +316,10 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
         raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
     if store is None:
         raise ValueError(f"{label}: {path} {foreign(path)}")
-    kind = config.get("peft_type")
-    if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
-        problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
-        raise ValueError(f"{problem}: {_MERGED}")
-    return config, store, list(config_problems(label, config, whole=whole))
+    problems = list(config_problems(label, config, whole=whole))
+    if _is_other_kind(config):  # its leaves are another kind's too
+        raise ValueError(*problems)
+    return config, store, problems
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
@@ -323,19 +333,35 @@ def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = Fals
 
     Args: whole: a whole expert is made of it: rows may have other norms (``use_dora``), biases other values.
     """
+    if _is_other_kind(config):  # its other fields are another kind's too
+        way = _UNMERGED if config["peft_type"] in _WITHOUT_WEIGHTS else _MERGED
+        yield f"{label}: its {CONFIG} sets peft_type to {config['peft_type']!r}, which is not read here: {way}"
+        return
     for name, value in config.items():
         if whole and ((name == "use_dora" and isinstance(value, bool)) or (name == "bias" and value in _BIASES)):
             continue
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
             continue
-        if name == "target_parameters" and all(str(path).endswith(".in_proj_weight") for path in value or ()):
-            continue  # of nn.MultiheadAttention: two dimensions, as a linear weight
+        if name == "target_parameters" and not _of_parameters(config):
+            continue
         if name in _USED or value not in (None, False, {}, []):
-            out = _MERGED
+            out = _UNMERGED if name == "alora_invocation_tokens" else _MERGED
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
     yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
     yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _is_other_kind(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("peft_type"), str) and config["peft_type"] != "LORA"
+
+
+def _of_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether factors are of parameters that are not weights of linear layers, as the experts of a mixture are.
+
+    Those of nn.MultiheadAttention have two dimensions, as such a weight.
+    """
+    return not all(str(path).endswith(".in_proj_weight") for path in config.get("target_parameters") or ())
 
 
 def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
