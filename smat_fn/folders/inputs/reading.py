@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -200,7 +200,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 made[own] = reader_of(store, name)
             else:
                 files[name] = file
-    problems += _quantised(label, path, leaves)
+    problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
     if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
         problems.append(
             f"{label}: {path} holds factors of an adapter ({factor!r}), and a merge of factors is not that of their "
@@ -392,12 +392,14 @@ def refused_by_config(label: str, path: Path, config: Mapping[str, Any]) -> list
     return [f"{label}: {path} is quantised ({method}, says its config.json): {_DEQUANTISED}"] if method else []
 
 
-def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
-    if told := refused_by_config(label, path, config_of(path)):
+def _quantised(label: str, places: Sequence[Path], leaves: Mapping[str, Tensor]) -> Iterator[str]:
+    """An error for a quantised checkpoint; ``places`` are its folder and those of its components."""
+    told = [text for place in places for text in refused_by_config(label, place, config_of(place))]
+    if told:
         yield from told
         return
     for name, leaf in leaves.items():
         packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
         if packed or name.rpartition(".")[2] in _QUANTISED:
-            yield f"{label}: {path} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
+            yield f"{label}: {places[0]} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
             return
