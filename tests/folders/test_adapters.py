@@ -267,6 +267,18 @@ def test_what_linear_layers_cannot_hold_is_one_error(settings, way, base, adapte
         assert "; " not in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
+def test_weights_that_were_trained_beside_an_adapter_are_not_lost_unsaid(file, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))})
+    (folder / file).touch()
+    for read in (
+        lambda: merged(folders, base, folder, tmp_path),
+        lambda: merge_adapters({"x": folder}, tmp_path / "out", lambda found: found["x"]),
+    ):
+        with pytest.raises(ValueError, match=rf"'x': \S+{file} holds weights that were trained beside the adapter"):
+            read()
+
+
 def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):
     ghost, wide, ranked = factors((6, 6)), factors((10, 7)), factors((6, 6), rank=3)
     half = {"model.layers.0.q.lora_A.weight": torch.zeros(2, 6)}

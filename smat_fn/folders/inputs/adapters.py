@@ -20,6 +20,7 @@ from .vocabulary import HEAD, by_token
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PICKLED = "adapter_model.bin"  # of older versions of peft
+BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
@@ -317,8 +318,14 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
     if store is None:
         raise ValueError(f"{label}: {path} {foreign(path)}")
     problems = list(config_problems(label, config, whole=whole))
+    problems += [
+        f"{label}: {path / name} holds weights that were trained beside the adapter, which are not read here: write "
+        "the whole model by the program that trained it, and give that"
+        for name in BESIDE
+        if (path / name).exists()
+    ]
     if _is_other_kind(config):  # its leaves are another kind's too
-        raise ValueError(*problems)
+        raise ValueError(problems[0])
     return config, store, problems
 
 

@@ -11,6 +11,7 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
+from .adapters import BESIDE
 from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
 from .spare import may_be_spare, recast
 from .stacks import folders_of
@@ -20,7 +21,7 @@ from .vocabulary import HEAD, by_token
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
-    *("*.tokenizer", "README.md"),
+    *("*.tokenizer", "README.md", *BESIDE),  # the last ones are not read: with them an adapter is refused
 ]
 _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
