@@ -73,6 +73,8 @@ def save_peft(
 def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     """Adapters that `save_peft` wrote, or PEFT with these options, and what they are.
 
+    PEFT's one ``fan_in_fan_out`` is taken for all layers, since no module is seen; `smat_fn.folders` reads the base.
+
     Raises: ValueError for a folder without adapters, for options of PEFT other than those of `save_peft`, and for
         tensors of other kinds (adapters of embeddings, trained tokens).
     """
