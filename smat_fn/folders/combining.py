@@ -58,6 +58,7 @@ def merge_adapters(
     """
     places, held = _read(adapters, out, base, overwrite)
     merged = combine({name: found.factors for name, found in held.items()})
+    merged = {m: Factors(f.a, f.b if f.scale == 1 else f.b * f.scale) for m, f in merged.items()}  # stored as BA
     broken = [m for m, (a, b, _) in merged.items() if not bool(a.isfinite().all() and b.isfinite().all())]
     if broken:
         raise ValueError(f"the merged factors of {', '.join(broken[:3])} are NaN or infinite: nothing is written")

@@ -73,6 +73,8 @@ def save_peft(
 def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     """Adapters that `save_peft` wrote, or PEFT with these options, and what they are.
 
+    PEFT's one ``fan_in_fan_out`` is taken for all layers, since no module is seen; `smat_fn.folders` reads the base.
+
     Raises: ValueError for a folder without adapters, for options of PEFT other than those of `save_peft`, and for
         tensors of other kinds (adapters of embeddings, trained tokens).
     """
@@ -87,13 +89,22 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in UNKNOWN if config.get(name)
     ]
     errors.raise_problems(problems)
-    adapters = {name.removeprefix(PREFIX): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
+    adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
     whole = tuple(name for name in adapters if not name.endswith((A, B)))
-    saved = [f".{module}." for module in config.get("modules_to_save") or ()]
+    saved = [f"{module}." for module in config.get("modules_to_save") or ()]  # PEFT takes ends of names
     problems = [
         f"{folder}: {name!r} belongs neither to an adapter of a linear layer nor to modules_to_save"
         for name in whole
-        if not any(module in f".{name}" for module in saved)
+        if not any(module in name for module in saved)
+    ]
+    problems += [
+        f"{folder}: {name!r} is of shape {tuple(leaf.shape)}, not a matrix: convolutions are not read here"
+        for name, leaf in adapters.items()
+        if name.endswith((A, B)) and leaf.ndim != 2
+    ]
+    ends = {half: {name.removesuffix(half) for name in adapters if name.endswith(half)} for half in (A, B)}
+    problems += [
+        f"{folder}: {layer!r} has one factor, must have both: save it again" for layer in sorted(ends[A] ^ ends[B])
     ]
     problems = errors.shortened(problems, f"{folder}: {{}} more tensors of other kinds")
     ranks = {len(leaf) for name, leaf in adapters.items() if name.endswith(A)}

@@ -135,6 +135,7 @@ def test_adapters_become_one(call, model, tmp_path):
 def test_the_card_of_an_adapter_says_what_was_merged(call, tmp_path):
     for seed, (name, settings) in enumerate({"x": {"base_model_name_or_path": "owner/base"}, "y": {}}.items()):
         write_adapter(tmp_path / name, seed, 2, **settings)
+    (tmp_path / "y/README.md").write_text("---\nlicense: mit\n---\n")
     words = "--experts", tmp_path / "x", f"{tmp_path / 'y'}@-0.5", "--base", "owner/base", "--method", "dare_ties_svd"
     assert call("adapters", *words, "--density", 0.5, "--seed", 3, "--rank", 1, "--out", tmp_path / "out")[1] is None
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -147,6 +148,7 @@ def test_the_card_of_an_adapter_says_what_was_merged(call, tmp_path):
     said = "Method: dare_ties_svd (density 0.5, majority total), random masks from seed 3. Rank 1, scale 1"
     assert said in card.text
     assert "Base: `owner/base`. It was not read." in card.text
+    assert "The license of base is not known; adapters name theirs (y mit): check their terms." in card.text
     assert "| x | 1 |\n| y | -0.5 |\n" in card.text
     assert call("verify", tmp_path / "out")[1] is None
 

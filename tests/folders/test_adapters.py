@@ -96,8 +96,9 @@ Q, UP, EMBED = "layers.0.q", "layers.0.up", "embed_tokens"
 
 def test_scaling_is_alpha_over_rank(base, adapter, folders, tmp_path):
     a, b = factors((10, 6))
-    folder = adapter({f"model.{UP}": (a, b)})
-    folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
+    for name, module in {"plain": f"model.{UP}", "compiled": "model.layers.0._orig_mod.up"}.items():
+        folder = adapter({module: (a, b)}, name=name)
+        folders.assert_same_bits(merged(folders, base, folder, tmp_path), changed(base, **{UP: 2 * (b @ a)}))
 
 
 def test_rank_stabilised_scaling_is_alpha_over_the_root(base, adapter, folders, tmp_path):
@@ -142,6 +143,15 @@ def test_whole_leaves_replace_bases_and_carry_their_own_changes(base, adapter, f
         "model.embed_tokens.weight": embeddings + 2 * (b @ a).T,
     }
     folders.assert_same_bits(merged(folders, base, folder, tmp_path), expected)
+
+
+def test_changes_of_resized_embeddings_fit_the_rows_that_are_stored_below_them(base, adapter, folders, tmp_path):
+    embeddings, (a, b) = numbers(11, 6, seed=2), factors((6, 11))
+    folder = adapter({f"model.{EMBED}": (a, b)}, more={"model.embed_tokens.base_layer.weight": embeddings})
+    with pytest.raises(ValueError, match=r"has 11 rows in 'model\.embed_tokens\.weight', base 9: choose vocabulary"):
+        merged(folders, base, folder, tmp_path)
+    expected = changed(base) | {"model.embed_tokens.weight": (embeddings + 2 * (b @ a).T)[:9]}
+    folders.assert_same_bits(merged(folders, base, folder, tmp_path, vocabulary="base-rows"), expected)
 
 
 def test_a_published_checkpoint_may_lack_the_first_part_of_names(adapter, folders, tmp_path):
@@ -236,6 +246,39 @@ def test_adapters_of_peft_that_are_no_plain_lora_are_refused_everywhere_by_their
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        ({"peft_type": "PREFIX_TUNING", "num_layers": 2}, "it is not a fixed change of weights"),
+        ({"alora_invocation_tokens": [3]}, "it is not a fixed change of weights"),
+        ({"target_parameters": ["experts.down_proj"]}, "merge it into its base with peft"),
+    ],
+)
+def test_what_linear_layers_cannot_hold_is_one_error(settings, way, base, adapter, folders, tmp_path):
+    module = "model.experts" if "target_parameters" in settings else f"model.{UP}"
+    folder = adapter({module: factors((10, 6), rank=6 if "experts" in module else 2)}, **settings)
+    for read in (
+        lambda: merged(folders, base, folder, tmp_path),
+        lambda: merge_adapters({"x": folder}, tmp_path / "out", lambda found: found["x"]),
+        lambda: lora.load_peft(folder),
+    ):
+        with pytest.raises(ValueError, match=rf"sets \w+ to .*, which is not read here: {way}") as caught:
+            read()
+        assert "; " not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["non_lora_trainables.bin", "trainable_params.bin"])
+def test_weights_that_were_trained_beside_an_adapter_are_not_lost_unsaid(file, base, adapter, folders, tmp_path):
+    folder = adapter({f"model.{UP}": factors((10, 6))})
+    (folder / file).touch()
+    for read in (
+        lambda: merged(folders, base, folder, tmp_path),
+        lambda: merge_adapters({"x": folder}, tmp_path / "out", lambda found: found["x"]),
+    ):
+        with pytest.raises(ValueError, match=rf"'x': \S+{file} holds weights that were trained beside the adapter"):
+            read()
+
+
 def test_all_problems_of_an_adapter_are_listed(base, adapter, folders, tmp_path):
     ghost, wide, ranked = factors((6, 6)), factors((10, 7)), factors((6, 6), rank=3)
     half = {"model.layers.0.q.lora_A.weight": torch.zeros(2, 6)}
@@ -311,6 +354,14 @@ def test_a_head_that_is_stored_as_a_copy_of_tied_embeddings_is_left_out(base, ad
     own = adapter({}, name="own", more={EMBEDDINGS: rows, "lm_head.weight": rows + 1})
     with pytest.raises(ValueError, match="whose head is its embeddings: adapt those"):
         plan(TA, path, {"x": own}, tmp_path / "out2")
+    a, b = factors((6, 9))
+    pairs = {"model.embed_tokens": (a, b), "lm_head": (b.T, a.T)}
+    tied, loose = (adapter(pairs, name=f"pairs{on}", ensure_weight_tying=on) for on in (True, False))
+    report = merge_folders(TA, path, {"x": tied}, tmp_path / "pairs", out_dtype="float32")
+    assert report.notes == ()
+    folders.assert_same_bits(folders.load(tmp_path / "pairs"), changed(base, **{EMBED: 2 * (b @ a).T}))
+    with pytest.raises(ValueError, match=r"it adapts '\S+lm_head', but base has no leaf"):
+        plan(TA, path, {"x": loose}, tmp_path / "out2")
 
 
 def test_changed_embeddings_that_a_head_is_tied_to_are_told(base, adapter, folders, tmp_path):

@@ -309,8 +309,12 @@ def test_labels_in_another_order_are_an_error_and_other_labels_a_note(models, tm
     ]
 
 
-@pytest.mark.parametrize("file", ["bpe.codes", "dict.txt", "entity_vocab.json", "target_vocab.json", "emoji.json"])
-def test_every_file_of_a_tokenizer_comes_along(file, models, tmp_path):
+FILES = "bpe.codes", "dict.txt", "entity_vocab.json", "target_vocab.json", "emoji.json", "custom_generate/generate.py"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_of_a_tokenizer_and_a_models_own_decoding_come_along(file, models, tmp_path):
+    (models / "BASE" / file).parent.mkdir(exist_ok=True)
     (models / "BASE" / file).write_text("{}")
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "out")
     assert (tmp_path / "out" / file).read_text() == "{}"

@@ -127,6 +127,8 @@ def test_scales_ranks_and_modules_of_each_adapter_are_its_own(method, options, s
 def test_peft_scales_a_merge_of_rank_stabilised_adapters_wrongly(saved, tmp_path):
     """peft keeps use_rslora and sets lora_alpha to the rank, so that its sum is √r times too large."""
     folders = {name: saved(name, seed, r=4, lora_alpha=4, use_rslora=True) for name, seed in (("x", 1), ("y", 2))}
+    merge_adapters({"x": folders["x"]}, tmp_path / "alone", lambda found: found["x"])  # of scale 2, stored with 1
+    close(loaded(tmp_path / "alone"), loaded(folders["x"]))
     combined(folders, tmp_path / "out", "svd")
     ours, theirs, base = loaded(tmp_path / "out"), by_peft(folders, "svd"), Toy().state_dict()
     for path in ("block.0.q.weight", "block.1.up.weight"):
@@ -264,12 +266,23 @@ def test_ranks_and_values_that_cannot_be_merged(saved, tmp_path):
 
 
 def test_stored_embeddings_below_factors_go_with_them_and_must_be_equal(saved, tmp_path):
-    places = {name: saved(name, i, target_modules=["embed", "q"]) for i, name in enumerate("xy")}
+    places = {name: saved(name, i, target_modules=["embed", "head", "q"]) for i, name in enumerate("xy")}
     name, more = "base_model.model.embed.base_layer.weight", Toy().embed.weight.data + 1
+    head = {"base_model.model.head.base_layer.weight": Toy().head.weight.data}
     for place in places.values():  # as peft stores those of a transformers model
-        change(place, lambda found: found | {name: more})
+        change(place, lambda found: found | {name: more} | head)
     combined(places, tmp_path / "out", "svd")
-    assert torch.equal(load_file(tmp_path / "out" / WEIGHTS)[name], more)
+    stored = load_file(tmp_path / "out" / WEIGHTS)
+    assert torch.equal(stored[name], more)
+    assert head.keys() < stored.keys()
+    wrapped = saved("wrapped", 1)
+    change(wrapped, lambda found: {path.replace("block.0.", "block.0._orig_mod."): own for path, own in found.items()})
+    combined({"x": wrapped}, tmp_path / "unwrapped", "svd")
+    assert load_file(tmp_path / "unwrapped" / WEIGHTS).keys() == load_file(saved("plain", 1) / WEIGHTS).keys()
+    change(places["x"], ensure_weight_tying=True)
+    with pytest.raises(ValueError, match=r"holds '\S+head.base_layer.weight', which is not a factor"):
+        combined(places, tmp_path / "again", "svd")
+    change(places["x"], ensure_weight_tying=False)
     change(places["y"], lambda found: found | {name: found[name] + 1})
     with pytest.raises(ValueError, match=r"'base_model.model.embed.base_layer.weight' differs between x and y"):
         combined(places, tmp_path / "again", "svd")

@@ -104,6 +104,13 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     assert {span for method, path, span in hub.asked if method == "GET" and path.endswith(".safetensors")} == {
         "bytes=0-100000"
     }
+    (models / "two/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    hub.add("owner/two", models / "two")
+    with pytest.raises(
+        ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
+    ):
+        plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out")
+    assert not [path for path in hub.downloaded() if path.endswith(".safetensors")]
     recipe = {"merge_method": "linear", "models": [{"model": f"owner/{name}"} for name in ("base", "one", "other")]}
     for asked, told in (
         ({"x": "owner/one", "y": "owner/on"}, "expert 'y': there is no folder owner/on, and the hub did not give"),

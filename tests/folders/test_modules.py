@@ -137,6 +137,12 @@ def test_shards_of_components_are_read_and_written(tmp_path):
 
 def test_a_component_that_cannot_be_read_whole_is_refused(tmp_path):
     base, one = (pipeline(tmp_path / str(seed), seed) for seed in range(2))
+    (one / "unet/config.json").write_text('{"quantization_config": {"quant_method": "quanto"}}')
+    with pytest.raises(
+        ValueError, match=r"unet is quantised \(quanto, says its config.json\): merge the checkpoint it"
+    ):
+        plan(TA, base, {"one": one}, tmp_path / "none")
+    (one / "unet/config.json").write_text("{}")
     sharded(one / "unet", ["bias"], "diffusion_pytorch_model")
     (one / "unet/diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"00002-of-00002.safetensors is missing, diffusion_pytorch_model.safetensors"):

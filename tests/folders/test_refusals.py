@@ -122,6 +122,8 @@ def test_quantised_weights(family, folders, inputs, tmp_path):
     for name, extra in {"named": {"q.qweight": torch.zeros(2, dtype=torch.int32)}, "configured": {}}.items():
         folders.save(tmp_path / name, base | extra)
     (tmp_path / "configured/config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match=r"config_from '\S+configured': \S+configured is quantised \(gptq, says"):
+        plan(TA, inputs[0], inputs[1], tmp_path / "out", config_from=str(tmp_path / "configured"))
     folders.save(tmp_path / "mlx", base)
     (tmp_path / "mlx/config.json").write_text(json.dumps({"quantization": {"bits": 4}}))
     eight = {**base, "matrix": base["matrix"].to(torch.float8_e4m3fn)}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from smat_fn import draw, lora, materialise, optim, random, value_and_grad
 from smat_fn.folders import open_folder
@@ -358,10 +358,13 @@ def test_adapters_that_peft_wrote_are_read(tmp_path):
     peft = pytest.importorskip("peft")
     base = {name: p.detach().clone() for name, p in llama().named_parameters()}
     for i, targets in enumerate((["q_proj", "v_proj"], r".*\.1\..*q_proj")):
-        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, modules_to_save=["lm_head"])
+        config = peft.LoraConfig(
+            r=2, target_modules=targets, init_lora_weights=False, modules_to_save=["lm_head", "norm"]
+        )
         model = peft.get_peft_model(llama(), config)
         model.save_pretrained(tmp_path / str(i))
         read, adapter = lora.load_peft(tmp_path / str(i))
+        assert len(adapter.saved) == 6  # of every module whose name ends so
         wanted = model.merge_and_unload().state_dict()
         for name, leaf in {**base, **lora.expand(read, base, adapter)}.items():
             torch.testing.assert_close(leaf, wanted[name], rtol=1e-5, atol=1e-6)
@@ -373,6 +376,13 @@ def test_adapters_that_peft_wrote_are_read(tmp_path):
             lora.load_peft(tmp_path / "0")
     file.write_text(json.dumps({**known, "r": 4}))
     with pytest.raises(ValueError, match=r"adapters have rank 2, adapter_config\.json says 4"):
+        lora.load_peft(tmp_path / "0")
+    file.write_text(json.dumps(known))
+    layer, weights = "model.layers.1.self_attn.q_proj", load_file(tmp_path / "0/adapter_model.safetensors")
+    del weights[f"base_model.model.{layer}.lora_A.weight"]
+    weights[f"base_model.model.{layer}.lora_B.weight"] = torch.ones(16, 2, 1)
+    save_file(weights, tmp_path / "0/adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"\(16, 2, 1\), not a matrix: conv.*; .*: '{layer}' has one factor, must"):
         lora.load_peft(tmp_path / "0")
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["embed_tokens"]))
     model.save_pretrained(tmp_path / "other", save_embedding_layers=False)

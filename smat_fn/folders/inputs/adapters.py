@@ -20,6 +20,7 @@ from .vocabulary import HEAD, by_token
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PICKLED = "adapter_model.bin"  # of older versions of peft
+BESIDE = "non_lora_trainables.bin", "trainable_params.bin"  # of LLaVA (its projector), of LongLoRA
 PREFIX = "base_model.model."
 BLOCK = 1 << 15  # coordinates of one matrix product: its shape decides the last bit, so it is not an option
 _UNUSED = {  # by the merged weights; everything else that is set, and not handled below, is refused
@@ -61,6 +62,17 @@ _PARTS = {
 }
 _MAGNITUDE = ".lora_magnitude_vector"  # of DoRA
 _MERGED = "merge it into its base with peft, and give the result"
+_UNMERGED = "it is not a fixed change of weights, so it cannot be merged: leave it out"
+_WITHOUT_WEIGHTS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "XLORA",
+    "POLY",
+)
 
 
 class _Pair(NamedTuple):
@@ -124,12 +136,16 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         leaves[leaf], made[leaf] = held[name], reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
-    if any(_no_numbers(config)) or any(_no_patterns(config)):
+    if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):
         halves.clear()  # nothing to compute their ranks and scales with, as is told
     transposed = _layout(label, halves, shapes, config, base)
+    known = base._replace(leaves=leaves)  # an adapter stores the rows of resized embeddings below its factors
     for (module, embedding), names in halves.items():
+        if not embedding and _leaf(f"{module}.weight", base) is None and _is_tied_pair(names, halves, store, config):
+            head = True
+            continue
         try:
-            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, base, transposed)
+            leaf, pair = _pair(label, path, module, embedding, names, shapes, config, known, transposed)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -200,6 +216,23 @@ def _is_copied_head(name: str, store: Store | Pickled) -> bool:
     return any(torch.equal(store.get_tensor(name), store.get_tensor(other)) for other in others)
 
 
+def _is_tied_pair(
+    names: Mapping[str, str],
+    halves: Mapping[tuple[str, bool], Mapping[str, str]],
+    store: Store | Pickled,
+    config: Mapping[str, Any],
+) -> bool:
+    """Whether factors are those that peft stores for a head tied to adapted embeddings (``ensure_weight_tying``)."""
+    if config.get("ensure_weight_tying") is not True or len(names) < 2:
+        return False
+    a, b = store.get_tensor(names["A"]), store.get_tensor(names["B"])
+    return any(
+        torch.equal(a, store.get_tensor(other["B"]).T) and torch.equal(b, store.get_tensor(other["A"]).T)
+        for (_, embedding), other in halves.items()
+        if embedding and len(other) == 2
+    )
+
+
 def _tied_note(label: str, config: Mapping[str, Any], touched: Collection[str], base: Folder, head: bool) -> str:
     """A note on embeddings that an adapter changes where base ties its head to them: in peft the head stays base's."""
     changed = [path for path in touched if by_token(path)]
@@ -219,7 +252,7 @@ class Held(NamedTuple):
     factors: dict[str, Factors]  # by module, without peft's prefix
     embeddings: frozenset[str]  # modules that are embeddings
     parameters: frozenset[str]  # modules whose matrix is ``in_proj_weight``
-    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores beside those of embeddings
+    under: dict[str, Tensor]  # by name in the file: weights below factors, which peft stores of embeddings and heads
     config: dict[str, Any]
 
 
@@ -234,11 +267,13 @@ def read_adapter(label: str, path: Path) -> Held:
     for name in store.names:
         if ending := next((ending for ending in _PARTS if name.endswith(ending)), None):
             part, embedding = _PARTS[ending]
-            halves.setdefault((name.removesuffix(ending).removeprefix(PREFIX), embedding), {})[part] = name
+            module = tree.unwrapped(name.removesuffix(ending).removeprefix(PREFIX))
+            halves.setdefault((module, embedding), {})[part] = name
         else:
             kind = re.search(r"\.(lora|token_adapter|modules_to_save).*", name)
             others.setdefault(kind[0] if kind else name.rpartition(".")[2], []).append(name)
-    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding}
+    whole = not config.get("ensure_weight_tying")  # a tied head is merged with its embeddings, in whole models
+    below = {f"{PREFIX}{module}.base_layer.weight" for module, embedding in halves if embedding or whole}
     under = {name: store.get_tensor(name) for name in others.get("weight", ()) if name in below}
     others["weight"] = [name for name in others.get("weight", ()) if name not in below]
     problems += [
@@ -249,7 +284,7 @@ def read_adapter(label: str, path: Path) -> Held:
     if not halves and not problems:
         problems.append(f"{label}: {weights_of(path)} holds no factors: is it an adapter?")
     found = dict[str, Factors]()
-    known = not any(_no_numbers(config)) and not any(_no_patterns(config))
+    known = not (any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config))
     for (module, _), names in halves.items():
         if len(names) < 2:
             problems.append(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
@@ -282,11 +317,16 @@ def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, A
         raise ValueError(f"{label}: {path} is not a readable adapter ({error}): copy or download it again") from error
     if store is None:
         raise ValueError(f"{label}: {path} {foreign(path)}")
-    kind = config.get("peft_type")
-    if isinstance(kind, str) and kind != "LORA":  # its other fields and leaves are another kind's too
-        problem = f"{label}: its {CONFIG} sets peft_type to {kind!r}, which is not read here"
-        raise ValueError(f"{problem}: {_MERGED}")
-    return config, store, list(config_problems(label, config, whole=whole))
+    problems = list(config_problems(label, config, whole=whole))
+    problems += [
+        f"{label}: {path / name} holds weights that were trained beside the adapter, which are not read here: write "
+        "the whole model by the program that trained it, and give that"
+        for name in BESIDE
+        if (path / name).exists()
+    ]
+    if _is_other_kind(config):  # its leaves are another kind's too
+        raise ValueError(problems[0])
+    return config, store, problems
 
 
 def stored_halves(module: str, a: Tensor, b: Tensor, *, embedding: bool) -> dict[str, Tensor]:
@@ -300,19 +340,35 @@ def config_problems(label: str, config: Mapping[str, Any], *, whole: bool = Fals
 
     Args: whole: a whole expert is made of it: rows may have other norms (``use_dora``), biases other values.
     """
+    if _is_other_kind(config):  # its other fields are another kind's too
+        way = _UNMERGED if config["peft_type"] in _WITHOUT_WEIGHTS else _MERGED
+        yield f"{label}: its {CONFIG} sets peft_type to {config['peft_type']!r}, which is not read here: {way}"
+        return
     for name, value in config.items():
         if whole and ((name == "use_dora" and isinstance(value, bool)) or (name == "bias" and value in _BIASES)):
             continue
         allowed = _USED.get(name)
         if name in _UNUSED or (name in _USED and allowed is None) or (allowed and value in allowed):
             continue
-        if name == "target_parameters" and all(str(path).endswith(".in_proj_weight") for path in value or ()):
-            continue  # of nn.MultiheadAttention: two dimensions, as a linear weight
+        if name == "target_parameters" and not _of_parameters(config):
+            continue
         if name in _USED or value not in (None, False, {}, []):
-            out = _MERGED
+            out = _UNMERGED if name == "alora_invocation_tokens" else _MERGED
             yield f"{label}: its {CONFIG} sets {name} to {value!r}, which is not read here: {out}"
     yield from (f"{label}: in its {CONFIG} {text}" for text in _no_patterns(config))
     yield from (f"{label}: its {CONFIG} has no number {name}: is it a LoRA adapter?" for name in _no_numbers(config))
+
+
+def _is_other_kind(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("peft_type"), str) and config["peft_type"] != "LORA"
+
+
+def _of_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether factors are of parameters that are not weights of linear layers, as the experts of a mixture are.
+
+    Those of nn.MultiheadAttention have two dimensions, as such a weight.
+    """
+    return not all(str(path).endswith(".in_proj_weight") for path in config.get("target_parameters") or ())
 
 
 def _no_patterns(config: Mapping[str, Any]) -> Iterator[str]:
@@ -457,7 +513,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 def _leaf(name: str, base: Folder) -> str | None:
     """The leaf of base that an adapter's name means; published checkpoints may lack the first part, "transformer."."""
-    bare = name.removeprefix(PREFIX)
+    bare = tree.unwrapped(name.removeprefix(PREFIX))
     return next((leaf for leaf in (bare, bare.partition(".")[2]) if leaf in base.leaves), None)
 
 

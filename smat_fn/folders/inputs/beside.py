@@ -15,7 +15,7 @@ from .vocabulary import FITTED
 
 Files: TypeAlias = dict[str, Path | bytes]  # by name: to be copied, or as they are
 
-CONFIG = "config.json", "generation_config.json", "*.py"
+CONFIG = "config.json", "generation_config.json", "*.py", "custom_generate/*"
 TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",

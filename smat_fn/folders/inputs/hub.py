@@ -11,7 +11,8 @@ from ...errors import first_line
 from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
-from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder
+from .adapters import BESIDE
+from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
 from .spare import may_be_spare, recast
 from .stacks import folders_of
 from .towers import part_config
@@ -20,7 +21,7 @@ from .vocabulary import HEAD, by_token
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 _FILES = [
     *("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.jinja", "*.py", "*.codes"),
-    *("*.tokenizer", "README.md"),
+    *("*.tokenizer", "README.md", *BESIDE),  # the last ones are not read: with them an adapter is refused
 ]
 _PICKLES = PICKLED, "pytorch_model-*.bin", "adapter_model.bin"
 
@@ -120,7 +121,11 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
         rows: embeddings and heads of other numbers of rows than base's are refused.
     """
     asked = {label: path for label, path in inputs.items() if repository_of(path) is not None}
-    remote = {label: leaves for label, path in asked.items() if (leaves := _headers(label, path)) is not None}
+    new = {label: path for label, path in asked.items() if _local(label, path) is None}
+    problems = [text for label, path in new.items() for text in refused_by_config(label, path, _config(path))]
+    if problems:
+        return [f"{problem} (nothing is downloaded)" for problem in problems]
+    remote = {label: leaves for label, path in new.items() if (leaves := _headers(path)) is not None}
     if not remote:
         return []
     (first, origin), *others = inputs.items()
@@ -157,11 +162,11 @@ def _comparable(start: Leaves, leaves: Leaves, config: Mapping[str, Any], *, row
     return kept
 
 
-def _headers(label: str, path: Path) -> Leaves | None:
+def _headers(path: Path) -> Leaves | None:
     """The leaves of a repository that is not in the cache yet."""
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE or _local(label, path) is not None:
+    if constants.HF_HUB_OFFLINE:
         return None
     try:
         found = HfApi().get_safetensors_metadata(str(repository_of(path)), revision=_revision(path))

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -50,6 +50,7 @@ _QUANTISED = (  # last parts of leaf names: GPTQ and AWQ, bitsandbytes, compress
 )
 _SHARD = re.compile(r"-\d+-of-\d+\.(safetensors|sft|bin)$")
 _FACTOR = re.compile(r"\.(lora[._]|lora_linear_layer\.|hada_|lokr_)")  # LoRA, LoHa, LoKr of kohya or diffusers
+_DEQUANTISED = "merge the checkpoint it was made from, or a dequantised copy"
 _SAFE = "save the model again with save_pretrained, or its state dict with safetensors.torch.save_file"
 
 Read: TypeAlias = Callable[[int, int], Tensor]  # flat coordinates [start, stop) of a leaf
@@ -199,7 +200,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 made[own] = reader_of(store, name)
             else:
                 files[name] = file
-    problems += _quantised(label, path, leaves)
+    problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
     if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
         problems.append(
             f"{label}: {path} holds factors of an adapter ({factor!r}), and a merge of factors is not that of their "
@@ -378,15 +379,27 @@ def foreign(path: Path, only: str = "*") -> str:
     return f"holds neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint"
 
 
-def _quantised(label: str, path: Path, leaves: Mapping[str, Tensor]) -> Iterator[str]:
-    out = "merge the checkpoint it was made from, or a dequantised copy"
-    config = config_of(path)
-    if asked := config.get("quantization_config") or config.get("quantization"):  # the latter of MLX
-        method = asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked
-        yield f"{label}: {path} is quantised ({method}, says its config.json): {out}"
+def quantised_by(config: Mapping[str, Any]) -> str:
+    """The method of quantisation that a config.json names; "" for a model that is not quantised."""
+    names = "quantization_config", "quantization", "compression_config"  # of MLX; of older compressed-tensors
+    asked = next((own for name in names if (own := config.get(name))), None)
+    return str(asked.get("quant_method", "unknown method") if isinstance(asked, dict) else asked or "")
+
+
+def refused_by_config(label: str, path: Path, config: Mapping[str, Any]) -> list[str]:
+    """An error for a checkpoint whose config.json says that it is quantised."""
+    method = quantised_by(config)
+    return [f"{label}: {path} is quantised ({method}, says its config.json): {_DEQUANTISED}"] if method else []
+
+
+def _quantised(label: str, places: Sequence[Path], leaves: Mapping[str, Tensor]) -> Iterator[str]:
+    """An error for a quantised checkpoint; ``places`` are its folder and those of its components."""
+    told = [text for place in places for text in refused_by_config(label, place, config_of(place))]
+    if told:
+        yield from told
         return
     for name, leaf in leaves.items():
         packed = not leaf.is_floating_point() and name.endswith((".weight", "_blocks"))  # of MLX uint32
         if packed or name.rpartition(".")[2] in _QUANTISED:
-            yield f"{label}: {path} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {out}"
+            yield f"{label}: {places[0]} is quantised (it holds leaf {name!r}, {dtype_name(leaf)}): {_DEQUANTISED}"
             return

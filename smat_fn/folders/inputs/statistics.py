@@ -1,10 +1,9 @@
 """Statistics of experts (`merge.statistics`) beside their weights: found, checked, mapped."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ... import checkpoint
 from ...checkpoint import STATISTICS
@@ -38,7 +37,7 @@ def with_statistics(
             continue
         leaves = {path: leaf for path in store.names if (leaf := store.header(path)) is not None}
         problems += statistics_problems(kind, base.leaves, f"{file}", leaves)
-        problems += stale(file, facts, folder.tensors)
+        problems += stale(file, facts, partial(_print_of, folder))
         labels[name] = facts.get("labels")
         new[name] = folder._replace(stores={**folder.stores, file: store})
     problems += without(kind, missing) + of_other_labels(labels)
@@ -60,16 +59,14 @@ def without(kind: str, places: list[str]) -> list[str]:
     return [f"no {STATISTICS[kind]} in {', '.join(places)}: {way}"]
 
 
-def stale(
-    file: Path, facts: Mapping[str, object], weights: Callable[[], Mapping[str, Tensor]], *, compared: bool = False
-) -> list[str]:
+def stale(file: Path, facts: Mapping[str, object], print_of: Callable[[], str], *, compared: bool = False) -> list[str]:
     """An error for statistics of other weights than those beside them.
 
     The fingerprint of an adapter is that of its factors, by its manifest; of a whole model the weights are hashed,
     since another program may have written them beside the manifest.
 
     Args:
-        weights: gives the expert's leaves, where no manifest has their fingerprint.
+        print_of: gives the fingerprint of the expert's leaves, where no manifest has it.
         compared: they are known to be those of the manifest.
     """
     try:
@@ -78,7 +75,7 @@ def stale(
         manifest = None
     known = manifest.get("fingerprint") if isinstance(manifest, dict) else None
     if known is None:
-        now = checkpoint.fingerprint(weights())
+        now = print_of()
     elif compared or is_adapter(file.parent):
         now = known
     else:
@@ -102,6 +99,10 @@ def of_other_labels(labels: Mapping[str, object]) -> list[str]:
         f"the experts' fisher.safetensors were computed with different labels ({each}): compute all with the same "
         "ones, `python merge.py statistics EXPERTS --kinds fisher --labels data --overwrite`"
     ]
+
+
+def _print_of(folder: Folder) -> str:
+    return checkpoint.fingerprint(folder.tensors())
 
 
 def _names(folder: Folder, kind: str) -> list[str]:

@@ -11,7 +11,7 @@ from .beside import Files, beside, chosen_template, differences
 from .heads import head_files, head_notes
 from .hub import local_folder
 from .opening import RESERVED, key_of, roots_of
-from .reading import Folder, load_config
+from .reading import Folder, config_of, load_config, refused_by_config
 from .tokens import Aligned, Tokens, aligned
 from .vocabulary import tokenizer_notes
 
@@ -79,6 +79,9 @@ class Whose(NamedTuple):
             config = roots.get(given) or local_folder("config_from", Path(given))
             if load_config(config) is None and self.config_from is not None:
                 problems.append(f"config_from is {given!r}: {config} has no config.json")
+            problems += (
+                refused_by_config(f"config_from {given!r}", config, config_of(config)) if given != "base" else []
+            )
             return head_files(self.heads, {name: roots[key_of(name)] for name in self.heads}) | beside(
                 start.root,
                 config,

@@ -17,7 +17,7 @@ from ...folders import merge_adapters as write
 from ...folders.files import digests
 from ...merge.around.factors import Factors, option_problems
 from ...merge.parts.masked import Masked
-from .card import adapter_card
+from .card import adapter_card, licenses_of
 from .finished import hashes, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
@@ -129,7 +129,9 @@ def _texts(facts: Mapping[str, Any], files: Sequence[Path], inputs: Mapping[str,
     config = json.loads(files[0].read_text(encoding="utf-8"))
     ranks = sorted({config["r"], *config["rank_pattern"].values()})
     base = config["base_model_name_or_path"]
+    named = dict(zip(facts["adapters"], (files[0].parent for files in inputs.values()), strict=True))
     about = {
+        **(licenses_of(Path(base), named) if base else {}),
         "base_model": model_names(Path(base))[0] if base else None,
         "ranks": [ranks[0], ranks[-1]],
         "versions": {"smat_fn": __version__},

@@ -53,8 +53,8 @@ def card(manifest: Mapping[str, Any]) -> str:
         lines += ["", f"Share of coordinates that was kept: {_points(manifest['density'].items(), '{} {:.6f}')}."]
     lines += _search(manifest)
     lines += [f"\nNote: {note}." for note in manifest.get("notes", ())]
-    of_base = manifest.get("licenses", {}).get("base", {})  # a link that is a path means a file of its folder
-    lines += _other_licenses(of_base, manifest.get("licenses", {}).get("experts", {}))
+    of_base, theirs = _licenses(manifest)
+    lines += _other_licenses(of_base, theirs, "experts")
     lines += ["", "| expert | dev score of the merged model | fingerprint (SHA-256) |", "|---|---:|---|"]
     for name, print_ in manifest["experts"].items():
         score = f" {manifest['dev'][name]:.2f}" if name in manifest["dev"] else ""
@@ -65,7 +65,7 @@ def card(manifest: Mapping[str, Any]) -> str:
     metadata = {  # in the order of huggingface_hub's own cards
         "base_model": model_ids(manifest["base_model"]),
         "library_name": _library(manifest),
-        **{name: value for name, value in of_base.items() if name != "license_link" or value.startswith("http")},
+        **_license_metadata(of_base),
         "tags": ["merge", "smat_fn", manifest["merger"]],
         "base_model_relation": "merge",
     }
@@ -90,19 +90,43 @@ def _license(path: Path) -> dict[str, Any]:
         metadata = yaml.safe_load(found)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    if not (text.startswith("---") and isinstance(metadata, dict) and isinstance(metadata.get("license"), str)):
+    return _license_in(metadata) if text.startswith("---") and isinstance(metadata, dict) else {}
+
+
+def _license_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields on the license in the metadata of a model card, a name or a list of names; empty without any."""
+    found = metadata.get("license")
+    names = found if isinstance(found, list) else [found]
+    if not names or not all(isinstance(name, str) for name in names):
         return {}
-    return {name: metadata[name] for name in _LICENSE if isinstance(metadata.get(name), str)}
+    more = {name: metadata[name] for name in _LICENSE[1:] if isinstance(metadata.get(name), str)}
+    return {"license": found, **more}
 
 
-def _other_licenses(of_base: Mapping[str, str], experts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A paragraph on experts whose license is not the base's."""
-    base, *named = ((own.get("license"), own.get("license_name")) for own in (of_base, *experts.values()))
-    others = {name: own[1] or own[0] for name, own in zip(experts, named, strict=True) if own != base}
-    if not others:
+def _licenses(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The licenses of base and experts in a manifest, as `licenses_of` found them."""
+    found = manifest.get("licenses", {})
+    return found.get("base", {}), found.get("experts", {})
+
+
+def _license_metadata(own: Mapping[str, Any]) -> dict[str, Any]:
+    """A license as metadata of another model card, where a link that is a path would name a file of that folder."""
+    return {name: value for name, value in own.items() if name != "license_link" or value.startswith("http")}
+
+
+def _license_name(own: Mapping[str, Any]) -> str:
+    found = own.get("license_name") or own["license"]
+    return found if isinstance(found, str) else " and ".join(found)
+
+
+def _other_licenses(of_base: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], what: str) -> list[str]:
+    """A paragraph on those of the inputs, ``what``, whose license is not the base's."""
+    base = _license_name(of_base) if of_base else None
+    named = {name: own for name, found in others.items() if (own := _license_name(found)) != base}
+    if not named:
         return []
-    each = ", ".join(f"{name} {license}" for name, license in others.items())
-    whose = "is that of base; experts name others" if of_base else "of base is not known; experts name theirs"
+    each = ", ".join(f"{name} {license}" for name, license in named.items())
+    whose = f"is that of base; {what} name others" if of_base else f"of base is not known; {what} name theirs"
     return ["", f"The license {whose} ({each}): check their terms."]
 
 
@@ -130,12 +154,15 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
         "|---|---:|",
     ]
     lines += [f"| {_cell(name)} | {manifest['weights'].get(name, 1.0):g} |" for name in manifest["adapters"]]
+    of_base, theirs = _licenses(manifest)
+    lines += _other_licenses(of_base, theirs, "adapters")
     lines += _hashes(manifest)
     lines += ["", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()) + ".", ""]
     known = model_ids([base]) if base else None
     metadata = {
         "base_model": known and known[0],
         "library_name": "peft",
+        **_license_metadata(of_base),
         "tags": ["merge", "smat_fn", "lora", manifest["method"]],
         "base_model_relation": "adapter" if known else None,
     }
@@ -173,6 +200,13 @@ def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
         named = f"{manifest['label']} experts merged by {manifest['merger'].upper()}"
         options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items())
         found.text = f"\n# {named}: the model of {manifest['task']}\n\nMerger: {manifest['merger']} ({options}).\n"
+    (of_base, _), own = _licenses(manifest), _license_in(found.data.to_dict())
+    if not own:
+        for name, value in _license_metadata(of_base).items():
+            found.data[name] = value
+    elif of_base and _license_name(own) != _license_name(of_base):
+        whose = f"The license is that of the model; base names another ({_license_name(of_base)})"
+        found.text += f"\n{whose}: check its terms.\n"
     found.text += (
         "\nWritten as the whole model that it belongs to: `from_pretrained` reads this folder, and "
         "`python merge.py verify FOLDER` hashes what was read and written again.\n"

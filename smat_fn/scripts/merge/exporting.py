@@ -13,7 +13,7 @@ from ...folders import Options, Report, local_folder, merge_folders, open_folder
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
-from .card import exported_card
+from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
 from .recipe_write import folder_name
@@ -48,12 +48,14 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
     def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
         if several:
             errors.raise_problems(_changed(model, manifest.get("files", {}), report))
+        licenses = {**manifest.get("licenses", {}), **licenses_of(base, {}).get("licenses", {})}
         facts = {
             **{name: value for name, value in manifest.items() if name not in left_out},
             **({} if task is None else {"task": task}),
             "kind": "exported",
             "source": folder_name(model),
             "source_fingerprint": manifest.get("fingerprint"),
+            **({"licenses": licenses} if licenses else {}),
             "base_model": model_names(base) + manifest.get("base_model", [])[1:],
             "rounding_ratio": report.rounding,
             **hashes(files, report.inputs, report.hashes),

@@ -304,7 +304,7 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
         try:
             facts = checkpoint.statistics_facts(file)
             compared = bool(inputs.manifests.get(name)) and any(own is params for own, _ in inputs.prints)
-            problems += stale(file, facts, partial(dict, params), compared=compared)
+            problems += stale(file, facts, partial(inputs.print_of, params), compared=compared)
             labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from smat_fn.scripts.merge.card import adapter_card, card, licenses_of, model_ids
+from smat_fn.scripts.merge.card import adapter_card, card, exported_card, licenses_of, model_ids
 
 NAMES = (
     "gpt2", "owner/name", "a-b_c.d", "my base", "two/slashes/here", "-start", "end-", "a--b", "a..b", "repo.git",
@@ -64,11 +64,12 @@ def test_metadata_are_read_by_the_hubs_client_and_name_models_alone(names):
 
 
 def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
+    several = ["mit", "cc-by-4.0"]
     own = {"license": "other", "license_name": "llama3.2", "license_link": "https://x.y/z"}
     cards = {
         "base": "license: other\nlicense_name: llama3.2\nlicense_link: https://x.y/z",
         "A": "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE", "B": "tags: [x]\nlicense: mit",
-        "C": "license: [", "D": "tags: []", "E": "license: 3",
+        "C": "license: [", "D": "tags: []", "E": "license: 3", "F": "license: [mit, cc-by-4.0]", "G": "license: []",
     }  # fmt: skip
     for name, text in cards.items():
         (tmp_path / name).mkdir()
@@ -77,13 +78,30 @@ def test_the_license_is_that_of_the_base_and_other_ones_are_named(tmp_path):
     of_base, *others = (tmp_path / name for name in (*cards, "none"))
     found = licenses_of(of_base, {path.name: path for path in others})
     assert found == {
-        "licenses": {"base": own, "experts": {"A": own | {"license_link": "LICENSE"}, "B": {"license": "mit"}}}
+        "licenses": {
+            "base": own,
+            "experts": {"A": own | {"license_link": "LICENSE"}, "B": {"license": "mit"}, "F": {"license": several}},
+        }
     }
     made = ModelCard(card(MANIFEST | {"base_model": []} | found), ignore_metadata_errors=False)
     assert {name: value for name, value in made.data.to_dict().items() if "license" in name} == own
-    assert "The license is that of base; experts name others (B mit): check their terms." in made.text
+    assert (
+        "The license is that of base; experts name others (B mit, F mit and cc-by-4.0): check their terms." in made.text
+    )
     assert licenses_of(tmp_path / "none", {}) == {}
     alone = card(MANIFEST | {"base_model": []} | licenses_of(tmp_path / "none", {"B": tmp_path / "B"}))
     assert "The license of base is not known; experts name theirs (B mit): check" in alone
+    listed = licenses_of(tmp_path / "F", {"B": tmp_path / "B"})
+    assert ModelCard(card(MANIFEST | {"base_model": []} | listed)).data.license == several
+    adapter = {"method": "svd", "ranks": [2, 2], "adapters": [], "weights": {}, "versions": {}, "base_model": None}
+    text = adapter_card(adapter | listed)
+    assert "is that of base; adapters name others (B mit): check" in text
+    assert ModelCard(text).data.license == several
+    exported = {"base_model": ["owner/base"], **found}
+    (tmp_path / "none/README.md").write_text("# Text\n")
+    for name, whose in {"none": own, "A": own | {"license_link": "LICENSE"}, "B": {"license": "mit"}}.items():
+        made = ModelCard(exported_card(tmp_path / name, exported))
+        assert {field: value for field, value in made.data.to_dict().items() if "license" in field} == whose
+        assert ("base names another (llama3.2): check its terms" in made.text) == (name == "B")
     stack = Path(f"{tmp_path}/base[0:1]+{tmp_path}/B[1:2]")
     assert licenses_of(stack, {"x": Path("owner/unknown")})["licenses"].keys() == {"base", "experts"}

@@ -11,7 +11,7 @@ from smat_fn.config import Fisher, RegMean
 from smat_fn.data.batching import split_rows
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
 from smat_fn.scripts.merge import statistics, streaming
-from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, read_statistics
 from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.settings import Statistics
 
@@ -149,6 +149,16 @@ def test_experts_run_in_the_dtypes_of_base(known, suite, tmp_path):
     asked = Statistics((), rows=1, labels="data")  # as of an adapter on a base in bfloat16, whose weights are float32
     (line,) = statistics.write_statistics(suite, tmp_path, "rot90", params, asked)
     assert line == f"fisher: {tmp_path / 'fisher.safetensors'}, 16 rows"
+
+
+def test_weights_whose_hash_is_known_are_not_hashed_again(known, tmp_path, monkeypatch):
+    run = shutil.copytree(known, tmp_path / "run")
+    base, experts = find_inputs(run)
+    for expert in experts:  # as written by another tool
+        (expert / checkpoint.MANIFEST).unlink()
+    inputs = load_inputs(base, experts)
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda params: pytest.fail("hashed again"))
+    assert read_statistics(Fisher(coef=0.8), inputs).keys() == {"rot90", "mirror"}
 
 
 def test_missing_statistics_are_said_before_any_merging(runs, tmp_path):

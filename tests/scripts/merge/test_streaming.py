@@ -186,6 +186,7 @@ def test_the_metadata_of_a_card_name_models_on_the_hub(copied, tmp_path, monkeyp
 def test_an_exported_model_has_the_card_of_its_model(text, copied, tmp_path):
     base, (expert, _) = copied
     (base / "config.json").write_text("{}")
+    (base / "README.md").write_text("---\nlicense: [mit, cc0-1.0]\n---\n")
     if text is not None:
         (expert / "README.md").write_text(text)
     export(expert, base, tmp_path / "out")
@@ -193,7 +194,7 @@ def test_an_exported_model_has_the_card_of_its_model(text, copied, tmp_path):
     title = "# SMAT expert of " if text is None or "Lost" in text else text.rpartition("# ")[2]
     assert title in card.text
     assert card.text.endswith("hashes what was read and written again.\n")
-    assert card.data.library_name == "transformers"
+    assert (card.data.library_name, card.data.license) == ("transformers", ["mit", "cc0-1.0"])
     assert card.data.base_model == {"P": None, "O": "x/y"}.get(title[0], ["base"])
 
 
