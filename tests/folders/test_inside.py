@@ -71,6 +71,23 @@ def test_bits_are_those_of_the_merged_text_models(base, config, models, folders,
     assert torch.equal(again.lm_head.weight, wanted[f"{LLAVA}lm_head.weight"])
 
 
+def test_an_adapter_of_the_text_model(models, folders, tmp_path):
+    module, adapter = "model.layers.1.self_attn.q_proj", tmp_path / "adapter"
+    a, b = torch.randn(2, 8), torch.randn(8, 2)
+    factors = {f"base_model.model.{module}.lora_{name}.weight": leaf for name, leaf in {"A": a, "B": b}.items()}
+    folders.save(tmp_path / "factors", factors)
+    (tmp_path / "factors").rename(adapter)
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    given, options = {"vlm": models["vlm"], "adapter": adapter}, {"vocabulary": "pad-with-base", "into": "vlm"}
+    merge_folders(TaskArithmetic(coef=1.0), models["text"], given, tmp_path / "out", **options)
+    made, whole = folders.load(tmp_path / "out"), weights(models["vlm"])
+    change = {f"{LLAVA}{module}.weight": 2 * b @ a}
+    for path, leaf in whole.items():
+        torch.testing.assert_close(made[path], leaf + change.get(path, 0.0))
+
+
 def test_parts_and_dtypes(models, folders, tmp_path):
     given = {name: models[name] for name in ("vlm", "a")}
     options = dict(vocabulary="pad-with-base", into="vlm", shard_size=3000, out_dtype="bfloat16")

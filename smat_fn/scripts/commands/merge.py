@@ -3,6 +3,7 @@
     python merge.py all --run runs/smat --search --out runs/smat/merged
     python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
+    python merge.py ta --base TEXT --experts VLM@1 EXPERT@0.3 --coef 1 --into VLM --out merged
     python merge.py recipe.yml --out merged
     python merge.py verify merged/ties
     python merge.py export runs/merged/ta --base MODEL --out published
