@@ -26,7 +26,7 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
     if into not in inputs:
         return dict(inputs), [
             f"into is {into!r}, none of the models that are merged ({', '.join(inputs)}): name the one whose language "
-            "model is merged; it must be among them, because its own training of these weights is lost otherwise"
+            "model is merged, which must be among them, since what it learned would be lost otherwise"
         ]
     host, placed, problems = inputs[into], dict[str, Folder](), list[str]()
     texts = {name: folder for name, folder in inputs.items() if folder.leaves.keys() != host.leaves.keys()}
@@ -116,7 +116,7 @@ def _places(host: Folder, part: Folder) -> dict[str, str]:
         if not computed(path, leaf) and not predicts_ahead(path, config)
     ]
     if lacking:
-        raise ValueError(f"{what}: it lacks {_some(lacking)}; download or save it again, or give one of the same kind")
+        raise ValueError(f"{what}: it lacks {_some(lacking)}, download or save it again, or give one of the same kind")
     return known
 
 
