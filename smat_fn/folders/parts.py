@@ -25,7 +25,7 @@ from ..merge.parts.merger import Merger
 from .files import Hashing, sampled
 from .prepare import Options, prepare
 from .run import Describe, Report, completed, kept_if_full, merge_shards, room_problems
-from .streaming.chunks import Job
+from .streaming.chunks import Job, written
 from .streaming.estimate import memory_problems
 from .streaming.survey import Survey, trimmed_leaves
 from .writing import NOTE, PROGRESS, Shard, exclusive, locked, recover, take_place, whole, work_folder
@@ -126,7 +126,7 @@ def merge_part(
 
 def shares(job: Job, shards: Sequence[Shard], count: int) -> list[list[Shard]]:
     """The files of every part: the one with most work that is left goes to the part that has the least."""
-    leaves = job.base.leaves
+    leaves = written(job).leaves
     work = [sum(job.config.work(leaves[path].shape) for path in shard.offsets) for shard in shards]
     placed, loads = list[list[int]]([[] for _ in range(count)]), [0.0] * count
     for i in sorted(range(len(shards)), key=lambda i: -work[i]):
@@ -230,6 +230,7 @@ def _facts(job: Job, shards: Sequence[Shard], vocabulary: str | None, *, describ
         "key": None if job.key is None else job.key.tolist(),
         "device": job.device.type,
         "vocabulary": vocabulary,
+        "into": written(job).label,
         "describe": described,
         "order of the experts": list(job.experts),
         "number of files read": len(job.seen),

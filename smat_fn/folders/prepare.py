@@ -24,7 +24,7 @@ from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
 from .inputs.vocabulary import Vocabulary
 from .inputs.whose import Whose
-from .streaming.chunks import Job, Scratch, target, unlike
+from .streaming.chunks import Job, Scratch, target, unlike, written
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     tokens: Tokens | None
     pad_to_multiple_of: int
     heads: Literal["error", "keep"]
+    into: str | None
 
 
 # over 60 lines: its signature names every option
@@ -85,6 +86,7 @@ def prepare(
     tokens: Tokens | None = None,
     pad_to_multiple_of: int = 1,
     heads: Literal["error", "keep"] = "error",
+    into: str | None = None,
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
     sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
@@ -93,6 +95,12 @@ def prepare(
     problems += _device_problems(device)
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
+    if into is not None:
+        others = {"config_from": config_from, "tokenizer_from": tokenizer_from, "partial": partial}
+        others |= {"heads": heads == "keep"}
+        problems += [f"{name} is not available with into: leave one out" for name, given in others.items() if given]
+        if config.statistics() is not None:
+            problems.append(f"{config.name} is not available with into: its statistics are of whole models")
     rules = getattr(config, "coef", None) if coef is None else coef
     problems += _merger_problems(config, list(experts), rules, key)
     problems += place_problems(out, (base, *experts.values()), overwrite=overwrite)
@@ -102,7 +110,7 @@ def prepare(
         given, config_from, tokenizer_from, chat_template, token_rows, [], own, tokens or {}, max(pad_to_multiple_of, 1)
     )
     align, kept = whose.align(based=config.based), own if heads == "keep" else None
-    start, found = open_inputs(base, experts, vocabulary, problems, partial=partial, align=align, heads=kept)
+    start, found = open_inputs(base, experts, vocabulary, problems, partial=partial, align=align, heads=kept, into=into)
     floating = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()] if start is not None else []
     notes, files = list[str](), Files()
     if start is not None:
@@ -139,7 +147,7 @@ def prepare(
         notes += [buffers_note(apart, "differs from base's in an expert")] if apart else []
     rest = tuple(notes), workers, other, read, files
     job = Job(config, coefs, masks, start, found, _OUT[out_dtype], each, place, Scratch(), *rest)
-    like = {path: leaf.to(target(job, path)) for path, leaf in start.leaves.items()}
+    like = {path: leaf.to(target(job, path)) for path, leaf in written(job).leaves.items()}
     if start.root.is_file():
         shard_size = max(shard_size, sum(leaf.nbytes for leaf in like.values()))  # as base, whose readers read one file
     return job, layout(like, shard_size, start.outputs)

@@ -18,7 +18,7 @@ from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from .files import Hashing, changed, size_text
 from .prepare import Options, prepare
-from .streaming.chunks import Job, Written, in_order, write_order
+from .streaming.chunks import Job, Written, in_order, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
 from .streaming.survey import Survey
 from .writing import (
@@ -119,6 +119,8 @@ def merge_folders(
         tokens: with tokenizer_from, rows of single tokens (`tokens.aligned`): {token: {"model": NAME}}, {"zero": True},
             and with {"force": True} for models that have the token too.
         pad_to_multiple_of: with tokenizer_from, of the number of rows; further ones are a model's mean row.
+        into: "base" or the name of an expert, a model that also sees: the language model inside it is merged with
+            text models, whose names one prefix maps to those there, and its other leaves are copied (`inside`).
         heads: "keep" writes the leaves outside base's layers that an expert has and base has not, or that any expert
             has in another shape, into ``heads/NAME.safetensors``, and merges the rest.
         chat_template: "auto" for the most frequent one of the inputs, a template, or a file of one.
@@ -278,7 +280,7 @@ def plan(config: Merger, base: Path, experts: Mapping[str, Path], out: Path, **o
 
 def planned(job: Job, shards: Sequence[Shard], out: Path) -> Plan:
     """`plan` of what is prepared."""
-    disk, leaves = sum(shard.size for shard in shards), job.base.leaves.values()
+    disk, leaves = sum(shard.size for shard in shards), written(job).leaves.values()
     errors.raise_problems([*memory_problems(job), *room_problems(work_folder(out), shards)])
     return Plan(
         memory_bound(job),
@@ -320,7 +322,7 @@ def _recipe(job: Job, shards: Sequence[Shard], more: str | None) -> str:
     key = None if job.key is None else job.key.tolist()
     headers = [[shard.file, hashlib.sha256(shard.header).hexdigest()] for shard in shards]
     parts = [__version__, job.config.name, job.config.settings(), job.coefs, key, job.device.type]
-    parts += [more, headers, files]
+    parts += [more, written(job).label, headers, files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

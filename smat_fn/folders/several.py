@@ -39,7 +39,7 @@ VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
 _OF_A_MODEL = {  # options that a folder of several models has no use for, and their defaults
     "out_dtype": "same", "device": "cpu", "config_from": None, "tokenizer_from": None, "chat_template": None,
-    "heads": "error",
+    "heads": "error", "into": None,
 }  # fmt: skip
 
 

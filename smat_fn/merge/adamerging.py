@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import errors, optim, random, tree
-from ..grad import loss_and_aux, value_and_grad
+from .. import errors, random, tree
 from ..types import Aux, Batch, LossFn, Params
 from .parts.chunks import delta_of
 from .parts.inputs import Experts, Leaves, check
@@ -60,6 +59,9 @@ def adamerging(
     Source: Yang et al., "AdaMerging: adaptive model merging for multi-task learning", 2024, equations (5) to (7), with
         its learning rate, number of steps and start.
     """
+    from .. import optim  # here, so that importing a merger loads no training
+    from ..grad import loss_and_aux, value_and_grad
+
     problems = [] if steps >= 1 else [f"steps is {steps}, must be at least 1"]
     problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
     problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]

@@ -193,6 +193,8 @@ def spoken(text: str) -> str:
     text = text.replace("or None to train everything", "or leave it out to train everything")
     text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
+    text = re.sub(r"\bgive into\b", "pass --into", text)
+    text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")

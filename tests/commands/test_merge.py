@@ -139,6 +139,38 @@ def test_options_without_effect_are_refused(hub, call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_text_experts_are_merged_into_a_model_that_sees(hub, call, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tree = {path: leaf for file in (hub / "code").glob("*.safetensors") for path, leaf in load_file(file).items()}
+    (tmp_path / "sees").mkdir()
+    seeing = {f"language_model.{path}": leaf for path, leaf in tree.items()} | {"vision.weight": torch.ones(2, 3)}
+    save_file(seeing, tmp_path / "sees/model.safetensors", metadata={"format": "pt"})
+    text = json.loads((hub / "base/config.json").read_text())
+    (tmp_path / "sees/config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    words = ("ta", "--base", hub / "base", "--experts", f"{tmp_path / 'sees'}@1", f"{hub / 'math'}@0.3", "--coef", 1)
+    words = (*words, "--into", "sees", "--out")
+    assert "all checks passed, 21 leaves" in call(*words, tmp_path / "out", "--dry-run")[0]
+    assert call(*words, tmp_path / "out")[1] is None
+    made, folder = load_file(tmp_path / "out/ta/model.safetensors"), tmp_path / "out/ta"
+    alone = ("ta", "--base", hub / "base", "--experts", f"{hub / 'code'}@1", f"{hub / 'math'}@0.3", "--coef", 1)
+    call(*alone, "--out", tmp_path / "alone")
+    assert made.pop("vision.weight").equal(torch.ones(2, 3))
+    for path, leaf in load_file(tmp_path / "alone/ta/model.safetensors").items():
+        assert made.pop(f"language_model.{path}").equal(leaf), path
+    assert not made
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llava"
+    assert "20 parameters of the language model of sees are merged" in (folder / "README.md").read_text()
+    assert call("recipe", folder / "recipe.yml", "--out", tmp_path / "again")[1] is None
+    assert digests(tmp_path / "again/ta") == digests(folder)
+    assert call(*words, tmp_path / "out")[0].startswith("kept: ")
+    assert call("verify", folder)[1] is None
+    assert "into" in call(*words[:-2], "base", "--out", tmp_path / "out")[1]
+    assert "--into: not available with --search" in call(*words, tmp_path / "no", "--search")[1]
+    assert "--lines and --plot are not available with --into" in call(*words, tmp_path / "no", "--lines", 0.5, 1)[1]
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize("merger", ["ties", "dare"])
 def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp_path):
     words = (merger, *inputs(hub), "--coef", "0.5", "--shard-size", "2KB", "--seed", "3", "--out")

@@ -124,7 +124,14 @@ def test_a_pure_merger_loads_little_and_no_folders():
 @pytest.mark.slow
 def test_functions_of_mergers_are_no_modules_whatever_is_imported_first():
     names = ["weight_average", "task_arithmetic", "ties", "dare", "della", "slerp", "tsv_merge", "breadcrumbs"]
-    firsts = ["smat_fn.merge.ties", "smat_fn.merge.registry", "smat_fn.config", "smat_fn.folders"]
+    names += ["adamerging", "reg_mean_plus"]
+    firsts = [
+        "smat_fn.merge.ties",
+        "smat_fn.merge.adamerging",
+        "smat_fn.merge.registry",
+        "smat_fn.config",
+        "smat_fn.folders",
+    ]
     code = f"""
 import importlib, os, torch
 for first in {firsts}:

@@ -84,7 +84,8 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
         if lacking and folder.leaves.keys() <= base.leaves.keys() and lacking.isdisjoint(own):
             return [
                 f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole: if it is a part of base, such as the "
-                "language model of one that sees, in Python merge_folders(..., partial=True) takes the rest of base"
+                "language model of one that sees, give into base; for other parts, in Python merge_folders(..., "
+                "partial=True) takes the rest of base"
             ]
     inside = {path for path in names if not _outside(path, rows)}
     shapes = {
@@ -101,7 +102,7 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
     if inside:
         return [
             "names differ inside the layers: if these are models of one kind, load and save all by one version of "
-            "transformers"
+            "transformers; if one holds the others as its language model, give into NAME, base or that of the expert"
         ]
     return ["these leaves are outside the layers: if they are heads, give heads keep, which merges the rest"]
 

@@ -13,6 +13,7 @@ from .adapters import is_adapter, open_adapter
 from .beside import differences
 from .heads import apart, left_out, unprefixed, ways_out
 from .hub import header_problems, local_folder, unavailable
+from .inside import inside
 from .kinship import strangers
 from .naming import Naming, namings
 from .reading import Folder, open_folder
@@ -63,6 +64,7 @@ def open_inputs(
     heads: dict[str, dict[str, Tensor]] | None = None,
     stand_ins: dict[str, list[str]] | None = None,
     options: bool = True,
+    into: str | None = None,
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and those experts that can be opened; errors of all of them go into ``problems``.
 
@@ -72,16 +74,19 @@ def open_inputs(
         heads: takes those of every expert, which need not be base's (`heads.apart`).
         stand_ins: takes the leaves of base in place of those heads.
         options: the caller takes ``vocabulary`` and ``tokenizer_from``, which an error may advise.
+        into: the name of a whole model whose language model is merged (`inside`).
     """
     inputs = {"base": Path(base), **{f"expert {name!r}": Path(path) for name, path in experts.items()}}
     if gone := unavailable(inputs):
         problems += gone
         return None, {}
-    early = heads is None and not partial
+    early = heads is None and not partial and into is None
     if early and (wrong := header_problems(inputs, rows=vocabulary == "error" and align is None)):
         problems += wrong
         return None, {}
-    start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None)
+    start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None, alone=into is not None)
+    if start is not None and into is not None:
+        start, found = _placed_in(into, start, found, len(experts), vocabulary, problems)
     if start is None:
         return None, found
     for name, other in list(found.items()):
@@ -110,9 +115,9 @@ def open_inputs(
 
 
 def _opened(
-    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool, heads: bool
+    base: Path, experts: Mapping[str, Path], problems: list[str], *, partial: bool, heads: bool, alone: bool
 ) -> tuple[Folder | None, dict[str, Folder]]:
-    """Base and experts as they are stored, without a comparison."""
+    """Base and experts as they are stored, without a comparison; ``alone`` leaves whole experts as they are."""
     start, found = None, dict[str, Folder]()
     try:
         start = open_input("base", Path(base))
@@ -127,7 +132,9 @@ def _opened(
             folder = local_folder(label, Path(path))
             if not is_adapter(folder):
                 opened = open_folder(label, folder)
-                found[name] = opened if start is None else placed(start, opened) if partial else fitted(start, opened)
+                if start is not None and not alone:
+                    opened = placed(start, opened) if partial else fitted(start, opened)
+                found[name] = opened
             elif start is not None:
                 found[name] = adapted(label, folder, start, heads=heads)
         except ValueError as error:
@@ -141,6 +148,17 @@ def _opened(
                     other = other.with_leaf(leaf, start.leaves[leaf], start.reader(leaf))
                 found[name] = other
     return start, found
+
+
+def _placed_in(
+    into: str, base: Folder, experts: dict[str, Folder], count: int, vocabulary: str, problems: list[str]
+) -> tuple[Folder | None, dict[str, Folder]]:
+    """`inside`, where all ``count`` experts could be opened; None where an error is in ``problems``."""
+    if len(experts) < count:
+        return None, {}
+    placed, wrong = inside(into, {"base": base, **{key_of(name): own for name, own in experts.items()}}, vocabulary)
+    problems += wrong
+    return (None, {}) if wrong else (placed["base"], {name: placed[key_of(name)] for name in experts})
 
 
 def open_input(label: str, path: Path) -> Folder:
@@ -235,6 +253,7 @@ def _foreign_names(base: Folder, other: Folder) -> str:
                 prefix, whose = longer.removesuffix(shorter), other.label if longer is name else "base"
                 inner = "module" if prefix == "module." else "base_model"  # by DataParallel, or another wrapper
                 head = ", or give heads keep" if longer is name and inner == "base_model" else ""
+                head = head or (", or give into base to merge its language model" if whose == "base" else "")
                 return (
                     f"{other.label} has no parameter of base: names in {whose} start with {prefix!r}: save it without "
                     f"(model.{inner}.save_pretrained){head}, or load and save both by one version of transformers"

@@ -122,6 +122,7 @@ class Folder(NamedTuple):
     outputs: Mapping[str, str] = MappingProxyType({})  # other files than `WEIGHTS` that hold leaves, by their prefix
     note: str = ""  # what a user should know of how it was read
     absent: frozenset[str] = frozenset()  # leaves that only hold the place: the model has no such layers
+    within: "Folder | None" = None  # the whole model that these leaves are a part of, where it is written
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Flat coordinates [start, stop) of a leaf, not to be written to: mostly a view of the mapped file."""

@@ -72,17 +72,19 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
     return base, fitted, problems
 
 
-def fit_rows(base: Folder, experts: Folders, vocabulary: str, *, options: bool = True) -> tuple[Folders, list[str]]:
+def fit_rows(
+    base: Folder, experts: Folders, vocabulary: str, *, options: bool = True, of: str | None = None
+) -> tuple[Folders, list[str]]:
     """Experts with base's number of rows in embeddings and heads, and the errors where that is impossible.
 
     ``base-rows`` takes an expert's first rows, as many as base has; ``pad-with-base`` does so too, and gives an expert
     with fewer rows those of base: their task vector is 0. ``error`` refuses both.
 
-    Args: options: the caller takes these, and ``tokenizer_from``.
+    Args: options: the caller takes these, and ``tokenizer_from``; of: a name of base, which takes no such option.
     """
     if vocabulary not in VOCABULARIES:
         return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}"]
-    fitted, problems = {}, []
+    fitted, problems, whose = {}, [], of or "base"
     for name, folder in experts.items():
         wrong: dict[int, list[str]] = {}
         for path, leaf in base.leaves.items():
@@ -99,13 +101,13 @@ def fit_rows(base: Folder, experts: Folders, vocabulary: str, *, options: bool =
         fitted[name] = folder
         for rows, paths in wrong.items():
             wanted = len(base.leaves[paths[0]])
-            policy = "base-rows (its first rows)" if rows > wanted else "pad-with-base (base's rows there)"
+            policy = "base-rows (its first rows)" if rows > wanted else f"pad-with-base ({whose}'s rows there)"
             way = (
-                f"choose vocabulary {policy}, or merge by token (tokenizer_from)"
+                f"choose vocabulary {policy}{'' if of else ', or merge by token (tokenizer_from)'}"
                 if options
                 else f"give it as many first, {FITTED} --vocabulary {policy.partition(' ')[0]}"
             )
-            problems.append(f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, base {wanted}: {way}")
+            problems.append(f"{folder.label} has {rows} rows in {', '.join(map(repr, paths))}, {whose} {wanted}: {way}")
     return fitted, problems
 
 
@@ -160,7 +162,7 @@ def equal_leaves(folder: Folder, left: str, right: str) -> bool:
     )
 
 
-def tokenizer_notes(base: Path, experts: Mapping[str, Path]) -> Iterator[str]:
+def tokenizer_notes(base: Path, experts: Mapping[str, Path], *, of: str = "base") -> Iterator[str]:
     """A sentence for every expert whose tokenizer numbers tokens differently; one without a tokenizer has base's."""
     for label, path in experts.items():
         for file in _TOKENIZERS:
@@ -169,13 +171,13 @@ def tokenizer_notes(base: Path, experts: Mapping[str, Path]) -> Iterator[str]:
                 continue
             left, right = map(_tokens, both)
             if left is None or right is None:
-                yield f"{label} has another {file} than base: its tokens may be numbered differently"
+                yield f"{label} has another {file} than {of}: its tokens may be numbered differently"
             elif left != right:
                 changed = sorted(token for token in left.keys() | right.keys() if left.get(token) != right.get(token))
                 yield (
-                    f"{label} numbers {len(changed)} tokens differently from base, e.g. {changed[0]!r} "
-                    f"({left.get(changed[0])} in base, {right.get(changed[0])} there): "
-                    "the merged model has base's tokenizer"
+                    f"{label} numbers {len(changed)} tokens differently from {of}, e.g. {changed[0]!r} "
+                    f"({left.get(changed[0])} in {of}, {right.get(changed[0])} there): "
+                    f"the merged model has {of}'s tokenizer"
                 )
             else:
                 continue

@@ -63,9 +63,9 @@ class Whose(NamedTuple):
         roots = roots_of({"base": start, **{key_of(name): folder for name, folder in found.items()}}, self.inputs)
         labels = {key_of(name): f"expert {name!r}" for name in RESERVED}
         others = {labels.get(name, f"expert {name!r}"): root for name, root in roots.items() if root != start.root}
-        if not self.rows:
+        if not self.rows and start.within is None:  # else `inside` has notes of its own
             notes += tokenizer_notes(start.root, others)
-        if not partial:
+        if not partial and start.within is None:
             own = {"chosen": self.config_from is not None, "template": self.chat_template is not None}
             wrong, unlike = differences(start.root, others, **own)
             problems += wrong

@@ -78,9 +78,14 @@ class Written(NamedTuple):
     change: float = 0.0
 
 
+def written(job: Job) -> Folder:
+    """The model whose leaves, shapes and dtypes the output has: base, or the one that it is within."""
+    return job.base.within or job.base
+
+
 def target(job: Job, path: str) -> torch.dtype:
     """The dtype that a leaf is written in."""
-    leaf = job.base.leaves[path]
+    leaf = written(job).leaves[path]
     return job.dtype if job.dtype is not None and leaf.is_floating_point() else leaf.dtype
 
 
@@ -134,6 +139,8 @@ def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Writte
 
     Tasks raise: ValueError that lists all values of all inputs that are not finite on meeting one.
     """
+    if path not in job.base.leaves:
+        return _kept(job, path)
     if not job.base.leaves[path].is_floating_point():
         return _copied(job, path)
     loop = None if rule.loop is None or not looped(job, path) else rule.loop(path)
@@ -236,6 +243,21 @@ def _copied(job: Job, path: str) -> Iterator[Callable[[], Written]]:
         return Written(start, held.read(path, start, stop))
 
     return (partial(copy, *span) for span in spans(job.base.leaves[path], job.chunk))
+
+
+def _kept(job: Job, path: str) -> Iterator[Callable[[], Written]]:
+    """A leaf of the whole model outside of the part that is merged."""
+    whole, out = written(job), target(job, path)
+
+    def copy(start: int, stop: int) -> Written:
+        values = whole.read(path, start, stop)
+        if not bool(values.isfinite().all()):
+            raise ValueError(f"leaf {path!r} of {whole.label} holds values that are NaN or infinite")
+        if not bool((narrow := values.to(out)).isfinite().all()):
+            raise _too_wide(path, out)
+        return Written(start, narrow)
+
+    return (partial(copy, *span) for span in spans(whole.leaves[path], min(job.chunk, SPAN)))
 
 
 def unlike(base: Folder, experts: Iterable[Folder], chunk: int) -> frozenset[str]:

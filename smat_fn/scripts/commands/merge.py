@@ -3,6 +3,7 @@
     python merge.py all --run runs/smat --search --out runs/smat/merged
     python merge.py ta --run runs/smat --coef 0.3 --out runs/merged
     python merge.py ties --base MODEL --experts EXPERT EXPERT --coef 1 --semantics mergekit --out merged --dry-run
+    python merge.py ta --base TEXT --experts VLM@1 EXPERT@0.3 --coef 1 --into VLM --out merged
     python merge.py recipe.yml --out merged
     python merge.py verify merged/ties
     python merge.py export runs/merged/ta --base MODEL --out published
@@ -87,6 +88,9 @@ class Inputs:
     """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
     heads: Literal["error", "keep"] = "error"
     """If an expert's head differs from the base's: error, or merge the rest and write heads/EXPERT.safetensors."""
+    into: Annotated[str | None, NONE] = None
+    """Vision-language model among the inputs (base, or an expert's name): merges its language model with text models
+    and copies its other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +207,7 @@ FIRST = {
 # merges in memory have none
 ON_DISK = (
     "coefs", "dry_run", "out_dtype", "shard_size", "memory_mib", "device", "vocabulary", "config_from",
-    "tokenizer_from", "chat_template", "push_to_hub", "heads", "part",
+    "tokenizer_from", "chat_template", "push_to_hub", "heads", "part", "into",
 )  # fmt: skip
 
 
@@ -356,6 +360,8 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
     from smat_fn.scripts.merge import streaming
 
     lines, coefs = args.choice.lines, args.choice.coefs
+    if args.inputs.into is not None and (lines is not None or args.output.plot):
+        raise ValueError("--lines and --plot are not available with --into: leave them out")
     if lines is not None and coefs:
         raise ValueError("--lines and --coefs both give coefficients by parameter: leave one out")
     part = streaming.chosen_part(args.machine.part, dry_run=args.output.dry_run, push=args.output.push_to_hub)
@@ -378,6 +384,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         tokenizer_from=args.output.tokenizer_from,
         chat_template=args.output.chat_template,
         heads=args.inputs.heads,
+        into=args.inputs.into,
     )
     own = args.output
     return streaming.run(configs, order, dry_run=own.dry_run, push=own.push_to_hub, public=own.public)

@@ -16,6 +16,7 @@ from ...folders.inputs.stacks import parts_of, stack_of
 OWN = (
     "base", "experts", "coef", "seed", "semantics", "out_dtype", "shard_size", "vocabulary", "device",
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
+    "into",
 )  # fmt: skip
 
 

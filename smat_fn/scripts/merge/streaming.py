@@ -45,6 +45,7 @@ from .recipe_write import OWN, placed_by_name, written
 
 BESIDE = (
     "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
+    "into",
 )  # fmt: skip
 DONE = "already finished: its files and inputs match its model card"
 

@@ -11,7 +11,7 @@ from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
 from ...folders.inputs.reading import Folder, config_of
-from ...folders.inputs.spare import copy_of, predicts_ahead
+from ...folders.inputs.spare import computed, copy_of, predicts_ahead
 from ...merge.parts.inputs import Leaves
 from ...suites import SUITES, Suite, describe_options
 from ...tree import dtype_name
@@ -69,7 +69,8 @@ def part_of(suite: Suite, base: Leaves) -> Part:
     view, prefix, naming = place_of(whole, part)
     known = None if suite.reads is None else {f"{prefix}{path}" for path in suite.reads}
     names, config = {f"{prefix}{path}": path for path in suite.base}, config_of(root)
-    unused = {path for path in view.leaves if path not in names and predicts_ahead(path, config)}
+    others = {path: leaf for path, leaf in view.leaves.items() if path not in names}
+    unused = {path for path, leaf in others.items() if predicts_ahead(path, config) or computed(path, leaf)}
     read = [path for path in view.leaves if (known is None or path in known) and path not in unused]
     return Part(base, view, names, naming, suite.name, read)
 

@@ -198,7 +198,7 @@ def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_no_score_depends_on_may_differ_from_the_base(trained, tmp_path):
-    names = ("embed_tokens.weight", "lm_head.weight", "proj_out.weight", "layers.0.w", "mtp.norm")
+    names = ("embed_tokens.weight", "lm_head.weight", "proj_out.weight", "layers.0.w", "mtp.norm", "rope.inv_freq")
     start, other = ({name: torch.randn(4, 4) for name in names} for _ in range(2))
     for label, leaves in {"base": start, "own": other, "tied": other}.items():
         (tmp_path / label).mkdir()
