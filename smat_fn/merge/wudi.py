@@ -100,6 +100,9 @@ class Wudi(Spectral):
     def mix(self) -> Mix:
         return partial(nearest, ridge=self.ridge, norms=self.norms)
 
+    def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
+        return []  # products, and a system of the smaller side
+
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         def needed(rows: int, columns: int) -> int:
             side = min(rows * experts, columns)
