@@ -15,7 +15,7 @@ from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
 from .offload.rebuild import blocks, rebuilding
-from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, read_in_place
+from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, flat, read_in_place
 from .step import Gradient, accumulate
 
 Result = tuple[Tensor, Aux, Params]
@@ -303,7 +303,7 @@ class _Buffered(SimulatedGradient):
         if self._buffer is None:
             # now that the device is known; the caller's own base may be freed
             self._check_base()
-            base, leaves = tree.flatten(self._base), tree.flatten(params)
+            base, leaves = flat(self._base), tree.flatten(params)
             self._buffer = BaseBuffer(base, leaves, slices=self._slices)
             self._base, self._check_base = None, tree.unchanged(read_in_place(base, leaves))
         return self._buffer
@@ -323,7 +323,7 @@ class _Rebuilt(SimulatedGradient):
         self._loss_fn.check(params)
         self._check_base()
         if self._source is None:
-            kind, base = StreamedBase if self._streamed else ResidentBase, tree.flatten(self._base)
+            kind, base = StreamedBase if self._streamed else ResidentBase, flat(self._base)
             self._source, self._base = kind(base, params), None
             if self._streamed:  # the check would keep the caller's base
                 self._check_base = tree.unchanged(read_in_place(base, params))

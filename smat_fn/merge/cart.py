@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import all_at_once
+from ..errors import all_at_once, raise_problems
 from ..types import Params
 from .parts.arithmetic import add, divided
 from .parts.chunks import merge_weights
@@ -42,6 +42,7 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
     problems = [*coef_problems(coef), *wrong]
     problems += other_problems("mean", skip)
     flat = all_at_once(problems, lambda: check_alone(experts))
+    raise_problems(Cart(skip=tuple(skip)).size_problems(next(iter(flat.values())), len(flat)))
 
     def fuse(path: str, values: Iterator[Tensor]) -> Tensor:
         every = [value.contiguous() for value in values]

@@ -66,7 +66,8 @@ def isotropic(deltas: list[Tensor], *, common: float) -> Tensor:
     parts = [leading(together, least - own * len(deltas))]
     shared = parts[0][0]
     if own:
-        floors = [tall.rounding(delta.shape, delta.dtype, tall.norm(delta)) for delta in deltas]
+        norms = tall.norms(deltas)
+        floors = [tall.rounding(delta.shape, delta.dtype, norm) for delta, norm in zip(deltas, norms, strict=True)]
         rests = (delta - shared @ (shared.mT @ delta) for delta in deltas)
         parts += [leading(svd(rest, floor), own) for rest, floor in zip(rests, floors, strict=True)]
     left, values, right = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -91,7 +92,7 @@ def isotropic_rows(blocks: tall.Blocks, shape: Sequence[int], experts: int, comm
         for deltas in blocks():
             inside = [shared(deltas).mT @ delta for delta in deltas]
             seen = [a + b for a, b in zip(seen, inside, strict=True)] if seen else inside
-            norms = [math.hypot(norm, tall.norm(delta)) for norm, delta in zip(norms, deltas, strict=True)]
+            norms = [math.hypot(norm, more) for norm, more in zip(norms, tall.norms(deltas), strict=True)]
         uppers = tall.triangles(lambda: map(others, blocks()))
         floors = [tall.rounding(shape, upper.dtype, norm) for upper, norm in zip(uppers, norms, strict=True)]
         parts += [tall.right(upper, rows, own, floor) for upper, floor in zip(uppers, floors, strict=True)]

@@ -68,10 +68,10 @@ def fuse(piece: Piece, cuts: Cuts, majority: int, aggregate: Aggregate) -> Tenso
     return _agreeing(deltas, sign, mean=aggregate == "mean")
 
 
-def votes(total: Tensor) -> int:
-    """Σ_k sgn(t_k)."""
+def votes(total: Tensor) -> Tensor:
+    """Σ_k sgn(t_k), 0-d int64, for which the host does not wait."""
     # ±1 add up exactly in float32 as long as there are at most 2²⁴ of them
-    return sum(int(part.sign().sum()) for part in total.split(1 << 24))
+    return torch.stack([part.sign().sum().long() for part in total.split(1 << 24)]).sum()
 
 
 def _agreeing(deltas: Sequence[Tensor], sign: Tensor, *, mean: bool) -> Tensor:
@@ -232,7 +232,7 @@ class Ties(Sparse):
         leaves, (keep, scope, densities) = InMemory(base, experts), self.trimming()
         leaves.cuts = _cuts(base, experts, keep, scope, densities)
         if scope == "global" and not self.special():
-            net = sum(votes(add(trimmed(piece, leaves.cuts))) for piece in pieces(base, experts))
+            net = int(sum(votes(add(trimmed(piece, leaves.cuts))) for piece in pieces(base, experts)))
             leaves.majority = (net > 0) - (net < 0)
         return vector_by_rule(self.rule(leaves), base, experts)
 

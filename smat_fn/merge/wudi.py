@@ -55,8 +55,9 @@ def wudi(
 
 def nearest(deltas: list[Tensor], *, ridge: float, norms: bool) -> Tensor:
     """Δ* of a matrix, by a system of the smaller of inputs and outputs times experts."""
-    sized = ((delta, float(delta.square().sum())) for delta in (delta.double() for delta in deltas))
-    live = [(delta, delta / (size**0.5 if norms else 1)) for delta, size in sized if size]
+    wide = [delta.double() for delta in deltas]
+    sizes = torch.stack([delta.square().sum() for delta in wide]).tolist()  # the host waits once
+    live = [(delta, delta / (size**0.5 if norms else 1)) for delta, size in zip(wide, sizes, strict=True) if size]
     if not live:
         return torch.zeros_like(deltas[0])
     # D: the Δ_i / ‖Δ_i‖ below each other; then Σ G_i / ‖Δ_i‖² = DᵀD, and Σ Δ_i G_i / ‖Δ_i‖² = E D
@@ -98,6 +99,9 @@ class Wudi(Spectral):
 
     def mix(self) -> Mix:
         return partial(nearest, ridge=self.ridge, norms=self.norms)
+
+    def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
+        return []  # products, and a system of the smaller side
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         def needed(rows: int, columns: int) -> int:

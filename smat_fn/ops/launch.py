@@ -169,12 +169,15 @@ _owners: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 def _owner(counts: tuple[int, ...], device: torch.device) -> Tensor:
     # the largest table, and the same at every step
-    if (found := _owners.get((counts, device))) is not None:
-        return found
-    if len(_owners) >= 32:
-        _owners.pop(next(iter(_owners)))
-    places = numpy.arange(len(counts), dtype=numpy.int32).repeat(counts)
-    return constant(places, _owners, (counts, device), device)
+    if (found := _owners.get((counts, device))) is None:
+        if len(_owners) >= 32:
+            _owners.pop(next(iter(_owners)))
+        places = numpy.arange(len(counts), dtype=numpy.int32).repeat(counts)
+        found = constant(places, _owners, (counts, device), device)
+    if device.type == "cuda":
+        # its memory is of the stream that asked first: what is popped is written to after all that read it
+        found.record_stream(torch.cuda.current_stream(device))
+    return found
 
 
 def _factors(numbers: Numbers, *more: Tensor) -> tuple[Tensor, Tensor]:

@@ -317,6 +317,11 @@ def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folde
     for call in (merge_folders, plan):
         with pytest.raises(ValueError, match=needed):
             call(TsvMerge(coef=1.0), *paths, tmp_path / "out")
+    with monkeypatch.context() as smaller:
+        smaller.setattr("smat_fn.merge.parts.spectral.SIDE", 31)
+        for call in (merge_folders, plan):
+            with pytest.raises(ValueError, match=r"^leaf 'embed\.w' is 64 x 32, .*count in 32 bits"):
+                call(TsvMerge(coef=1.0), *paths, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merge_folders(TsvMerge(coef=1.0, skip=("embed*",)), *paths, tmp_path / "out")
     merge_folders(TaskArithmetic(coef=1.0), *paths, tmp_path / "ta")

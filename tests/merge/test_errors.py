@@ -173,6 +173,15 @@ def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
             call()
 
 
+@pytest.mark.parametrize("shape", [(2, 2**30), (23_170, 23_170), (40_000, 54_000)], ids=str)
+@pytest.mark.parametrize("name", ["cart", "iso_c", "iso_cts", "svc", "tsv_merge"])
+def test_matrices_that_no_library_decomposes_are_refused_before_any_work(name, shape):
+    tree = {"embed": torch.zeros(()).expand(shape), "w": torch.eye(2)}  # of which nothing is read
+    trees = [[tree, tree]] if name == "cart" else [tree, [tree, tree]]
+    with pytest.raises(ValueError, match=r"leaf 'embed' is .* count in 32 bits: .* name the leaf in skip$"):
+        getattr(merge, name)(*trees, coef=1.0)
+
+
 def test_complex_leaves_are_no_buffers():
     one, two = ({"w": torch.ones(2, dtype=torch.complex64) * i} for i in (1, 2))
     calls = merge.task_vector, lambda a, b: merge.task_arithmetic(a, [b], coef=1.0), lambda *t: merge.weight_average(t)

@@ -31,7 +31,12 @@ def memory_bound(job: Job) -> int:
 
 
 def memory_problems(job: Job) -> list[str]:
-    """Errors for a merge that needs more memory than is available; none where the system does not report that."""
+    """Errors for leaves that the merger cannot take, and for a merge that needs more memory than is available.
+
+    Of memory none where the system does not report it.
+    """
+    if problems := job.config.size_problems(job.base.leaves, len(job.experts)):
+        return problems
     least = job.workers * job.config.memory(job.base.leaves, len(job.experts)) + FIXED
     free = _available()
     if free is None or least <= free:

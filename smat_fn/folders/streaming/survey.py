@@ -133,7 +133,7 @@ class Survey:
             if bands is not None:
                 return votes_of(window(job, path, start, stop), bands)
             piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
-            return votes(add(trimmed(piece, self.cuts)))
+            return int(votes(add(trimmed(piece, self.cuts))))
 
         limit = min(job.chunk // len(job.experts), SPAN)
         tasks = (partial(count, path, *span) for path in self.cuts for span in spans(job.base.leaves[path], limit))

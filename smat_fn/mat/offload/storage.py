@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ... import tree
+from ...types import Params
+
 ALIGN = 64  # bytes at whose multiples leaves begin in an arena
 HELD = 1  # groups beyond those in use that may wait for their last read
 
@@ -104,6 +107,27 @@ class Arena:
             found.append((now, end, self._blocks[block][offset : offset + (end - now) * size].view(dtype)))
             now = end
         return found
+
+
+class OnHost(dict[str, Tensor]):
+    """theta_0 by path for a caller that keeps ``host`` itself: shapes and dtypes, whose values are read from there.
+
+    Args: host: None in a tree that was built like another one, which has no values.
+    """
+
+    def __init__(self, leaves: Mapping[str, Tensor], host: Host | None = None) -> None:
+        super().__init__({path: leaf.detach().to("meta") for path, leaf in leaves.items()})
+        self.host = host
+
+
+def flat(base: Params) -> Mapping[str, Tensor]:
+    """The leaves of base by path, and with them where an `OnHost` has its values."""
+    return base if isinstance(base, OnHost) else tree.flatten(base)
+
+
+def host_of(base: Mapping[str, Tensor]) -> Host | None:
+    """Where the values of base are in host memory already."""
+    return base.host if isinstance(base, OnHost) else None
 
 
 class CudaRuntime:
@@ -226,7 +250,7 @@ class BaseBuffer:
     ) -> None:
         self._paths = list(base)
         self._parts = [
-            _DeviceBuffer(own, runtime or runtime_for(device), max(1, slices))
+            _DeviceBuffer(own, host_of(base), runtime or runtime_for(device), max(1, slices))
             for device, own in by_device(base, like).items()
         ]
 
@@ -244,8 +268,8 @@ class BaseBuffer:
 class _DeviceBuffer:
     """`BaseBuffer` of one device."""
 
-    def __init__(self, base: Mapping[str, Tensor], runtime: Runtime, slices: int) -> None:
-        self._runtime, self._pinned = runtime, runtime.pin(base)
+    def __init__(self, base: Mapping[str, Tensor], host: Host | None, runtime: Runtime, slices: int) -> None:
+        self._runtime, self._pinned = runtime, runtime.pin(base) if host is None else host
         self._buffer = dict(zip(base, runtime.empty(list(base.values())), strict=True))
         weakref.finalize(self, runtime.finish, list(self._buffer.values())).atexit = False
         self._slices = cut(base, slices)
@@ -331,7 +355,7 @@ class StreamedBase:
         self._part_of: dict[str, int] = {}
         for device, own in by_device(base, like).items():
             self._part_of.update(dict.fromkeys(own, len(self._parts)))
-            self._parts.append(_DeviceStream(own, runtime or runtime_for(device), ahead))
+            self._parts.append(_DeviceStream(own, host_of(base), runtime or runtime_for(device), ahead))
 
     def get(self, paths: Sequence[str]) -> list[Tensor]:
         """Leaves of theta_0, until `release` or the next `get`."""
@@ -357,8 +381,9 @@ class StreamedBase:
 class _DeviceStream:
     """`StreamedBase` of one device."""
 
-    def __init__(self, base: Mapping[str, Tensor], runtime: Runtime, ahead: int) -> None:
-        self._runtime, self._pinned, self._ahead = runtime, runtime.pin(base), ahead
+    def __init__(self, base: Mapping[str, Tensor], host: Host | None, runtime: Runtime, ahead: int) -> None:
+        self._runtime, self._ahead = runtime, ahead
+        self._pinned = runtime.pin(base) if host is None else host
         self._shapes = {path: torch.empty_like(leaf, device="meta") for path, leaf in base.items()}
         self._order: list[tuple[str, ...]] = []  # groups of the last pass
         self._seen: list[tuple[str, ...]] = []  # of this one

@@ -135,6 +135,10 @@ class Merger:
         """Bytes that one worker needs at least, where some leaves do not fit a chunk."""
         return gram_memory(leaves, experts) if self.grams else 0
 
+    def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
+        """Errors for leaves that are too large for a library that ``function`` calls, whatever the memory."""
+        return []
+
     def work(self, shape: Sequence[int]) -> float:
         """Time that a leaf takes, in any unit."""
         return float(torch.Size(shape).numel())
@@ -214,6 +218,7 @@ def merged_vector(
     found = [*(key_problems(key) if config.random else []), *problems]  # type: ignore[arg-type]
     found += option_problems(config) or config.problems(experts)
     start, flat = check(base, experts, found)
+    raise_problems(config.size_problems(start, len(flat)))
     if config.random or config.trimming() is not None:
         raise_problems(tied_problems(start))
     return config.vector(start, flat, key)

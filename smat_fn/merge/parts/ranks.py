@@ -14,6 +14,7 @@ from torch import Tensor
 
 SMALL = 1 << 15  # numbers that are sorted rather than counted
 STEP = 1 << 19  # numbers that are counted at a time
+AWAY = 1 << 24  # the same where the host waits for each count
 SORTED = 2**31 - 1  # numbers that CUDA sorts
 BINS = 1 << 16
 _INTS = {torch.float32: (torch.int32, 32, 0x7F80), torch.float64: (torch.int64, 64, 0x7FF0)}
@@ -37,14 +38,16 @@ def select(scan: Scan, rank: int, dtype: torch.dtype) -> tuple[Order, bool]:
     integer, width, not_finite = _INTS[dtype]
     prefix, left, equal, finite = 0, rank, 0, True
     for shift in range(width - 16, -1, -16):
-        counts = torch.zeros(BINS, dtype=torch.int64, device="cpu")
+        counted: list[Tensor] = []
         for magnitudes in scan():
             bits = magnitudes.view(integer)
             if shift < width - 16:
-                bits = _matching(bits, shift + 16, prefix) >> shift
-                counts += torch.bincount(bits.bitwise_and_(BINS - 1), minlength=BINS).cpu()
+                bits = (_matching(bits, shift + 16, prefix) >> shift).bitwise_and_(BINS - 1)
             else:
-                counts += torch.bincount(bits >> shift, minlength=BINS).cpu()
+                bits = bits >> shift
+            own = torch.bincount(bits, minlength=BINS)
+            counted = [counted[0].add_(own) if counted else own]
+        counts = counted[0].cpu()
         if shift == width - 16:
             finite = not bool(counts[not_finite:].any())
         upto = counts.cumsum(0)
@@ -81,7 +84,7 @@ def value_of(bits: int, dtype: torch.dtype) -> Tensor:
 def order_of(magnitudes: Tensor, rank: int) -> Order:
     """The ``rank``-th smallest (from 1) of the magnitudes of a flat tensor; NaN is above all numbers."""
     if magnitudes.numel() > SMALL:
-        return select(partial(magnitudes.split, STEP), rank, magnitudes.dtype)[0]
+        return select(_steps(magnitudes), rank, magnitudes.dtype)[0]
     ordered = numpy.sort(_keys(magnitudes).cpu().numpy())
     found = ordered[rank - 1]
     first, last = (int(ordered.searchsorted(found, side)) for side in ("left", "right"))
@@ -90,7 +93,11 @@ def order_of(magnitudes: Tensor, rank: int) -> Order:
 
 def position_of(magnitudes: Tensor, bits: int, count: int) -> int:
     """`position` in a flat tensor."""
-    return position(partial(magnitudes.split, STEP), bits, count)
+    return position(_steps(magnitudes), bits, count)
+
+
+def _steps(magnitudes: Tensor) -> Scan:
+    return partial(magnitudes.split, STEP if magnitudes.device.type == "cpu" else AWAY)
 
 
 def largest(magnitudes: Tensor, count: int) -> tuple[Order, int]:

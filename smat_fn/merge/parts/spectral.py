@@ -18,6 +18,8 @@ from .inputs import Experts
 from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 
 Others: TypeAlias = Literal["mean", "zero"]
+LARGEST = 2**31 - 1  # numbers of a matrix, and of what its SVD works in: (4 k + 7) k for k = min(rows, columns)
+SIDE = 23169  # k at which these are exceeded, after which LAPACK's own count is negative, or small again
 HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors
 Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matrix, from its task vectors
 
@@ -139,8 +141,19 @@ class OfMatrices(Merger):
         return False
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        shapes = [leaf.shape for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip)]
-        return max((self.held(shape, experts) for shape in shapes), default=0)
+        return max((self.held(shape, experts) for _, shape in self._matrices(leaves)), default=0)
+
+    def size_problems(self, leaves: Mapping[str, Tensor], experts: int) -> list[str]:
+        return [
+            f"leaf {path!r} is {rows} x {columns}, and libraries for singular values count in 32 bits: they take at "
+            f"most {LARGEST} numbers, and {SIDE} on the shorter side; name the leaf in skip"
+            for path, (rows, columns) in self._matrices(leaves)
+            if not self.streams((rows, columns), experts)
+            if rows * columns > LARGEST or min(rows, columns) > SIDE
+        ]
+
+    def _matrices(self, leaves: Mapping[str, Tensor]) -> list[tuple[str, torch.Size]]:
+        return [(path, leaf.shape) for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip)]
 
     def held(self, shape: Sequence[int], experts: int) -> int:
         """Bytes that a matrix takes."""

@@ -41,9 +41,9 @@ def rounding(shape: Sequence[int], dtype: torch.dtype, norm: float) -> float:
     return 8 * torch.finfo(dtype).eps * math.sqrt(max(shape)) * norm
 
 
-def norm(matrix: Tensor) -> float:
-    """The Frobenius norm, in float64."""
-    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
+def norms(matrices: Sequence[Tensor]) -> list[float]:
+    """The Frobenius norms, in float64."""
+    return torch.stack([torch.linalg.vector_norm(matrix, dtype=torch.float64) for matrix in matrices]).tolist()
 
 
 def is_tall(shape: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ from ...data.batching import split_rows
 from ...grad import ModuleLoss, compiled, with_master_weights
 from ...grad.tangent import Linearised
 from ...lora.dropout import chain
+from ...mat.offload import storage
 from ...parallel import ALONE, Sharded, World, share
 from ...suites import Suite
 from ...types import Batch, LossFn, Method, Optimizer, Params, Precision, Schedule, Where
@@ -148,7 +149,7 @@ def train_expert(
             state = run.scatter(snapshots.restore_all(saver.path, run.empty(state), world), state)
         else:
             state = _restored(saver, state, curve, partial(_result, suite=suite, training=training), world)
-    with offloaded(suite.base, kept) if kept else nullcontext():
+    with nullcontext() if kept is None else offloaded(suite.base, kept):
         if log is not None:
             if state.step < training.steps:
                 text = f"before step {state.step + 1} of {task}: continue with --resume"
@@ -234,8 +235,8 @@ def _restored(saver: Saver, state: Any, curve: DevCurve | None, result: Callable
 
 def _start(
     suite: Suite, task: str, method: MethodConfig, training: Training, key: Tensor, world: World, place: Place
-) -> tuple[Method | Sharded, Any, dict[str, Tensor]]:
-    """The method on one task, its first state, and a host copy of base where the device need not hold base."""
+) -> tuple[Method | Sharded, Any, storage.Host | None]:
+    """The method on one task, its first state, and base in host memory where the device need not hold base."""
     loss_fn, base = loss_of(suite, task, training), suite.base
     if training.lora is not None and training.lora.dropout:
         adapted = adapters_of(loss_fn, training)
@@ -252,18 +253,22 @@ def _start(
         loss_fn = with_master_weights(loss_fn)
     else:
         base = params
-    kept: dict[str, Tensor] = {}
+    kept: storage.Host | None = None
     adapters = adapters_of(loss_fn, training)
     offload = offload_of(method, training, place, suite.base)
     reads_base = any(isinstance(loss, Linearised) for loss in chain(loss_fn))  # whatever the method
     if adapters is None and not reads_base and offloads_base(method, suite.base, offload):
-        kept = _on_host(suite.base)
-        base = kept if base is suite.base else _on_host(base)
+        if offload is None:
+            kept, base = _on_host(suite.base), storage.OnHost(base)  # of which only names and shapes are read
+        else:
+            host = storage.runtime_for(next(iter(base.values())).device).pin(base)
+            kept = host if all(base[path] is leaf for path, leaf in suite.base.items()) else _on_host(suite.base)
+            base = storage.OnHost(base, host)
     optimizer = make_optimizer(training, masked_beside(adapters, suite.where) if adapters else suite.where)
     if training.shard:
         assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
         own = settings(method) if method.name == "smat" else None
-        kept = _on_host(suite.base) if all(leaf.is_cuda for leaf in suite.base.values()) else {}
+        kept = _on_host(suite.base) if all(leaf.is_cuda for leaf in suite.base.values()) else None
         shards = Sharded(loss_fn, optimizer, where=suite.where, max_grad_norm=training.max_grad_norm, simulated=own)
         return shards, shards.init(params), kept
     start = params if adapters is None else lora.init(random.fold_in(key, "lora"), params, adapters)
@@ -309,8 +314,8 @@ def _own_part(batch: Batch, suite: Suite, training: Training, world: World) -> A
     return split(batch, training.accumulate) if training.accumulate > 1 else batch
 
 
-def _on_host(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()}
+def _on_host(leaves: Mapping[str, Tensor]) -> storage.Host:
+    return storage.Kept({path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()})
 
 
 def _interrupted(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config import MethodConfig
+from ...mat.offload.storage import Host
 from ...types import Offload
 
 STRUCTURE_ALONE = "ft", "asam", "mergopt"  # methods that read shapes and dtypes of base, not its values
@@ -67,7 +68,7 @@ def offloads_base(method: MethodConfig, base: Mapping[str, Tensor], offload: Off
 
 
 @contextmanager
-def offloaded(leaves: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Iterator[None]:
+def offloaded(leaves: Mapping[str, Tensor], kept: Host) -> Iterator[None]:
     """Frees the leaves' storage inside the block, and restores it from ``kept`` on exit, even after an exception.
 
     A module's own weights may share it: a loss runs on the parameters it is given. Storage that tensors beside
@@ -86,4 +87,6 @@ def offloaded(leaves: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Itera
         for storage, size in own:
             storage.resize_(size)
         for path, leaf in leaves.items():
-            leaf.copy_(kept[path])
+            parts = [memory for _, _, memory in kept.pieces(path, 0, leaf.numel())]
+            if parts:
+                leaf.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(leaf.shape))

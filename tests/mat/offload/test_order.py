@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn.mat.offload import storage
 from smat_fn.mat.offload.storage import Arena, BaseBuffer, CudaRuntime, StreamedBase
+from smat_fn.ops import launch
 from smat_fn.testing import assert_trees_equal, random_tree
 
 CPU, ATEN = torch.device("cpu"), torch.ops.aten
@@ -27,7 +28,7 @@ class Streams(TorchDispatchMode):
     def __init__(self, fast):
         super().__init__()
         self.fast, self.host, self.races, self.trace = fast, {}, [], []  # fast: a device that is never behind
-        self.uses, self.main = {}, None
+        self.uses, self.recorded, self.main = {}, {}, None
         self.main = self.now = Stream(self)
 
     def merge(self, clock, other):
@@ -62,9 +63,13 @@ class Streams(TorchDispatchMode):
         self.uses[place].append((now, now.clock[now], write))
         self.trace.append(func)
 
+    def record(self, leaf, stream):
+        self.recorded.setdefault(leaf.untyped_storage().data_ptr(), set()).add(stream)
+
     def free(self, place, owner):
+        waited_for = {owner, *self.recorded.pop(place, ())}
         for stream, time, _ in self.uses.pop(place):
-            if stream is not owner and self.host.get(stream, 0) < time:
+            if stream not in waited_for and self.host.get(stream, 0) < time:
                 self.races.append(f"given back before {stream} is done")
 
 
@@ -208,6 +213,28 @@ def test_few_groups_are_held_for_a_device_that_is_behind(machine):
             source.rewind()
     # in use, one ahead, and the one before
     assert max(alive) == (2 if machine.fast else 3)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_table_that_a_launch_forgets_is_kept_until_every_stream_has_read_it(machine, monkeypatch, recorded):
+    def table(places, kept, key, device):
+        return kept.setdefault(key, torch.empty(len(places), dtype=torch.int32))
+
+    monkeypatch.setattr(launch, "constant", table)
+    monkeypatch.setattr(launch, "_owners", {})
+    record = (lambda leaf, stream: machine.record(leaf, stream)) if recorded else lambda *_: None
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    first, device = Stream(machine), torch.device("cuda")
+    with machine:
+        with first:
+            launch._owner((3,), device).clone()
+        launch._owner((3,), device).clone()  # what a launch on the main stream does
+        with first:
+            for count in range(4, 37):
+                launch._owner((count,), device).clone()
+        assert len(launch._owners) == 32
+        launch._owners.clear()
+    assert bool(machine.races) != recorded
 
 
 class Pageable(TorchFunctionMode):

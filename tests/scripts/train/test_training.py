@@ -14,6 +14,7 @@ from smat_fn import checkpoint, optim, random, tree
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Smat, Training
 from smat_fn.grad import linearised, value_and_grad
 from smat_fn.lora import peft
+from smat_fn.mat.offload import storage
 from smat_fn.scripts.train import logs, loop, memory, stopwatch, training
 from smat_fn.scripts.train.logs import Log
 from smat_fn.scripts.train.loop import train_expert
@@ -385,6 +386,17 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
         if step == 3:
             raise KeyboardInterrupt
 
+    held, copied, size = [], loop._on_host, sum(leaf.nbytes for leaf in base.values())
+
+    class Pageable(storage.HostRuntime):
+        """As of a device: host memory is a copy, and copies start from there."""
+
+        def pin(self, leaves):
+            held.append(sum(leaf.nbytes for leaf in leaves.values()))
+            return storage.Arena(leaves, lambda size: torch.empty(size, dtype=torch.uint8), least=1 << 12)
+
+    monkeypatch.setattr(storage, "runtime_for", Pageable)
+    monkeypatch.setattr(loop, "_on_host", lambda leaves: held.append(size) or copied(leaves))
     monkeypatch.setattr(loop, "offloads_base", on_device)
     try:
         found = train_expert(resting_suite, "rot90", method, four, seed=3, offload=place)
@@ -396,6 +408,7 @@ def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precis
     assert same(found, wanted)
     assert set(sizes) == {0}
     assert same(base, suite.base)
+    assert held == [size, size]  # once in each run
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch: forward derivatives import it
@@ -410,7 +423,7 @@ def test_a_base_that_a_linearised_loss_reads_stays(suite, monkeypatch):
 def test_memory_that_others_share_stays():
     both = torch.arange(6.0)
     part, alone, kept = both[:2], torch.ones(3), {"part": torch.tensor([7.0, 8.0]), "alone": torch.zeros(3)}
-    with memory.offloaded({"part": part, "alone": alone}, kept):
+    with memory.offloaded({"part": part, "alone": alone}, storage.Kept(kept)):
         assert both.tolist() == [0, 1, 2, 3, 4, 5]
         assert alone.untyped_storage().nbytes() == 0
     assert both.tolist() == [7, 8, 2, 3, 4, 5]
