@@ -137,6 +137,22 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     return found
 
 
+def start_problems(base: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> list[str]:
+    """The error for weights before the first step that are not theta_0, the copy of them that attach made."""
+    changed = [path for path, p in leaves.items() if not _equal(p.detach(), base[path].to(p.device, p.dtype))]
+    if not changed:
+        return []
+    return [
+        f"{len(changed)} of {len(leaves)} parameters ({', '.join(errors.shortened(changed, '{} more'))}) have changed "
+        "between attach, which copied them as theta_0, and the first step: load the pretrained weights before attach "
+        "(now: handle.detach(), then attach again), or give base= if the training starts from others"
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def model_problems(trainer: Any) -> list[str]:
     """Errors for what is not a trainer (a model, arguments), and for one without a model."""
     if not all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):

@@ -150,7 +150,8 @@ class SimulatedWeights:
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
-        self._watched = not switch or not parameters  # whether one pass has been compared before and after
+        # the first step's draw, and the number of passes after it: see `_compared`
+        self._first, self._later = cast(Draw | None, None), 0
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -181,12 +182,11 @@ class SimulatedWeights:
                     p.data = self._buffer[path]
             torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
             before = tree.versions(self._parameters)
-            norms = {} if self._watched else _norms(self._parameters)
+            compared = self._compared(drawn)
+            norms = _norms(compared)
             yield
-            changed = tree.written(self._parameters, before)
-            if not self._watched:  # writes to p.data leave no trace; what a program does, it does in every step
-                after, self._watched = _norms(self._parameters), True
-                changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
+            changed, after = tree.written(self._parameters, before), _norms(compared)
+            changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
             if self._switch and any(
                 p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
             ):
@@ -198,6 +198,7 @@ class SimulatedWeights:
                 )
         except BaseException:
             self._drawn = None  # another try begins with other weights
+            self._first = None if self._first is drawn else self._first
             raise
         finally:
             with torch.no_grad():
@@ -208,6 +209,19 @@ class SimulatedWeights:
                         weights[path].copy_(kept[path])
             torch.clear_autocast_cache()
             self._kept = {}
+
+    def _compared(self, drawn: Draw) -> dict[str, Tensor]:
+        """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.
+
+        All of them in the first simulated step: what a program does, it does in most steps. Later one a pass, each in
+        its turn, which finds whatever writes into all of them at once.
+        """
+        self._first = drawn if self._first is None else self._first
+        paths = list(self._parameters) if self._switch else []
+        if self._first is not drawn and paths:
+            self._later += 1
+            paths = [paths[self._later % len(paths)]]
+        return {path: self._parameters[path] for path in paths}
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -359,8 +373,9 @@ class _Rebuilt(SimulatedGradient):
 
 
 def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    return {path: norm.nan_to_num() for path, norm in zip(parameters, norms, strict=True)}
+    # those of bfloat16 would be rounded to bfloat16, and hide small updates
+    own = {path: torch.linalg.vector_norm(p.detach(), dtype=tree.compute_dtype(p)) for path, p in parameters.items()}
+    return {path: norm.nan_to_num() for path, norm in own.items()}
 
 
 def _refuse(offload: str) -> None:
