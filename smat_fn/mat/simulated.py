@@ -132,6 +132,8 @@ class SimulatedWeights:
         slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. Needs ``switch`` and no shards.
+
+    Raises: ValueError for a base that is the parameters themselves, which training would change with them.
     """
 
     def __init__(
@@ -144,6 +146,12 @@ class SimulatedWeights:
         switch: bool = True,
         slices: int | None = None,
     ) -> None:
+        held = {path: p.data_ptr() for path, p in parameters.items() if path in base}
+        if shared := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
+            raise ValueError(
+                f"base shares memory with the parameters ({', '.join(shortened(shared, '{} more'))}), so that theta_0 "
+                "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
+            )
         self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)

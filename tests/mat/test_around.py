@@ -137,6 +137,14 @@ def test_writes_through_data_are_found_in_later_steps_too(dtype):
     assert_bits(copies(module), base)
 
 
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_base_that_is_the_weights_themselves_is_refused(switch):
+    params = dict(net().named_parameters())
+    base = {name: p.detach().clone() if name.endswith("bias") else p.detach() for name, p in params.items()}
+    with pytest.raises(ValueError, match=r"with the parameters \(layers\.0\.0\.weight, layers\.1\.0\.weight\), so"):
+        SimulatedWeights(params, base, switch=switch)
+
+
 def test_all_micro_batches_of_the_first_simulated_step_are_compared():
     module = net()
     weights, drawn = SimulatedWeights(dict(module.named_parameters()), copies(module)), draw(KEY, **OPTIONS)
