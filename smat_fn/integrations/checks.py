@@ -273,6 +273,15 @@ def no_training_step(trainer: Any) -> str:
     )
 
 
+def finished(trainer: Any, step: int) -> str:
+    """The error for a gradient that is reweighted already, and would be once more with what is added to it."""
+    return (
+        f"training_step of {type(trainer).__name__} begins again after the last micro-batch of step {step}, whose "
+        "gradient is reweighted, and before the next step: call it once a micro-batch, and split a batch in a "
+        "training_step of the class, around super().training_step"
+    )
+
+
 def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[str]:
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]

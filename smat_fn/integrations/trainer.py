@@ -54,7 +54,8 @@ class Attached:
         self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
-        self._summed = -1  # the step of the last gradient
+        self._summed = -1  # the step of the last gradient, ...
+        self._finished = -1  # ... and of the last complete one
         # whether the gradient of this optimizer step is; one that runs already is not SMAT's
         self._complete = bool(getattr(trainer, "is_in_train", False))
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
@@ -169,7 +170,7 @@ class Attached:
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
         self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
-        self._step, self._now, self._complete, self._summed = -1, None, False, -1
+        self._step, self._now, self._complete, self._summed, self._finished = -1, None, False, -1, -1
         self._scales, self._steps = [], 0
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
@@ -191,6 +192,8 @@ class Attached:
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
+        if step == self._finished:
+            raise ValueError(checks.finished(trainer, step))
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
             self._check_base()
             self._check_parameters(args[0] if args else options["model"])
@@ -231,7 +234,7 @@ class Attached:
             self._weights.reweight(grads, self._now)
             self._scales.append(self._now.scale)
         self._steps += 1
-        self._complete = True
+        self._complete, self._finished = True, self._step
         self._step, self._now = -1, None  # training may begin anew, from this step on
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
