@@ -137,6 +137,22 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     return found
 
 
+def start_problems(base: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> list[str]:
+    """The error for weights before the first step that are not theta_0, the copy of them that attach made."""
+    changed = [path for path, p in leaves.items() if not _equal(p.detach(), base[path].to(p.device, p.dtype))]
+    if not changed:
+        return []
+    return [
+        f"{len(changed)} of {len(leaves)} parameters ({', '.join(errors.shortened(changed, '{} more'))}) have changed "
+        "between attach, which copied them as theta_0, and the first step: load the pretrained weights before attach "
+        "(now: handle.detach(), then attach again), or give base= if the training starts from others"
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def model_problems(trainer: Any) -> list[str]:
     """Errors for what is not a trainer (a model, arguments), and for one without a model."""
     if not all(callable(getattr(trainer, name, None)) for name in ("training_step", "compute_loss", "add_callback")):
@@ -254,6 +270,15 @@ def no_training_step(trainer: Any) -> str:
     return (
         f"{type(trainer).__name__} updates the weights without a complete training_step before, so that its steps are "
         "not SMAT: write the loop yourself, with smat_fn.mat.smat.build"
+    )
+
+
+def finished(trainer: Any, step: int) -> str:
+    """The error for a gradient that is reweighted already, and would be once more with what is added to it."""
+    return (
+        f"training_step of {type(trainer).__name__} begins again after the last micro-batch of step {step}, whose "
+        "gradient is reweighted, and before the next step: call it once a micro-batch, and split a batch in a "
+        "training_step of the class, around super().training_step"
     )
 
 

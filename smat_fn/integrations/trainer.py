@@ -46,6 +46,7 @@ class Attached:
         self._frozen = dict[str, Tensor]()  # theta_0 of what an earlier attach trained, and this one does not
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
+        self._untrained = False  # whether no step has been trained since the copy
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves = dict[str, nn.Parameter]()
@@ -53,7 +54,8 @@ class Attached:
         self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
         self._now: Draw | None = None  # ... and its draw
-        self._summed = -1  # the step of the last gradient
+        self._summed = -1  # the step of the last gradient, ...
+        self._finished = -1  # ... and of the last complete one
         # whether the gradient of this optimizer step is; one that runs already is not SMAT's
         self._complete = bool(getattr(trainer, "is_in_train", False))
         self._inside: ExitStack | None = None  # a training_step that has not come to compute_loss
@@ -109,6 +111,7 @@ class Attached:
         if self._given is None:
             place = "cpu" if self._host else None
             self._own = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
+            self._untrained = True
 
     def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters to simulate. Raises: ValueError that lists everything that prevents it."""
@@ -141,6 +144,8 @@ class Attached:
         record = checks.record(self._options, base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         self._remember(record)
+        if self._untrained and not self._trainer.state.global_step:
+            errors.raise_problems(checks.start_problems(self._own, leaves))
         _ORIGINS[checks.bare(model)] = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         # wrappers of torch.compile pass on what is set and deleted
@@ -165,7 +170,7 @@ class Attached:
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
         self._weights, self._leaves, self._norms, self._at_theta = None, {}, [], []
-        self._step, self._now, self._complete, self._summed = -1, None, False, -1
+        self._step, self._now, self._complete, self._summed, self._finished = -1, None, False, -1, -1
         self._scales, self._steps = [], 0
 
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
@@ -183,9 +188,12 @@ class Attached:
             return original(*args, **options)
         if self._weights is None:  # a trainer without that event, or one that trains already
             self._begin()
+        self._untrained = False
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
+        if step == self._finished:
+            raise ValueError(checks.finished(trainer, step))
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
             self._check_base()
             self._check_parameters(args[0] if args else options["model"])
@@ -226,7 +234,7 @@ class Attached:
             self._weights.reweight(grads, self._now)
             self._scales.append(self._now.scale)
         self._steps += 1
-        self._complete = True
+        self._complete, self._finished = True, self._step
         self._step, self._now = -1, None  # training may begin anew, from this step on
 
     def _compute_loss(self, *args: Any, **options: Any) -> Any:
@@ -305,7 +313,7 @@ def attach(
         ValueError: lists bad options, a base that does not match or shares memory with the model, parameters that
             share memory, an empty masked set with ``drop_prob > 0``, sharded weights, optimizers that step in the
             backward pass or lack a parameter, trainers with a loop of their own, or trained before; in training, other
-            parameters, a base that was written to, or another run.
+            parameters, weights that changed before its first step, a base that was written to, or another run.
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
@@ -327,6 +335,8 @@ def attach(
     elif base is None or isinstance(base, str):
         errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
     handle._attach(origin)
+    if known and earlier is not None:
+        handle._untrained &= earlier._untrained
     return handle
 
 

@@ -132,6 +132,8 @@ class SimulatedWeights:
         slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. Needs ``switch`` and no shards.
+
+    Raises: ValueError for a base that is the parameters themselves, which training would change with them.
     """
 
     def __init__(
@@ -144,13 +146,20 @@ class SimulatedWeights:
         switch: bool = True,
         slices: int | None = None,
     ) -> None:
+        held = {path: p.data_ptr() for path, p in parameters.items() if path in base}
+        if shared := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
+            raise ValueError(
+                f"base shares memory with the parameters ({', '.join(shortened(shared, '{} more'))}), so that theta_0 "
+                "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
+            )
         self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
-        self._watched = not switch or not parameters  # whether one pass has been compared before and after
+        # the first step's draw, and the number of passes after it: see `_compared`
+        self._first, self._later = cast(Draw | None, None), 0
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -181,12 +190,11 @@ class SimulatedWeights:
                     p.data = self._buffer[path]
             torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
             before = tree.versions(self._parameters)
-            norms = {} if self._watched else _norms(self._parameters)
+            compared = self._compared(drawn)
+            norms = _norms(compared)
             yield
-            changed = tree.written(self._parameters, before)
-            if not self._watched:  # writes to p.data leave no trace; what a program does, it does in every step
-                after, self._watched = _norms(self._parameters), True
-                changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
+            changed, after = tree.written(self._parameters, before), _norms(compared)
+            changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
             if self._switch and any(
                 p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
             ):
@@ -198,6 +206,7 @@ class SimulatedWeights:
                 )
         except BaseException:
             self._drawn = None  # another try begins with other weights
+            self._first = None if self._first is drawn else self._first
             raise
         finally:
             with torch.no_grad():
@@ -208,6 +217,19 @@ class SimulatedWeights:
                         weights[path].copy_(kept[path])
             torch.clear_autocast_cache()
             self._kept = {}
+
+    def _compared(self, drawn: Draw) -> dict[str, Tensor]:
+        """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.
+
+        All of them in the first simulated step: what a program does, it does in most steps. Later one a pass, each in
+        its turn, which finds whatever writes into all of them at once.
+        """
+        self._first = drawn if self._first is None else self._first
+        paths = list(self._parameters) if self._switch else []
+        if self._first is not drawn and paths:
+            self._later += 1
+            paths = [paths[self._later % len(paths)]]
+        return {path: self._parameters[path] for path in paths}
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -359,8 +381,9 @@ class _Rebuilt(SimulatedGradient):
 
 
 def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    return {path: norm.nan_to_num() for path, norm in zip(parameters, norms, strict=True)}
+    # those of bfloat16 would be rounded to bfloat16, and hide small updates
+    own = {path: torch.linalg.vector_norm(p.detach(), dtype=tree.compute_dtype(p)) for path, p in parameters.items()}
+    return {path: norm.nan_to_num() for path, norm in own.items()}
 
 
 def _refuse(offload: str) -> None:

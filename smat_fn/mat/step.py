@@ -113,15 +113,17 @@ def with_keys(update: Callable[[Tensor, Any, Batch], Any], like: Params) -> Call
         state of other parameters than ``like``.
     """
 
-    names = frozenset(like) if isinstance(like, Mapping) else None  # the base itself is not kept
+    # the base itself is not kept
+    tops, names = frozenset(like) if isinstance(like, Mapping) else None, frozenset(tree.flatten(like))
 
     def run(key: Tensor, state: Any, batch: Batch) -> Any:
         random.check_key(key)
         if not hasattr(state, "opt_state"):
             raise ValueError(f"state is a {type(state).__name__}: give what the method's init or update returned")
-        # keys of mappings alone: they take microseconds in every step, leaves take more
-        if names is not None and not transformed() and state.params.keys() != names:
-            found = ", ".join(shortened(sorted(map(repr, state.params.keys() ^ names)), "{} more"))
+        # keys of a mapping take microseconds in every step, leaves take more; a list may have the leaves of a dict
+        alike = transformed() or (isinstance(state.params, Mapping) and state.params.keys() == tops)
+        if not alike and (own := tree.flatten(state.params).keys()) != names:
+            found = ", ".join(shortened(sorted(map(repr, own ^ names)), "{} more"))
             raise ValueError(
                 f"state is of other parameters than the method ({found} in one of them): give what the method's init "
                 "or update returned"

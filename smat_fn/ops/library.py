@@ -3,7 +3,6 @@
 They have no autograd formulas of their own: `autograd` wraps them. `reweight_and_clip` is what a training step calls.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -268,7 +267,23 @@ def _by_kernels(
 
 
 def owned(grads: Mapping[Path, Tensor]) -> set[Path]:
-    """The tensors that may be written to: they share their memory with no other one of these."""
-    # autograd may hand out one tensor for two leaves, or an expanded one: in place would change those twice
-    users = Counter(g.untyped_storage().data_ptr() for g in grads.values())
-    return {path for path, g in grads.items() if users[g.untyped_storage().data_ptr()] == 1}
+    """The tensors that may be written to: no other one of these is in their memory."""
+    # autograd may hand out one tensor for two leaves, or an expanded one: in place would change those twice; averaged
+    # gradients are views of one buffer, side by side
+    shared, end = set[Path](), 0
+    holder: Path | None = None  # of the memory up to end
+    for start, stop, path in sorted(((*_extent(g), path) for path, g in grads.items()), key=lambda span: span[:2]):
+        if holder is not None and start < end:
+            shared |= {path, holder}
+        if stop > end:
+            holder, end = path, stop
+    return grads.keys() - shared
+
+
+def _extent(leaf: Tensor) -> tuple[int, int]:
+    """Addresses of a leaf's values; of one that is not contiguous, those of its storage."""
+    storage = leaf.untyped_storage()
+    if not leaf.is_contiguous():
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    start = storage.data_ptr() + leaf.storage_offset() * leaf.itemsize
+    return start, start + leaf.nbytes

@@ -22,7 +22,7 @@ def momentum_of(opt_state: Any, params: Params) -> Params:
         tree of params' structure and shapes.
 
     Raises:
-        ValueError: a leaf has no momentum.
+        ValueError: a leaf has no momentum, or one of another shape.
     """
     leaves, found = tree.flatten(params), _collect(opt_state)
     lacking = [path for path in leaves if path not in found]
@@ -31,6 +31,7 @@ def momentum_of(opt_state: Any, params: Params) -> Params:
             f"the optimizer keeps no momentum of {len(lacking)} of {len(leaves)} leaves, first {lacking[0]!r}: take "
             "adam, adamw or muon of smat_fn.optim, or one whose state has it in a field mu or momentum"
         )
+    tree.check_state(leaves, momentum={path: found[path] for path in leaves})
     return tree.unflatten(params, found)
 
 

@@ -80,7 +80,7 @@ def muon(
         tree.check_same(tree.flatten(params), "params", grads=flat_grads)
         matrices, others = tree.partition(params, is_matrix)
         tree.check_kind(state, "step", "momentum", "rest")
-        tree.check_state(matrices, momentum=state.momentum)
+        tree.check_state(matrices, momentum=tree.flatten(state.momentum))
         other_grads = {p: flat_grads[p] for p in others}
         if transformed() or isinstance(state.step, Tensor):
             others, rest_state = rest.update(other_grads, state.rest, others)

@@ -22,7 +22,7 @@ from ..simulation import draw, reweight
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Micro, Optimizer, Params, Where
 from ..where import mask_problems
-from .shards import _local, base_shards, simulated_shards, starts_of
+from .shards import _local, simulated_leaves, starts_in
 
 _DRAWN = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max"  # of `draw`
 
@@ -81,8 +81,8 @@ class Sharded:
         inner = self._loss_fn
         self._loss = ModuleLoss(self._module, lambda m, *a: inner.loss(m, *a), training=inner.training)
         self._leaves: dict[str, Any] = {path: p for path, p in self._module.named_parameters() if p.requires_grad}
-        self._base = base_shards(self._module) if self._simulates else {}
         shards = self._shards()
+        self._base = tree.clone(shards) if self._simulates else {}
         opt_state = self._optimizer.init(shards)
         if wide := _not_elementwise(opt_state):
             raise ValueError(
@@ -95,18 +95,19 @@ class Sharded:
         """A step on this process's micro-batches; the state that was given is spent."""
         random.check_key(key)
         shards = self._shards()
+        _check_state(state, shards)
         for path, shard in shards.items():  # restored, or moved by FSDP2 as it started
             if shard.data_ptr() != state.params[path].data_ptr():
                 shard.copy_(state.params[path])
         drawn = None
         if self._simulates and not self._off and (self._period == 1 or smat.is_simulated(state.step, self._period)):
             drawn = draw(step.key_of(key, state.step), **self._draw)
-        inside = simulated_shards(self._module, self._base, drawn, where=self._where) if drawn else nullcontext()
-        with inside:
+        at = (self._module, self._leaves, self._base)
+        with simulated_leaves(*at, drawn, self._where) if drawn else nullcontext():
             loss, aux, grads = self._gradient(batch)
         with torch.no_grad():
             if drawn is not None:
-                reweight(grads, drawn, where=self._where, out=grads, starts=starts_of(self._module))
+                reweight(grads, drawn, where=self._where, out=grads, starts=starts_in(self._leaves))
             norm = _norm(grads)
             if self._max_norm is not None:
                 factor = clip_factor(norm, self._max_norm)
@@ -140,7 +141,7 @@ class Sharded:
 
     def scatter(self, whole: State, state: State) -> State:
         """The stored state of the whole module with this process's shards, which are those of ``state``."""
-        starts = starts_of(self._module)
+        starts = starts_in(self._leaves)
         stored = iter(pytree.tree_leaves(whole))
 
         def own(path: str, shard: Tensor, found: Tensor) -> Tensor:
@@ -217,6 +218,16 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from (member for member in child if next(member.parameters(), None) is not None)
         else:
             yield from _blocks(child)
+
+
+def _check_state(state: Any, shards: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError for a state of other shards than these, which would be overwritten by it."""
+    if not hasattr(state, "opt_state"):
+        raise ValueError(f"state is a {type(state).__name__}: give what init or update of these shards returned")
+    try:
+        tree.check_same(shards, "the shards of this process", **{"the state": tree.flatten(state.params)})
+    except ValueError as error:
+        raise ValueError(f"{error}: give what init or update of these shards returned") from None
 
 
 def _not_elementwise(state: Any) -> str:

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import errors
+from .. import errors, tree
 from ..mat.simulated import SimulatedWeights
 from ..simulation import Draw, reweight
-from ..types import Where
+from ..types import Predicate, Where
 
 
 def base_shards(module: nn.Module) -> dict[str, Tensor]:
-    """theta_0: copies of the local shards of a sharded module's trainable parameters, as they are now."""
+    """theta_0: copies of the local shards of a sharded module's trainable parameters, as they are now.
+
+    Names, here and in draws, are those of the module itself, without the parts that ``torch.compile`` and torch's
+    ``checkpoint_wrapper`` put into them.
+    """
     _reshard(module)
     return {path: _local(p).detach().clone() for path, p in _leaves(module).items()}
 
@@ -28,8 +32,13 @@ def starts_of(module: nn.Module) -> dict[str, int]:
     Raises: ValueError that lists parameters sharded in another dimension than the first, or over several mesh
         dimensions: their shard is not contiguous.
     """
+    return starts_in(_leaves(module))
+
+
+def starts_in(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """`starts_of` of parameters by name."""
     problems, starts = [], {}
-    for path, p in _leaves(module).items():
+    for path, p in leaves.items():
         starts[path] = 0
         placements = [(i, kind) for i, kind in enumerate(getattr(p, "placements", ())) if not kind.is_replicate()]
         if len(placements) > 1 or any(not kind.is_shard(0) for _, kind in placements):
@@ -55,11 +64,21 @@ def simulated_shards(
 
     Args:
         base: of `base_shards`.
-        where: the masked set, by path.
+        where: the masked set, by the names of ``module.named_parameters()``.
     """
+    _reshard(module)  # before its parameters are taken: gathered ones are others
+    with simulated_leaves(module, _leaves(module), tree.flatten_unwrapped(base), drawn, _asked(module, where)):
+        yield
+
+
+@contextmanager
+def simulated_leaves(
+    module: nn.Module, leaves: Mapping[str, Any], base: Mapping[str, Tensor], drawn: Draw, where: Where | None
+) -> Iterator[None]:
+    """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
     _reshard(module)
-    shards = {path: _local(p) for path, p in _leaves(module).items()}  # FSDP2 owns the storage: written in place
-    weights = SimulatedWeights(shards, base, where=where, starts=starts_of(module), switch=False)
+    shards = {path: _local(p) for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
+    weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
     try:
         with weights.at(drawn):
             yield
@@ -72,7 +91,7 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
     grads = {path: _local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
     starts = {path: start for path, start in starts_of(module).items() if path in grads}
     with torch.no_grad():
-        reweight(grads, drawn, where=where, out=grads, starts=starts)
+        reweight(grads, drawn, where=_asked(module, where), out=grads, starts=starts)
 
 
 def _reshard(module: nn.Module) -> None:
@@ -85,7 +104,16 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _leaves(module: nn.Module) -> dict[str, Any]:
-    return {path: p for path, p in module.named_parameters() if p.requires_grad}
+    return tree.flatten_unwrapped({path: p for path, p in module.named_parameters() if p.requires_grad})
+
+
+def _asked(module: nn.Module, where: Where | None) -> Predicate | None:
+    """The masked set by names without wrappers; it is asked by those that its author reads in the module."""
+    picks = tree.predicate(where)
+    if picks is None:
+        return None
+    names = {tree.unwrapped(name): name for name, _ in module.named_parameters()}
+    return lambda path, leaf: picks(names[path], leaf)
 
 
 def _local(leaf: Tensor) -> Tensor:

@@ -848,6 +848,16 @@ def test_a_training_step_that_calls_itself_is_one_step(tmp_path):
     assert same(halving.model, copies(accumulating.model))
 
 
+def test_a_training_step_that_runs_again_after_its_gradient_is_reweighted_is_refused(tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path, batch=2, accumulate=2)
+    attach(trainer, key=KEY, **STRENGTHS)
+    once = trainer.training_step
+    trainer.training_step = lambda *args: (once(*args) + once(*args)) / 2  # the first micro-batch is summed twice
+    with pytest.raises(ValueError, match="training_step of Trainer begins again after the last micro-batch of step 0"):
+        trainer.train()
+    assert same(trainer.model, copies(tiny_llama()))
+
+
 class Busy(transformers.Trainer):
     """Evaluates and saves inside training_step."""
 

@@ -103,6 +103,25 @@ def test_weights_that_the_trainer_has_trained_are_not_taken_for_pretrained_ones(
     again.train()
 
 
+@pytest.mark.parametrize("base", [None, "host"])
+def test_weights_that_are_loaded_after_attach_are_told_before_the_first_step(base, tmp_path):
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    handle = attach(trainer, key=KEY, base=base, **STRENGTHS)
+    with torch.no_grad():
+        trainer.model.model.norm.weight[3] += 0.1
+    message = r"1 of 20 parameters \(model.norm.weight\) have changed between attach.*handle.detach.*or give base="
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        handle = attach(trainer, key=KEY, base=base, **STRENGTHS)  # keeps the theta_0 of the first, as after a training
+    assert trainer.state.global_step == 0
+    handle.detach()
+    trainer.model.model.norm.weight.data[0] = torch.nan  # equals itself here
+    handle = attach(trainer, key=KEY, base=base, **STRENGTHS)
+    trainer.model.bfloat16()  # as the trainer does for an evaluation with bf16_full_eval
+    handle._begin()
+
+
 @pytest.mark.parametrize("what", [tiny_llama, lambda: transformers.TrainingArguments(use_cpu=True), dict, lambda: None])
 def test_what_is_not_a_trainer_is_named(what):
     given = what()

@@ -17,6 +17,7 @@ from .test_conformance import METHODS, assert_bits, bowl, method, parameters, ra
 
 KEY, STEPS = random.key(3), 4
 BATCH = torch.linspace(-1, 1, 12).view(3, 4)
+OPTIONS = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 0.5}
 
 
 class Net(nn.Module):
@@ -111,6 +112,47 @@ def test_a_write_to_weights_that_hold_a_simulated_state_is_no_silent_loss(switch
     with told, weights.at(drawn):
         optimizer.step()
     assert_bits(copies(module), base)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_writes_through_data_are_found_in_later_steps_too(dtype):
+    module = net().to(dtype)
+    params = dict(module.named_parameters())
+    base, weights = copies(module), SimulatedWeights(params, copies(module))
+
+    def step(*written):
+        with weights.at(draw(KEY, **OPTIONS)):
+            for name in written:
+                largest = params[name].data.abs().view(-1).argmax()
+                params[name].data.view(-1)[largest] *= 1.01  # hidden by the norm's rounding to bfloat16
+
+    with pytest.raises(ValueError, match=r"held theta~ \(layers\.0\.0\.weight\)"):
+        step("layers.0.0.weight")  # the first step, which does not count, compares all
+    for _ in range(3):
+        step()
+    with pytest.raises(ValueError, match="written to while they held theta~"):
+        step(*params)
+    with pytest.raises(ValueError, match=r"held theta~ \(layers\.1\.0\.bias\)"):
+        [step("layers.1.0.bias") for _ in params]
+    assert_bits(copies(module), base)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_base_that_is_the_weights_themselves_is_refused(switch):
+    params = dict(net().named_parameters())
+    base = {name: p.detach().clone() if name.endswith("bias") else p.detach() for name, p in params.items()}
+    with pytest.raises(ValueError, match=r"with the parameters \(layers\.0\.0\.weight, layers\.1\.0\.weight\), so"):
+        SimulatedWeights(params, base, switch=switch)
+
+
+def test_all_micro_batches_of_the_first_simulated_step_are_compared():
+    module = net()
+    weights, drawn = SimulatedWeights(dict(module.named_parameters()), copies(module)), draw(KEY, **OPTIONS)
+    for _ in range(2):
+        with weights.at(drawn):
+            pass
+    with pytest.raises(ValueError, match=r"held theta~ \(layers\.0\.0\.bias\)"), weights.at(drawn):
+        module.layers[0][0].bias.data += 1
 
 
 def counted(method):
@@ -211,6 +253,19 @@ def test_parameters_in_the_place_of_a_state_are_told():
     base = copies(net())
     with pytest.raises(ValueError, match="state is a dict: give what the method's init or update returned"):
         smat.build(bowl, optim.adam(1e-2), base).update(KEY, base, BATCH)
+
+
+def test_a_state_is_of_the_leaves_of_the_method_in_whatever_tree():
+    trees = [{"0.a": torch.ones(2)}, {"0": {"a": torch.ones(2)}}, [{"a": torch.ones(2)}], ({"a": torch.ones(2)},)]
+    for base in trees:
+        own = finetune.build(bowl, optim.adam(1e-2), base)
+        for params in trees:
+            state, _ = own.update(KEY, own.init(params), 0.0)
+            assert type(state.params) is type(params)
+        for other in ([{"a": torch.ones(2)}, torch.ones(2)], {"0.a": torch.ones(2), "1": torch.ones(2)}):
+            state = finetune.build(bowl, optim.adam(1e-2), other).init(other)
+            with pytest.raises(ValueError, match=r"state is of other parameters than the method \('1' in one of them"):
+                own.update(KEY, state, 0.0)
 
 
 def sgd(step):

@@ -463,5 +463,8 @@ def test_params_that_do_not_match_the_base_are_refused(name, hyper):
         method(name, regression, optim.adam(0.1), integers, **hyper).init(parameters())
     other = {"tail" if key == "head" else key: leaf for key, leaf in parameters().items()}
     state = method(name, regression, optim.adam(0.1), other, **hyper).init(other)
-    with pytest.raises(ValueError, match=r"state is of other parameters than the method \('head', 'tail' in one"):
+    with pytest.raises(
+        ValueError,
+        match=r"state is of other parameters than the method \('head\.0', 'head\.1', 'tail\.0', 'tail\.1' in",
+    ):
         m.update(random.key(0), state, batches(1)[0])

@@ -250,6 +250,27 @@ def test_shares_add_up_to_the_weighted_mean(weights, size):
     assert sum(means) / size == pytest.approx(wanted, rel=1e-14)
 
 
+def test_shards_of_wrapped_blocks_have_the_names_and_draws_of_the_module_itself():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    drawn, found = draw(KEY, **STRENGTHS), []
+    for wrap in (lambda layer: layer, checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")):
+        module = worker.model(torch.float32)
+        module[0], module[2] = wrap(module[0]), wrap(module[2])
+        base, names = parallel.base_shards(module), [name for name, _ in module.named_parameters()]
+        assert list(base) == [name for name, _ in worker.model().named_parameters()]
+        chosen = {name for name in names if name.endswith("weight")}  # as read in this module
+        for theta_0 in (base, dict(zip(names, base.values(), strict=True))):
+            module.zero_grad()
+            with parallel.simulated_shards(module, theta_0, drawn, where=lambda path, _: path in chosen):  # noqa: B023
+                states = [p.detach().clone() for p in module.parameters()]
+                sum(p.sum() for p in module.parameters()).backward()
+            parallel.reweight_grads(module, drawn, where=lambda path, _: path in chosen)  # noqa: B023
+            found.append([*states, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
+    assert not found[0][6].all()  # the first weight's gradient, where Mask is
+
+
 def test_whole_parameters_start_at_zero():
     module = torch.nn.Linear(3, 2)
     assert parallel.starts_of(module) == {"weight": 0, "bias": 0}
@@ -291,6 +312,12 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
         with monkeypatch.context() as with_a_gpu:  # shards stay where the weights are
             with_a_gpu.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
             assert all(leaf.is_cpu for leaf in parallel.Sharded(loss_fn, adam).init(base).params.values())
+        shards = parallel.Sharded(loss_fn, adam)
+        state = shards.init(base)
+        few = state._replace(params={"0.bias": state.params["0.bias"]})
+        for wrong, text in ((base, "state is a dict"), (few, "the state lacks leaf '0.weight' of the shards of this")):
+            with pytest.raises(ValueError, match=f"{text}.*: give what init or update of these shards returned"):
+                shards.update(KEY, wrong, parts)
         own = parallel.independent_smat(loss_fn, adam, base, period=1, **STRENGTHS)
         base["0.bias"].add_(1)
         with pytest.raises(ValueError, match="base was written to since the method was built"):
