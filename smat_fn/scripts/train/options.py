@@ -57,7 +57,7 @@ def experts_to_merge(run: RunOptions, known: Sequence[str], report: Callable[[st
     Args: report: gets a line where tasks came beside those of the run.
     """
     count = max(2, len(known))  # a task alone has its partners elsewhere
-    for facts in () if run.overwrite else snapshots.begun(run.out, dict.fromkeys((*run.tasks, *known))):
+    for facts in () if run.overwrite else snapshots.begun(run.out, (*run.tasks, *known)):
         if found := facts.get("hyperparameters", {}).get("k_max"):
             if found != count:
                 report(
