@@ -186,8 +186,24 @@ def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]
             elif len(set(names)) < len(names):
                 problems.append(f"{file} names a class twice")
     raise_problems(problems)
-    _class_label(source, typed, labels)
+    numbered = _class_label(source, typed, labels)
+    if names is not None and numbered is not None:
+        complain(str(file), _other_order(names, numbered))
     return raw, names
+
+
+def _other_order(names: Sequence[str], numbered: Sequence[str]) -> list[str]:
+    """An error for classes that labels.json has at another place than the ClassLabel whose numbers the rows hold.
+
+    A name that only one of them has is a translation.
+    """
+    places = {normalised(name).casefold(): place for place, name in enumerate(numbered)}
+    other = [
+        f"{name!r} is class {place} here and class {there} in the ClassLabel of the rows"
+        for place, name in enumerate(names)
+        if (there := places.get(normalised(name).casefold(), place)) != place
+    ]
+    return [f"{', '.join(other[:3])}: the numbers are the ClassLabel's, write its order"] if other else []
 
 
 def _class_label(source: str, typed: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> list[str] | None:
