@@ -127,6 +127,9 @@ def train(args: Train, world: "parallel.World") -> None:
     method = resolve(args.method, preset.methods)
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known = task_names(preset.suite, **options)
+    hub = isinstance(data := options.get("data"), str) and not Path(data).expanduser().exists()
+    if hub and options.get("tasks") is None and not set(tasks) <= set(known):
+        options["tasks"] = known = tasks  # a dataset of one's own, whose configs only the hub could list
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
