@@ -5,6 +5,7 @@ import json
 import runpy
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -13,11 +14,15 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS
+from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
 from smat_fn.data import batch_indices, pixels
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
+from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.train.options import RunOptions
+from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import clip8, load_suite, task_names
 from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
 
@@ -451,3 +456,31 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     np.savez(file, **found)
     edited = load(data=str(tmp_path)).train_rows("shapes")
     assert edited["hash"] != own["hash"]
+
+
+def test_tasks_that_come_later_join_a_run_and_other_class_names_do_not(load, tmp_path):
+    rows, out, told = tmp_path / "rows", tmp_path / "run", list[str]()
+
+    def train(**options):
+        suite, run = load(data=str(rows), **options), RunOptions(out, (), 3, resume=out.exists())
+        training = Training(steps=1, lr=1e-3)
+        train_run(suite, Finetune(), training, replace(run, tasks=suite.tasks), report=told.append)
+        return suite
+
+    write_task(rows, "shapes", NAMES["shapes"])
+    train()
+    suite = (write_task(rows, "MNIST", NAMES["MNIST"]), train())[1]
+    assert "shapes: finished before" in told
+    found = find_inputs(out)
+    merge_run([TaskArithmetic(coef=0.5)], *found, out=tmp_path / "merged", search=True, seed=0)
+    recipe = checkpoint.load_manifest(tmp_path / "merged/ta")["suite"]
+    assert recipe == {**suite.recipe, "tasks": recipe["tasks"]}
+    with pytest.raises(
+        ValueError, match=r"shapes in .* other settings: suite\.templates\.shapes was .*, is \['a {}'\]"
+    ):
+        train(templates={"shapes": ["a {}"]})
+    for split in SIZES:
+        stored = arrays(rows, "shapes", split)
+        np.savez(rows / "shapes" / f"{split}.npz", **stored | {"class_names": np.array(["square", "disc"])})
+    with pytest.raises(ValueError, match=r"class names of shapes changed .* of them: 'round thing' is now 'disc'"):
+        train()

@@ -653,9 +653,12 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     assert own == {**suite.train_rows("tone"), "from": str(file)}
     found = json.loads(file.read_text())
     file.write_text(json.dumps([{**found[0], "text": "otherwise"}, *found[1:]]))
-    edited = load(data=str(tmp_path)).train_rows("tone")
+    edited, few = load(data=str(tmp_path)).train_rows("tone"), load(data=str(tmp_path), rows=2).train_rows("tone")
     assert edited["count"] == own["count"] == len(found)
     assert edited["hash"] != own["hash"]
+    file.write_text(json.dumps([*json.loads(file.read_text())[:2], *(row | {"text": "an edit"} for row in found[2:])]))
+    other = load(data=str(tmp_path), rows=2).train_rows("tone")  # no step reads them, but the head does
+    assert {name for name in few if few[name] != other[name]} == {"head"}
 
 
 def test_texts_with_two_labels_are_a_note(load, tmp_path):
