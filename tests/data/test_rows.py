@@ -325,6 +325,7 @@ def test_many_rows_are_cut_short():
     [
         ({"labels": np.array([2, -1])}, "label of rows 0 and 1 is outside 0 to 1"),
         ({"labels": np.array([0.0, 1.0])}, "label of rows 0 and 1 is not an integer"),
+        ({"images": np.uint8(1)}, r"images are uint8 \(\), must be uint8 \(N, H, W, 3\)"),
         ({"labels": np.array([0])}, r"labels have shape \(1,\), must be one each of 2 images"),
         ({"images": PIXELS / 255, "class_names": np.array([3])}, "images are float64 .*class_names are int64"),
         ({"images": PIXELS[:0], "labels": np.array([], int)}, "there are no rows"),

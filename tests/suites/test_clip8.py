@@ -303,7 +303,7 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
 
     def load_dataset(source, name, split):
         asked.append((source, name, split))
-        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])}
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES["shapes"])}
         if split != "train":
             features["label"] = datasets.Value("int64")
         from PIL import Image
@@ -322,22 +322,23 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
 @pytest.mark.parametrize("encoded", [False, True])
 def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_path, encoded):
     assert load().notes == ()
+    names = ("square", "round", "thing")
     images = arrays(folders / "rows", "shapes", "train")["images"]
     for split, chosen, labels in (("train", [0, 1, 2, 0], [0, 1, 0, 1]), ("dev", [3, 2], [1, 0]), ("test", [4], [2])):
         file = tmp_path / "rows" / "shapes" / f"{split}.npz"
         file.parent.mkdir(parents=True, exist_ok=True)
         if not encoded:
-            np.savez(file, images=images[chosen], labels=labels, class_names=np.array(["a", "b", "c"]))
+            np.savez(file, images=images[chosen], labels=labels, class_names=np.array(names))
             continue
         from PIL import Image
 
         for place, (i, label) in enumerate(zip(chosen, labels, strict=True)):
-            (folder := file.with_suffix("") / "abc"[label]).mkdir(parents=True, exist_ok=True)
+            (folder := file.with_suffix("") / names[label]).mkdir(parents=True, exist_ok=True)
             Image.fromarray(images[i]).save(folder / f"{place}.png")
     assert load(data=str(tmp_path / "rows")).notes == (
         "1 of the 2 dev rows of shapes are training rows too: scores on them are too high",
         "shapes trains on 1 row with two labels or more",
-        "no train row of shapes is of class c, which dev or test have",
+        "no train row of shapes is of class thing, which dev or test have",
     )
 
 
@@ -428,6 +429,17 @@ def test_unknown_tasks_and_splits_are_refused(suite):
             call("SVHN")
     with pytest.raises(ValueError, match=r"split 'train' is unknown"):
         suite.score(suite.base, "MNIST", "train")
+
+
+def test_classes_that_no_prompt_tells_apart_are_an_error(load, folders, tmp_path):
+    for split in SIZES:
+        names = {"class_names": np.array(["square", "Square"])}  # CLIP's tokenizer knows no case
+        (tmp_path / "shapes").mkdir(exist_ok=True)
+        np.savez(tmp_path / "shapes" / f"{split}.npz", **arrays(folders / "rows", "shapes", split) | names)
+    with pytest.raises(
+        ValueError, match="shapes: the prompts of classes 0 and 1, 'square' and 'Square', have the same"
+    ):
+        load(data=str(tmp_path))
 
 
 def test_a_processor_of_another_size_is_told(load, folders, tmp_path):

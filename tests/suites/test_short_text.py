@@ -342,6 +342,9 @@ def test_a_csv_names_its_classes(tmp_path):
     (tmp_path / "labels.json").write_text(json.dumps(["none", "one"]))
     with pytest.raises(ValueError, match=r"row 0 is none of the 2 classes \('2' the first\)"):
         labelled.load_task(str(tmp_path))
+    write(tmp_path / "users", {"train.json": [{"text": "x", "label": 0}, {"text": "y", "label": 9_000_000_000}]})
+    with pytest.raises(ValueError, match=r"users: labels go up to 9000000000 in 2 rows, .* write labels as texts$"):
+        labelled.load_task(str(tmp_path / "users"))  # and no list of so many names is made
     (tmp_path / "train.csv").write_text("text,label\nx,2\ny,1\nz,0\n")
     (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
     assert labelled.load_task(str(tmp_path)).splits["dev"].labels == (2, 1)
