@@ -123,7 +123,8 @@ def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
     manifest_file.write_text(
         manifest_file.read_text().replace('"hyperparameters": {', '"hyperparameters": {"k_max": 5,')
     )
-    assert experts_to_merge(later, ("mirror",), said.append) == 5
+    assert [experts_to_merge(x, ("mirror",), said.append) for x in (later, anew)] == [5, 5]
+    assert experts_to_merge(replace(anew, tasks=("rot90",)), ("mirror",), said.append) == 2
 
 
 @pytest.mark.parametrize(
