@@ -409,9 +409,6 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         elif "inputs" in other:
             made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
             edited.append(f"{task} in {out} was begun with another model folder: {made}")
-        elif "head" in other:
-            what = "rows that no step trains on, but of which its head is made,"
-            edited.append(f"{now['from']} changed since {task} in {out} was begun: {what} are others")
         if "classes" in other:
             was, has = ([*own["classes"], "no class"] for own in (rows, now))
             names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(was, has) if a != b)
@@ -431,6 +428,9 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
             moved[f"model was {old}, is {model}"] = None
         if differ := snapshots.differences(found, others, besides=besides):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
+        elif other == {"head"}:  # which settings choose too
+            what = "rows that no step trains on, but of which its head is made,"
+            edited.append(f"{now['from']} changed since {task} in {out} was begun: {what} are others")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
