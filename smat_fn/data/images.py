@@ -65,7 +65,7 @@ def npz_rows(file: Path, names: Mapping[str, str]) -> ImageRows:
     problems = []
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
         problems.append(f"images are {images.dtype} {images.shape}, must be uint8 (N, H, W, 3)")
-    if labels.ndim != 1 or len(labels) != len(images):
+    elif labels.shape != images.shape[:1]:
         problems.append(f"labels have shape {labels.shape}, must be one each of {len(images)} images")
     if class_names.ndim != 1 or class_names.dtype.kind != "U" or not class_names.size:
         problems.append(f"class_names are {class_names.dtype} {class_names.shape}, must be strings (C,)")

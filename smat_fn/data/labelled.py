@@ -56,6 +56,7 @@ def load_task(source: str, *, columns: Mapping[str, str] | None = None) -> Task:
     if names is None:
         labels_of = {s: [row.get(label) for row in raw[s]] for s, (_, label) in zip(raw, found, strict=True)}
         names, problems = _named(labels_of)
+        complain(source, problems if not names else [])
     splits = {}
     for (split, rows), (text, label) in zip(raw.items(), found, strict=True):
         texts, labels = [row.get(text) for row in rows], [_place(row.get(label), names) for row in rows]
@@ -109,6 +110,9 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
             f"some labels are numbers and some are texts ({'; '.join(kinds)}), which could mean two classes by "
             f"{numbers[0]} and {str(numbers[0])!r}: write all in one way, or name the classes in labels.json"
         )
+    if (last := max(numbers, default=-1)) >= len(values):  # numbers of something else, such as users
+        few = f"labels go up to {last} in {len(values)} rows, so that most classes would have none"
+        return [], [*problems, f"{few}: number classes from 0 without gaps, or write labels as texts"]
     alike: dict[str, list[str]] = {}
     for name in strings:
         alike.setdefault(normalised(name).casefold(), []).append(name)
@@ -118,7 +122,7 @@ def _named(labels_of: Mapping[str, Sequence[Any]]) -> tuple[list[str], list[str]
         for own in alike.values()
         if len(own) > 1
     ]
-    return strings or [str(label) for label in range(max(numbers, default=-1) + 1)], problems
+    return strings or [str(label) for label in range(last + 1)], problems
 
 
 def _place(label: Any, names: Sequence[str]) -> int | None:
@@ -186,8 +190,24 @@ def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]
             elif len(set(names)) < len(names):
                 problems.append(f"{file} names a class twice")
     raise_problems(problems)
-    _class_label(source, typed, labels)
+    numbered = _class_label(source, typed, labels)
+    if names is not None and numbered is not None:
+        complain(str(file), _other_order(names, numbered))
     return raw, names
+
+
+def _other_order(names: Sequence[str], numbered: Sequence[str]) -> list[str]:
+    """An error for classes that labels.json has at another place than the ClassLabel whose numbers the rows hold.
+
+    A name that only one of them has is a translation.
+    """
+    places = {normalised(name).casefold(): place for place, name in enumerate(numbered)}
+    other = [
+        f"{name!r} is class {place} here and class {there} in the ClassLabel of the rows"
+        for place, name in enumerate(names)
+        if (there := places.get(normalised(name).casefold(), place)) != place
+    ]
+    return [f"{', '.join(other[:3])}: the numbers are the ClassLabel's, write its order"] if other else []
 
 
 def _class_label(source: str, typed: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> list[str] | None:

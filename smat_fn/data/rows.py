@@ -254,10 +254,11 @@ def read_hub(source: str, /, *, part: str, instead: str, **where: str | None) ->
             return datasets.load_dataset(name, **where, **pinned)
     except Exception as error:  # of many packages: hub, http client, file system
         reason = (str(error).strip().splitlines() or [""])[0]
+        own = "name its own by --tasks, " if "BuilderConfig" in reason else ""  # of datasets, with those that it has
         raise ValueError(
             f"there is no folder {source!r} here, and {part}the hub's dataset of that name cannot be loaded "
-            f"({type(error).__name__}: {reason}): go online, or make a folder with {instead}, and give that folder as "
-            "the source"
+            f"({type(error).__name__}: {reason}): {own}go online, or make a folder with {instead}, and give "
+            "that folder as the source"
         ) from error
 
 

@@ -89,9 +89,13 @@ def load(
 
 
 def is_clip(source: str | Path) -> bool:
-    """Whether a model's config has image and text parts; True if it cannot be loaded."""
+    """Whether a model's config has image and text parts, and its weights too; True if it cannot be loaded."""
     config = config_of(source)
-    return config is None or (hasattr(config, "text_config") and hasattr(config, "vision_config"))
+    if config is None:
+        return True
+    # a classifier made of the image tower alone has the config of both
+    alone = any(name.endswith("ForImageClassification") for name in config.architectures or ())
+    return hasattr(config, "text_config") and hasattr(config, "vision_config") and not alone
 
 
 def _is_backbone(source: str | Path) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..errors import raise_problems
@@ -34,6 +35,12 @@ class Setting(NamedTuple):
         return {**self.hyperparameters, "sigma": f"{self.sigmas[0]:g} to {self.sigmas[-1]:g} (auto)"}
 
     @property
+    def sigma(self) -> float:
+        """The RMS of the noise; the mean of those that --sigma auto found."""
+        found = self.sigmas or (self.hyperparameters["sigma"],)
+        return float(found[0] if len(found) == 1 else f"{fmean(found):.3g}")
+
+    @property
     def parts(self) -> tuple[str, ...] | None:
         """Those of Scale, Mask and Perturb that are on; None for other methods than SMAT."""
         if self.method != "smat":
@@ -58,6 +65,7 @@ class Setting(NamedTuple):
         """Whether all but the parts that are off is as in another setting that has them all."""
         names = {"Scale": ("alpha_min",), "Mask": ("drop_prob",), "Perturb": ("sigma", "noise")}
         off = {name for part in PARTS if part not in (self.parts or ()) for name in names[part]}
+        off |= {"sigma"} if self.sigmas and full.sigmas else set()  # found in every run anew
         mine, other = ({k: v for k, v in s.hyperparameters.items() if k not in off} for s in (self, full))
         return full.parts == PARTS and self.training == full.training and mine == other
 

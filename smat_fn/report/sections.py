@@ -231,15 +231,16 @@ def noise(found: Found) -> Section | None:
     rows, records = [], []
     curves: dict[str, dict[float, Cell]] = {}
     families = _families(found, labels)
-    order = sorted(labels, key=lambda x: (families[x], _sigma(found, x)))
+    order = sorted(labels, key=lambda x: (families[x], found.settings[x].sigma))
     for label in order:
-        sigma, line = _sigma(found, label), found.table.cells[label]
+        sigma, line = found.settings[label].sigma, found.table.cells[label]
         family, other = families[label], found.compared_with(label)
         curves.setdefault(family, {})[sigma] = line["Avg"]
         got = found.difference(label, "Avg", other)
         open_ = evidence(got) if got and got.interval else None
         expert = line["Expert"].text() if "Expert" in line else None
-        rows.append([family, f"{sigma:g}", expert, line["Avg"].text(), signed(got.mean) if got else None, open_])
+        rms = f"{sigma:g}" if len(found.settings[label].sigmas) < 2 else found.settings[label].described["sigma"]
+        rows.append([family, rms, expert, line["Avg"].text(), signed(got.mean) if got else None, open_])
         records.append(
             {"noise": family, "sigma": sigma, "method": label, **spread(line), "avg_change": got and got.mean}
         )
@@ -253,15 +254,13 @@ def noise(found: Found) -> Section | None:
     text = "Perturb alone, without Scale and Mask. The best sigma was selected on the same scores, so it is optimistic."
     if whole and len(level) < len(whole.by_seed):
         text += f" In the figure {plain(base or '')} is the mean over the seeds that were trained with noise."
+    if any(len(found.settings[label].sigmas) > 1 for label in order):
+        text += " Where --sigma auto found several, the figure has their mean."
     if len(bases) > 1:
         each = {families[label]: found.compared_with(label) or "none" for label in order}
         text += f" Reference: {'; '.join(f'of {plain(name)}, {plain(other)}' for name, other in each.items())}."
     drawn = noise_plot(curves, reference=(base, cell_of(level)) if base and level else None)
     return Section("Noise", text, Table(columns, rows, records), drawn)
-
-
-def _sigma(found: Found, label: str) -> float:
-    return float(found.settings[label].hyperparameters["sigma"])
 
 
 def _families(found: Found, labels: Sequence[str]) -> dict[str, str]:
@@ -275,11 +274,11 @@ def _families(found: Found, labels: Sequence[str]) -> dict[str, str]:
         own = [label for label in labels if names[label] == name]
         fields = dict.fromkeys(field for x in own for field in values[x] if field not in ("noise", "sigma"))
         differ = [field for field in fields if any(values[x].get(field) != values[own[0]].get(field) for x in own)]
-        if len({_sigma(found, x) for x in own}) < len(own) or len({found.muon(x) for x in own}) > 1:
+        if len({found.settings[x].sigma for x in own}) < len(own) or len({found.muon(x) for x in own}) > 1:
             more = {x: words({field: values[x].get(field) for field in differ}) for x in own}
             names |= {x: ", ".join(filter(None, (name, more[x]))) for x in own}
-    points = Counter((names[x], _sigma(found, x)) for x in labels)
-    return {x: f"{names[x]}, {x}" if points[names[x], _sigma(found, x)] > 1 else names[x] for x in labels}
+    points = Counter((names[x], found.settings[x].sigma) for x in labels)
+    return {x: f"{names[x]}, {x}" if points[names[x], found.settings[x].sigma] > 1 else names[x] for x in labels}
 
 
 def verdict(found: Estimate | None) -> str:

@@ -149,6 +149,7 @@ class Clip8(EncoderSuite):
             train = {task: self._rows[task, "train"] for task in names}
             self._heads = image_heads(train, names, model, random.key(seed), self.device.type)
         self.heads = {task: _described(head, names[task], of_texts) for task, head in self._heads.items()}
+        self._prompted = names if of_texts else {}
         self._untrained = {**frozen(model.module), **dict(model.module.named_buffers())}
         self._config = str(sorted(model.config.items()))
         self._processor, self._table = model.processor, pixels.value_table(model.processor).to(self.device)
@@ -186,7 +187,8 @@ class Clip8(EncoderSuite):
         )
         inputs = fingerprint({"first": self._firsts[task, "train"], "table": self._table})
         place = place_of(self.options.data, task, "train")
-        return {"from": place, "count": self.examples(task), "hash": train, "dev": dev, "inputs": inputs}
+        classes = {"classes": list(self._prompted[task])} if task in self._prompted else {}
+        return {"from": place, "count": self.examples(task), "hash": train, "dev": dev, "inputs": inputs, **classes}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)

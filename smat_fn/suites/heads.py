@@ -61,7 +61,7 @@ def text_heads(
 ) -> dict[str, Tensor]:
     """The head of every task from the prompts of its classes, float32 (C, D), through the cache.
 
-    Raises: ValueError that lists prompts that are too long.
+    Raises: ValueError that lists prompts that are too long, and classes whose prompts are the same.
     """
     text = fingerprint(model.text)
     heads, problems = {}, []
@@ -71,6 +71,7 @@ def text_heads(
         except ValueError as error:
             problems.append(f"{task}: {error}")
             continue
+        problems += _alike(task, own, tokens["input_ids"])
         config = {
             "text": text,
             "config": str(sorted(model.config.items())),
@@ -82,6 +83,18 @@ def text_heads(
         heads[task] = cached("clip-head", config, partial(_of_texts, model, tokens, len(own)))["head"]
     errors.raise_problems(problems)
     return heads
+
+
+def _alike(task: str, names: Sequence[str], tokens: Tensor) -> list[str]:
+    """An error for two classes with one row of the head, the second of which no image would ever get."""
+    places: dict[bytes, int] = {}
+    for place, ids in enumerate(tokens.reshape(len(names), -1).numpy()):
+        if (first := places.setdefault(ids.tobytes(), place)) != place:
+            both = f"{names[first]!r} and {names[place]!r}"
+            return [
+                f"{task}: the prompts of classes {first} and {place}, {both}, have the same tokens: name them apart"
+            ]
+    return []
 
 
 def image_heads(

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import errors, random
 from ..checkpoint import fingerprint
 from ..data.cache import HELD, cached, versions
-from ..data.labelled import load_task, place_of, take
+from ..data.labelled import Labelled, load_task, place_of, take
 from ..errors import count_problem
 from ..evaluate.metrics import accuracy
 from ..evaluate.records import content_key
@@ -161,7 +161,8 @@ class ShortText(EncoderSuite):
             "device": self.device.type,
             "versions": versions("torch", "transformers", "scikit-learn"),
         }
-        self._heads = {task: self._head(task, random.fold_in(random.key(seed), task)) for task in chosen}
+        self._few = {task: self._head_rows(task, random.fold_in(random.key(seed), task)) for task in chosen}
+        self._heads = {task: self._head(few) for task, few in self._few.items()}
         self.heads = {
             task: Head(head["weight"], head["bias"], self._data[task].classes) for task, head in self._heads.items()
         }
@@ -224,8 +225,9 @@ class ShortText(EncoderSuite):
         )
         ids = self._rows(task, "train")[0]
         inputs = content_key({"ids": [own.tolist() for own in ids[:1000]]})
-        place = place_of(self.options.source(task))
-        return {"from": place, "count": len(ids), "hash": train, "dev": dev, "inputs": inputs}
+        place, few = place_of(self.options.source(task)), self._few[task]
+        head = content_key({"texts": few.texts, "labels": few.labels})  # perhaps beyond the rows that are trained on
+        return {"from": place, "count": len(ids), "hash": train, "dev": dev, "inputs": inputs, "head": head}
 
     def dev_batches(self, task: str) -> list[Micro]:
         self.check(task)
@@ -274,10 +276,13 @@ class ShortText(EncoderSuite):
         places, size = list(range(len(self._rows(task, split)[1]))), self.options.eval_batch
         return [self._some(task, split, places[i : i + size]) for i in range(0, len(places), size)]
 
-    def _head(self, task: str, key: Tensor) -> dict[str, Tensor]:
-        own, encoder, data = self.options, self._encoder, self._data[task]
+    def _head_rows(self, task: str, key: Tensor) -> Labelled:
+        data = self._data[task]
         train = data.splits["train"]
-        few = take(train, head_rows(train.labels, len(data.classes), key, own.per_class))
+        return take(train, head_rows(train.labels, len(data.classes), key, self.options.per_class))
+
+    def _head(self, few: Labelled) -> dict[str, Tensor]:
+        own, encoder = self.options, self._encoder
         ids, labels = encoder.ids(few.texts, own.max_length), torch.tensor(few.labels)
         config = {
             **self._model,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from smat_fn import checkpoint
 from smat_fn.suites import load_suite
@@ -63,6 +64,27 @@ def test_what_does_not_fit_is_told_in_one_line_before_training(inputs, exits, tm
     for part in ("lacks ['class_names']", "no dev.json, .jsonl, .csv, .parquet or .npz", "no test.json"):
         assert part in text
     assert not (tmp_path / "out").exists()
+
+
+def test_tasks_that_are_named_are_the_configs_of_a_dataset_of_the_hub(inputs, exits, tmp_path, monkeypatch, capsys):
+    import datasets
+
+    def load_dataset(source, name, split):
+        if name not in ("cats", "dogs"):
+            raise ValueError(f"BuilderConfig '{name}' not found. Available: ['cats', 'dogs']")
+        images = [Image.fromarray(np.full((8, 8, 3), 99 * i + len(split), np.uint8)) for i in range(2)]
+        kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+        return datasets.Dataset.from_dict({"image": images, "label": [0, 1]}, features=kinds)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    words = ("--preset", "images", "--model", inputs / "model", "--data", "some/pets", "--out", tmp_path, "--dry-run")
+    assert "Available: ['cats', 'dogs']): name its own by --tasks, go online" in exits("train.py", "ft", *words)
+    capsys.readouterr()
+    assert exits("train.py", "mergopt", *words, "--tasks", "dogs", "cats") is None
+    told = capsys.readouterr().out
+    assert "dogs: 10 steps" in told
+    assert "k_max 2" in told
+    assert "'SVHN'" in exits("train.py", "ft", *words, "--tasks", "cats", "--suite-options", "tasks", "SVHN")
 
 
 def test_a_merged_tower_is_exported_as_the_whole_model(inputs, exits, tmp_path, capsys):

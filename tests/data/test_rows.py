@@ -178,6 +178,17 @@ def test_a_saved_dataset_is_rows_of_each_kind(tmp_path):
         Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=kinds).save_to_disk(tmp_path / "n" / split)
     with pytest.raises(ValueError, match="class names of test are not those of train, in this order: cast the labels"):
         load_task(str(tmp_path / "n"))
+    for split in ("dev", "test"):
+        kinds = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+        Dataset.from_dict({"text": ["c", "d"], "label": [0, 1]}, features=kinds).save_to_disk(tmp_path / "n" / split)
+    write(tmp_path, "n", "labels.json", '["Pos", "neg"]')
+    with pytest.raises(
+        ValueError, match=r"n/labels.json: 'Pos' is class 0 here and class 1 in the ClassLabel of the r"
+    ):
+        load_task(str(tmp_path / "n"))
+    for names in (("neg", "pos"), ("negativ", "positiv")):  # the same, and translated
+        write(tmp_path, "n", "labels.json", json.dumps(names))
+        assert load_task(str(tmp_path / "n")).classes == names
     next((tmp_path / "t" / "train").glob("*.arrow")).write_bytes(b"")
     with pytest.raises(ValueError, match=r"train is not a dataset that can be read \(.*\): save it again"):
         load_rows(tmp_path, "t", "train")
@@ -314,6 +325,7 @@ def test_many_rows_are_cut_short():
     [
         ({"labels": np.array([2, -1])}, "label of rows 0 and 1 is outside 0 to 1"),
         ({"labels": np.array([0.0, 1.0])}, "label of rows 0 and 1 is not an integer"),
+        ({"images": np.uint8(1)}, r"images are uint8 \(\), must be uint8 \(N, H, W, 3\)"),
         ({"labels": np.array([0])}, r"labels have shape \(1,\), must be one each of 2 images"),
         ({"images": PIXELS / 255, "class_names": np.array([3])}, "images are float64 .*class_names are int64"),
         ({"images": PIXELS[:0], "labels": np.array([], int)}, "there are no rows"),

@@ -285,6 +285,18 @@ def test_perturb_alone_is_a_curve_by_family_and_rms(make, sections, full):
     assert column(found["Noise"], "Over seeds") == ["+2.00 in all 3 seeds, which establishes nothing", None]
 
 
+def test_noise_of_a_sigma_that_every_seed_found_stands_at_their_mean(make, sections, full, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "noise_plot", lambda curves, *, reference: drawn.append(curves) or b"")
+    rows, runs = make("auto", [52.0, 53.0, 54.0], "smat", full | {"alpha_min": 1.0, "drop_prob": 0.0})
+    values = [run.hyperparameters | {"sigma": (0.001, 0.002, 0.006)[run.seed]} for run in runs]
+    found = [replace(run, hyperparameters=v, sigma_from={"from": "ft"}) for run, v in zip(runs, values, strict=True)]
+    noise = sections(make("FT", [50.0, 50.0, 50.0]), (rows, found))["Noise"]
+    assert column(noise, "RMS") == ["0.001 to 0.006 (auto)"]
+    assert [list(points) for points in drawn[0].values()] == [[0.003]]
+    assert noise.text.endswith("Where --sigma auto found several, the figure has their mean.")
+
+
 def test_noise_of_one_sigma_and_of_two_optimizers_has_a_curve_for_each(make, sections, full, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "noise_plot", lambda curves, *, reference: drawn.append((curves, reference)) or b"")

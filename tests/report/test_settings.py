@@ -62,6 +62,9 @@ def test_a_sigma_that_was_found_for_each_seed_may_differ_and_one_that_was_given_
     setting = settings_of(auto)["SMAT"]
     assert (setting.hyperparameters["sigma"], setting.described["sigma"]) == (0.0021, "0.0021 to 0.0023 (auto)")
     assert settings_of(auto[:2])["SMAT"].described == full | {"sigma": 0.0021}
+    assert setting.sigma == 0.0022
+    no_mask = [replace(run, hyperparameters=run.hyperparameters | {"drop_prob": 0.0}) for run in auto[2:]]
+    assert settings_of(no_mask)["SMAT"].ablates(setting)  # the same but for Mask: each run found its own sigma
     only_some = replace(auto[-1], training=auto[-1].training | {"dev": {"every": 2}})
     with pytest.raises(ValueError, match="experts of 'SMAT' differ in dev: train each"):
         settings_of([*auto, only_some])

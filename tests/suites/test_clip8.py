@@ -5,6 +5,7 @@ import json
 import runpy
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -13,11 +14,15 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, random, tree
-from smat_fn.config import PRESETS
+from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
 from smat_fn.data import batch_indices, pixels
 from smat_fn.mat import finetune, smat
 from smat_fn.models import clip
 from smat_fn.optim import adam
+from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.merge.merging import merge_run
+from smat_fn.scripts.train.options import RunOptions
+from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import clip8, load_suite, task_names
 from smat_fn.suites.templates import DEFAULT, TEMPLATES, prompts
 
@@ -298,7 +303,7 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
 
     def load_dataset(source, name, split):
         asked.append((source, name, split))
-        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])}
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES["shapes"])}
         if split != "train":
             features["label"] = datasets.Value("int64")
         from PIL import Image
@@ -317,22 +322,23 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
 @pytest.mark.parametrize("encoded", [False, True])
 def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_path, encoded):
     assert load().notes == ()
+    names = ("square", "round", "thing")
     images = arrays(folders / "rows", "shapes", "train")["images"]
     for split, chosen, labels in (("train", [0, 1, 2, 0], [0, 1, 0, 1]), ("dev", [3, 2], [1, 0]), ("test", [4], [2])):
         file = tmp_path / "rows" / "shapes" / f"{split}.npz"
         file.parent.mkdir(parents=True, exist_ok=True)
         if not encoded:
-            np.savez(file, images=images[chosen], labels=labels, class_names=np.array(["a", "b", "c"]))
+            np.savez(file, images=images[chosen], labels=labels, class_names=np.array(names))
             continue
         from PIL import Image
 
         for place, (i, label) in enumerate(zip(chosen, labels, strict=True)):
-            (folder := file.with_suffix("") / "abc"[label]).mkdir(parents=True, exist_ok=True)
+            (folder := file.with_suffix("") / names[label]).mkdir(parents=True, exist_ok=True)
             Image.fromarray(images[i]).save(folder / f"{place}.png")
     assert load(data=str(tmp_path / "rows")).notes == (
         "1 of the 2 dev rows of shapes are training rows too: scores on them are too high",
         "shapes trains on 1 row with two labels or more",
-        "no train row of shapes is of class c, which dev or test have",
+        "no train row of shapes is of class thing, which dev or test have",
     )
 
 
@@ -425,6 +431,17 @@ def test_unknown_tasks_and_splits_are_refused(suite):
         suite.score(suite.base, "MNIST", "train")
 
 
+def test_classes_that_no_prompt_tells_apart_are_an_error(load, folders, tmp_path):
+    for split in SIZES:
+        names = {"class_names": np.array(["square", "Square"])}  # CLIP's tokenizer knows no case
+        (tmp_path / "shapes").mkdir(exist_ok=True)
+        np.savez(tmp_path / "shapes" / f"{split}.npz", **arrays(folders / "rows", "shapes", split) | names)
+    with pytest.raises(
+        ValueError, match="shapes: the prompts of classes 0 and 1, 'square' and 'Square', have the same"
+    ):
+        load(data=str(tmp_path))
+
+
 def test_a_processor_of_another_size_is_told(load, folders, tmp_path):
     shutil.copytree(folders / "model", tmp_path / "model")
     file = tmp_path / "model" / "preprocessor_config.json"
@@ -451,3 +468,31 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     np.savez(file, **found)
     edited = load(data=str(tmp_path)).train_rows("shapes")
     assert edited["hash"] != own["hash"]
+
+
+def test_tasks_that_come_later_join_a_run_and_other_class_names_do_not(load, tmp_path):
+    rows, out, told = tmp_path / "rows", tmp_path / "run", list[str]()
+
+    def train(**options):
+        suite, run = load(data=str(rows), **options), RunOptions(out, (), 3, resume=out.exists())
+        training = Training(steps=1, lr=1e-3)
+        train_run(suite, Finetune(), training, replace(run, tasks=suite.tasks), report=told.append)
+        return suite
+
+    write_task(rows, "shapes", NAMES["shapes"])
+    train()
+    suite = (write_task(rows, "MNIST", NAMES["MNIST"]), train())[1]
+    assert "shapes: finished before" in told
+    found = find_inputs(out)
+    merge_run([TaskArithmetic(coef=0.5)], *found, out=tmp_path / "merged", search=True, seed=0)
+    recipe = checkpoint.load_manifest(tmp_path / "merged/ta")["suite"]
+    assert recipe == {**suite.recipe, "tasks": recipe["tasks"]}
+    with pytest.raises(
+        ValueError, match=r"shapes in .* other settings: suite\.templates\.shapes was .*, is \['a {}'\]"
+    ):
+        train(templates={"shapes": ["a {}"]})
+    for split in SIZES:
+        stored = arrays(rows, "shapes", split)
+        np.savez(rows / "shapes" / f"{split}.npz", **stored | {"class_names": np.array(["square", "disc"])})
+    with pytest.raises(ValueError, match=r"class names of shapes changed .* of them: 'round thing' is now 'disc'"):
+        train()

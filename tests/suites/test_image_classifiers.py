@@ -38,6 +38,10 @@ def save(folder, kind="vit"):
     elif kind == "resnet":
         sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
         module = hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=5, **sizes))
+    elif kind in ("CLIP", "Siglip"):  # their configs have a text tower too, which is not there
+        towers = {"vision_config": SIZES | common, "text_config": SIZES | {"vocab_size": 9}}
+        config = getattr(hf, f"{kind}Config")(**towers, num_labels=5)
+        module = getattr(hf, f"{kind}ForImageClassification")(config)
     else:
         module = hf.ViTModel(hf.ViTConfig(**common, **SIZES), add_pooling_layer=False)
     module.save_pretrained(folder)
@@ -167,7 +171,7 @@ def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_the_rows(load, suite
     assert torch.equal(load(**few).loss_fn("plain")(suite.base, batch)[1], first)
 
 
-@pytest.mark.parametrize("kind", ["vit", "swin", "resnet", "backbone"])
+@pytest.mark.parametrize("kind", ["vit", "swin", "resnet", "backbone", "CLIP", "Siglip"])
 def test_other_models_are_taken_as_they_are(kind, load, tmp_path):
     suite = load(model=str(save(tmp_path, kind)), tasks=["plain"])
     loss, logits = suite.loss_fn("plain")(suite.base, suite.batch("plain", random.key(0), 0))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, grad, random, tree
-from smat_fn.config import PRESETS, TaskArithmetic
+from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
@@ -23,6 +23,8 @@ from smat_fn.scripts.evaluate.evaluation import evaluate
 from smat_fn.scripts.merge.merging import merge_run
 from smat_fn.scripts.merge.statistics import without_padding
 from smat_fn.scripts.merge.whole_models import part_of, whole_base
+from smat_fn.scripts.train.options import RunOptions
+from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import heads, load_suite, short_text, task_names
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "text"
@@ -342,6 +344,9 @@ def test_a_csv_names_its_classes(tmp_path):
     (tmp_path / "labels.json").write_text(json.dumps(["none", "one"]))
     with pytest.raises(ValueError, match=r"row 0 is none of the 2 classes \('2' the first\)"):
         labelled.load_task(str(tmp_path))
+    write(tmp_path / "users", {"train.json": [{"text": "x", "label": 0}, {"text": "y", "label": 9_000_000_000}]})
+    with pytest.raises(ValueError, match=r"users: labels go up to 9000000000 in 2 rows, .* write labels as texts$"):
+        labelled.load_task(str(tmp_path / "users"))  # and no list of so many names is made
     (tmp_path / "train.csv").write_text("text,label\nx,2\ny,1\nz,0\n")
     (tmp_path / "labels.json").write_text(json.dumps(["none", "one", "two"]))
     assert labelled.load_task(str(tmp_path)).splits["dev"].labels == (2, 1)
@@ -654,9 +659,31 @@ def test_training_rows_are_named_by_file_and_told_apart_by_content(load, suite, 
     assert own == {**suite.train_rows("tone"), "from": str(file)}
     found = json.loads(file.read_text())
     file.write_text(json.dumps([{**found[0], "text": "otherwise"}, *found[1:]]))
-    edited = load(data=str(tmp_path)).train_rows("tone")
+    edited, few = load(data=str(tmp_path)).train_rows("tone"), load(data=str(tmp_path), rows=2).train_rows("tone")
     assert edited["count"] == own["count"] == len(found)
     assert edited["hash"] != own["hash"]
+    file.write_text(json.dumps([*json.loads(file.read_text())[:2], *(row | {"text": "an edit"} for row in found[2:])]))
+    other = load(data=str(tmp_path), rows=2).train_rows("tone")  # no step reads them, but the head does
+    assert {name for name in few if few[name] != other[name]} == {"head"}
+
+
+def test_a_run_does_not_resume_on_other_rows_of_its_head(load, tmp_path):
+    file, found = tmp_path / "tone" / "train.json", rows("tone", "train")
+    write(tmp_path / "tone", {f"{split}.json": rows("tone", split) for split in SIZES})
+
+    def train(**options):
+        own = load(data=str(tmp_path), rows=2, **options)
+        run = RunOptions(tmp_path / "run", own.tasks, 3, resume=(tmp_path / "run").exists())
+        train_run(own, Finetune(), Training(steps=1, lr=1e-3), run)
+
+    train()
+    with pytest.raises(ValueError, match=r"tone in .*: suite\.per_class was None, is 2; give the settings [^;]*$"):
+        train(per_class=2)
+    file.write_text(json.dumps([*found[:2], *(row | {"text": "an edit"} for row in found[2:])]))
+    with pytest.raises(
+        ValueError, match=r"train.json changed since tone in .*: rows that no step trains on, but of wh"
+    ):
+        train()
 
 
 def test_texts_with_two_labels_are_a_note(load, tmp_path):

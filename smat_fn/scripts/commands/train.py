@@ -128,14 +128,14 @@ def train(args: Train, world: "parallel.World") -> None:
     from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge, suite_options
     from smat_fn.scripts.train.snapshots import Interrupted, on_signals
     from smat_fn.scripts.train.training import train_run
-    from smat_fn.suites import describe_options, load_suite, task_names
+    from smat_fn.suites import describe_options, load_suite
 
     torch.set_num_threads(args.process.threads)
     own, tasks, seed = args.data, args.data.tasks, args.process.seed
     preset = preset_of(own.preset)
     method = resolve(args.method, preset.methods)
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
-    known = task_names(preset.suite, **options)
+    known, options = _tasks(preset.suite, options, tasks)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
@@ -178,6 +178,17 @@ def train(args: Train, world: "parallel.World") -> None:
     if run.statistics and world.leads:
         for line in statistics_of_run(suite, folders, kinds=run.statistics, seed=run.seed):
             report(line)
+
+
+def _tasks(suite: str, options: dict[str, Any], named: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The tasks of a suite, and its options, with the tasks that are named where only the hub knows a dataset's."""
+    from smat_fn.suites import task_names
+
+    known, data = task_names(suite, **options), options.get("data")
+    hub = isinstance(data, str) and not Path(data).expanduser().exists()
+    if hub and options.get("tasks") is None and not set(named) <= set(known):
+        return named, {**options, "tasks": named}
+    return known, options
 
 
 def _named(own: DataSettings, suite: str) -> dict[str, Any]:

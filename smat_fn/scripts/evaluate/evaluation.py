@@ -281,12 +281,15 @@ def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Pat
         task, name = manifest["task"], f"{manifest['label']}, seed {manifest['seed']}"
         found.setdefault(task, {}).setdefault(rows["hash"], []).append(f"{name} on {rows.get('count')} rows")
         # a language suite would tokenize them all
-        now = suite.train_rows if getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"] else None
-        if now is not None and now(task)["hash"] != rows["hash"]:
+        known = getattr(suite, "OWN_HEADS", False) and suite.recipe == manifest["suite"]
+        now = suite.train_rows(task) if known and suite.train_rows is not None else rows
+        if now["hash"] != rows["hash"]:
             notes.append(
                 f"the expert of {task} of {name} was trained on other rows than {rows['from']} holds now: rows of test "
                 "may have been among them"
             )
+        if now.get("classes", ()) != rows.get("classes", now.get("classes", ())):
+            notes.append(f"the expert of {task} of {name} was trained under other class names than {task} has now")
     for task, own in found.items():
         if len(own) > 1:
             each = "; ".join(names[0] + (f" and {len(names) - 1} more" if names[1:] else "") for names in own.values())

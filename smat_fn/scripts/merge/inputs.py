@@ -25,6 +25,8 @@ from ...merge.parts.per_expert import Weighted
 from ...merge.weighted_average import WeightedAverage
 from .recipe_write import folder_name
 
+BY_TASK = ("templates", "data")  # options of suites that may be a mapping with a value for each task
+
 
 class Inputs(NamedTuple):
     """A base and its experts, checked against each other."""
@@ -351,10 +353,25 @@ def facts_of(
 
 
 def with_tasks_of(recipes: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The first recipe of a suite with the tasks of all: experts of new tasks may have come beside the first ones."""
+    """The first recipe of a suite with the tasks of all: experts of new tasks may have come beside the first ones.
+
+    Options that have a value for each task get those of new tasks too.
+    """
     found = [recipe for recipe in recipes if recipe]
+    if not found:
+        return None
     tasks = dict.fromkeys(task for recipe in found for task in recipe.get("tasks") or ())
-    return {**found[0], **({"tasks": list(tasks)} if tasks else {})} if found else None
+    values: dict[str, Any] = {}
+    for name in BY_TASK:
+        if all(isinstance(recipe.get(name), Mapping) for recipe in found):
+            values[name] = {task: value for recipe in reversed(found) for task, value in recipe[name].items()}
+    return {**found[0], **values, **({"tasks": list(tasks)} if tasks else {})}
+
+
+def value_for(task: str, option: str, recipe: Mapping[str, Any]) -> Any:
+    """The value of a suite's option for a task: where it has one for each task, that of this task alone."""
+    value = recipe.get(option)
+    return value.get(task) if option in BY_TASK and isinstance(value, Mapping) else value
 
 
 def model_names(base: Path, experts: Sequence[Path] = ()) -> list[str]:

@@ -22,7 +22,7 @@ from .. import outcome
 from .card import CARD, card, licenses_of
 from .choosing import Merged, about, fingerprints, is_open, merge_one, sparsities, total, with_buffers
 from .finished import differences, is_merged, other_order, sources_text, verify
-from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, with_tasks_of
+from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, value_for, with_tasks_of
 from .recipe_write import written
 from .snapshots import choose_snapshot
 from .whole_models import lacking_problems, of_whole_models, own_dtype, part_of
@@ -353,7 +353,7 @@ def _suite_problems(
         f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
         "for all"
         for task, r in recipes.items()
-        if r and first and (differ := _unlike({**first, **options}, {**r, **options}))
+        if r and first and (differ := _unlike({**first, **options}, {**r, **options}, task))
     ]
     if first is None and not recipes:
         problems.append(
@@ -363,13 +363,10 @@ def _suite_problems(
     return problems
 
 
-def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The options in which two recipes of suites differ, but for tasks."""
-    return [
-        f"{name} {other.get(name)}, of the first {first.get(name)}"
-        for name in dict.fromkeys((*first, *other))
-        if name != "tasks" and first.get(name) != other.get(name)
-    ]
+def _unlike(first: Mapping[str, Any], other: Mapping[str, Any], task: str) -> list[str]:
+    """The options in which two recipes of suites differ, but for tasks, and for what they say of other tasks."""
+    both = {name: [value_for(task, name, r) for r in (first, other)] for name in dict.fromkeys((*first, *other))}
+    return [f"{name} {b}, of the first {a}" for name, (a, b) in both.items() if name != "tasks" and a != b]
 
 
 def _of_base(implied: Mapping[str, Any], base: Path) -> dict[str, Any]:

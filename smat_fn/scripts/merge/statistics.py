@@ -19,7 +19,7 @@ from ...suites import Suite
 from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
-from .inputs import find_inputs, like_base, load_inputs, manifest_of, named
+from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
 from .merging import common_suite
 from .settings import Statistics
 
@@ -96,7 +96,7 @@ def write_statistics(
         "split": asked.split,
         "rows": sum(map(length, batches)),
         "data": digest(batches),
-        "suite": content_key({name: value for name, value in suite.recipe.items() if name not in _ELSEWHERE}),
+        "suite": content_key({n: value_for(task, n, suite.recipe) for n in suite.recipe if n not in _ELSEWHERE}),
         "seed": asked.seed,
     }
     for kind in asked.kinds:

@@ -35,10 +35,10 @@ def settled(
     r"""The method with sigma as a number, and the origin of that number; unchanged where sigma is a number already.
 
     The noise stands in for the other experts' updates (Eq. merged-state: ``epsilon_i = gamma sum_{j != i} Delta_j``):
-    sigma is the RMS of that sum at gamma = 0.3. It is, the first that there is: what an interrupted run in ``run.out``
-    began with; measured on a run of ft beside ``run.out``, of the same base and the same tasks and steps; estimated
-    from a short run of ft, as gamma sqrt(K - 1) times the RMS of one update, K being the suite's tasks, for updates
-    that are nearly orthogonal. The same inputs give the same number.
+    sigma is the RMS of that sum at gamma = 0.3. It is, the first that there is: that of the experts in ``run.out``,
+    finished or not, which ``run.overwrite`` does not replace; measured on a run of ft beside ``run.out``, of the same
+    base and the same tasks and steps; estimated from a short run of ft, as gamma sqrt(K - 1) times the RMS of one
+    update, K being the suite's tasks, for updates that are nearly orthogonal. The same inputs give the same number.
 
     Args:
         world: the first process finds it, the others get it from there.
@@ -53,22 +53,27 @@ def settled(
     if not isinstance(method, Smat) or not asked(method):
         return method, {}
     found: Found | None = None
+    said = ""
     if world.leads:
         base = checkpoint.fingerprint(suite.base)
         beside = None
-        if (found := _resumed(run, base, suite.tasks)) is None:
+        if found := _standing(run, base, suite.tasks):
+            said = f"that of the experts in {run.out}: "
+        else:
             found, beside = _measured(suite, training, run, base)
         found = found or _estimated(suite, training, run, report, beside)
     sigma, origin = world.agree(found)
-    report(f"sigma auto: {sigma:g}, {origin['from']}")
+    report(f"sigma auto: {sigma:g}, {said}{origin['from']}")
     return replace(method, sigma=sigma), origin
 
 
-def _resumed(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
-    """Sigma of the experts or training checkpoints that this run resumes, those of other tasks last."""
-    if not run.resume:
-        return None
-    for facts in snapshots.begun(run.out, dict.fromkeys((*run.tasks, *tasks))):
+def _standing(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
+    """Sigma of the experts or training checkpoints that this run keeps, those of other tasks last.
+
+    Experts that are merged have one sigma, so a task that comes later gets that of the others.
+    """
+    replaced = run.tasks if run.overwrite else ()
+    for facts in snapshots.begun(run.out, (*run.tasks, *tasks), besides=replaced):
         if facts.get("sigma_from") and facts.get("base_fingerprint") == base:
             return facts["hyperparameters"]["sigma"], facts["sigma_from"]
     return None

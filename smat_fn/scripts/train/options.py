@@ -57,7 +57,8 @@ def experts_to_merge(run: RunOptions, known: Sequence[str], report: Callable[[st
     Args: report: gets a line where tasks came beside those of the run.
     """
     count = max(2, len(known))  # a task alone has its partners elsewhere
-    for facts in () if run.overwrite else snapshots.begun(run.out, dict.fromkeys((*run.tasks, *known))):
+    replaced = run.tasks if run.overwrite else ()
+    for facts in snapshots.begun(run.out, (*run.tasks, *known), besides=replaced):
         if found := facts.get("hyperparameters", {}).get("k_max"):
             if found != count:
                 report(

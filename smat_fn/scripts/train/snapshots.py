@@ -119,9 +119,17 @@ def read(path: Path) -> Snapshot | None:
     return Snapshot(facts["step"], facts["settings"], facts["progress"], facts.get("code"))
 
 
-def begun(out: Path, tasks: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The settings of the experts that a run holds, finished or unfinished, in the order of ``tasks``."""
-    for task in tasks:
+def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """The settings of the experts that a run holds, finished or unfinished: of ``tasks`` in this order, then of others.
+
+    Args: besides: tasks that are left out.
+    """
+    ended = [manifest.parent.name for manifest in sorted(out.glob(f"*/{checkpoint.MANIFEST}"))]
+    ending = path_of(Path(), "").name
+    others = [file.name.removesuffix(ending) for file in sorted(out.glob(f"*{ending}"))]
+    for task in dict.fromkeys((*tasks, *ended, *others)):
+        if task in besides:
+            continue
         last = read(path_of(out, task))
         if facts := manifest_of(out / task) if finished(out, task) else {} if last is None else last.settings:
             yield facts

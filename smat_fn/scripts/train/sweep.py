@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -259,13 +259,18 @@ def _ended_well(job: Job, run: Path, flags: str) -> bool:
 
 
 def _new_tasks(flags: str, experts: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Tasks in the folder of the data of which a run has no expert; none where the flags name its tasks."""
+    """Tasks of the data, in a folder or a file of folders, of which a run has no expert; none where the flags name its
+    tasks, or the data are a dataset of the hub, whose tasks are those of the suite or of the flags."""
     from ...suites import task_names
 
-    named = any(word.partition("=")[0] in ("--tasks", "tasks") for word in shlex.split(flags))
+    words = shlex.split(flags)
+    named = any(word.partition("=")[0] in ("--tasks", "tasks") for word in words)
     suite: dict[str, Any] = next((own["suite"] for own in experts.values() if own.get("suite")), {})
     data = suite.get("data")
-    if named or not isinstance(data, str) or not Path(data).is_dir():  # a dataset of the hub, or one that moved
+    if isinstance(data, Mapping):  # what a file of data held when the experts were trained: the flags name the file
+        pairs = [(*word.partition("="), after) for word, after in pairwise((*words, ""))]
+        data = next((value or after for name, _, value, after in reversed(pairs) if name in ("--data", "data")), None)
+    if named or not isinstance(data, str) or not Path(data).expanduser().exists():  # on the hub, or one that moved
         return set()
     return set(task_names(suite["name"], data=data)) - experts.keys()
 

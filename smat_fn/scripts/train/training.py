@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..merge.inputs import manifest_of
+from ..merge.inputs import BY_TASK, manifest_of
 from . import snapshots
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
@@ -400,23 +401,36 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         if found is None:
             continue
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
-        other = {name for name in ("hash", "dev", "inputs") if name in rows and now.get(name, rows[name]) != rows[name]}
+        parts = "hash", "dev", "inputs", "head", "classes"
+        other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
         if "hash" in other:
             was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
             edited.append(f"{now['from']} changed since {task} in {out} was begun: it held {was}, now {has}")
         elif "inputs" in other:
             made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
             edited.append(f"{task} in {out} was begun with another model folder: {made}")
+        if "classes" in other:
+            was, has = ([*own["classes"], "no class"] for own in (rows, now))
+            names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(was, has) if a != b)
+            begun = f"changed since {task} in {out} was begun, and its head is made of them: {names}"
+            edited.append(f"the class names of {task} {begun}")
         if "dev" in other:
             edited.append(f"the dev rows of {task} changed since {task} in {out} was begun, which --eval-every scores")
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
+        for name, recipe in product(BY_TASK, (found.get("suite"), facts["suite"])):
+            values = (recipe or {}).get(name)
+            of_tasks = values if isinstance(values, Mapping) else {}
+            besides += [f"suite.{name}.{x}" for x in of_tasks if x != task or f"suite.{name}" in besides]
         old, model = ((settings.get("suite") or {}).get("model") for settings in (found, facts))
         if old != model and "inputs" in rows and _holds_all(facts["suite"]):
             besides.append("suite.model")
             moved[f"model was {old}, is {model}"] = None
         if differ := snapshots.differences(found, others, besides=besides):
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
+        elif other == {"head"}:  # which settings choose too
+            what = "rows that no step trains on, but of which its head is made,"
+            edited.append(f"{now['from']} changed since {task} in {out} was begun: {what} are others")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")

@@ -239,11 +239,15 @@ def test_experts_that_were_trained_on_other_rows_are_notes(runs, tmp_path):
     )
     assert told == [f"note: {different}"]
     manifests = {folder: checkpoint.load_manifest(folder) for folder in folders}
-    now = SimpleNamespace(OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a"})
-    changed, last = evaluation._other_rows(manifests, dict.fromkeys(folders, now))
+    now = SimpleNamespace(
+        OWN_HEADS=True, recipe=manifests[folders[0]]["suite"], train_rows=lambda task: {"hash": "a", "classes": ["x"]}
+    )
+    manifests[folders[0]]["train_rows"]["classes"] = ["y"]
+    named, changed, last = evaluation._other_rows(manifests, dict.fromkeys(folders, now))
     assert changed.startswith(
         "the expert of rot90 of SMAT, seed 21 was trained on other rows than train.jsonl holds now"
     )
+    assert named == "the expert of rot90 of FT, seed 21 was trained under other class names than rot90 has now"
     assert last == different
 
 

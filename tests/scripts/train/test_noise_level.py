@@ -9,7 +9,7 @@ import pytest
 from smat_fn import analyses, checkpoint
 from smat_fn.config import DIGITS, Adapters, Finetune, Training
 from smat_fn.scripts.train import noise_level
-from smat_fn.scripts.train.options import RunOptions, check_run
+from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge
 from smat_fn.scripts.train.snapshots import Interrupted, Stop
 from smat_fn.scripts.train.training import train_run
 
@@ -112,6 +112,19 @@ def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
     more = RunOptions(tmp_path / "smat", ("mirror",), 21, resume=True)  # experts of one run have one sigma
     kept = manifest(tmp_path / "smat/rot90")["hyperparameters"]["sigma"]
     assert noise_level.settled(suite, SMAT, SIX, more)[0] == replace(SMAT, sigma=kept)
+    own, later, said = suite.replace(tasks=("mirror",)), replace(more, resume=False), list[str]()
+    assert noise_level.settled(own, SMAT, SIX, later, report=said.append)[0] == replace(SMAT, sigma=kept)
+    assert said[0].startswith(f"sigma auto: {kept:g}, that of the experts in {tmp_path / 'smat'}: 0.3 times the root")
+    anew = replace(later, overwrite=True)  # of another task, then of the only one that the folder has
+    assert noise_level.settled(suite, SMAT, SIX, anew)[0] == replace(SMAT, sigma=kept)
+    assert noise_level.settled(suite, SMAT, SIX, replace(anew, tasks=("rot90",)))[1]["run"] == "ft"
+    assert experts_to_merge(later, ("mirror",), said.append) == 2
+    manifest_file = tmp_path / "smat/rot90/manifest.json"
+    manifest_file.write_text(
+        manifest_file.read_text().replace('"hyperparameters": {', '"hyperparameters": {"k_max": 5,')
+    )
+    assert [experts_to_merge(x, ("mirror",), said.append) for x in (later, anew)] == [5, 5]
+    assert experts_to_merge(replace(anew, tasks=("rot90",)), ("mirror",), said.append) == 2
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,8 @@ def test_a_task_that_is_added_to_the_data_is_trained_unless_tasks_are_named(scri
         sweep.sweep(Sweep(tmp_path / "out", ("ft",), (1,), flags), script=[str(script)], report=lambda line: None)
         return len(calls(script)) - before
 
-    def expert(task):
-        manifest = {
-            "kind": "expert",
-            "code": machine.code(),
-            "suite": {"name": "trace", "data": str(tmp_path / "data")},
-        }
+    def expert(task, name="trace", data=str(tmp_path / "data")):
+        manifest = {"kind": "expert", "code": machine.code(), "suite": {"name": name, "data": data}}
         write_text(tmp_path / "out/ft-seed1" / task / "manifest.json", json.dumps(manifest))
 
     expert("rot90")
@@ -141,6 +137,12 @@ def test_a_task_that_is_added_to_the_data_is_trained_unless_tasks_are_named(scri
     expert("later")
     assert count() == 0
     shutil.rmtree(tmp_path / "out/ft-seed1/later")
+    flags, file = f"--data={tmp_path / 'of tasks.json'}".replace(" ", "' '"), tmp_path / "of tasks.json"
+    write_text(file, '{"rot90": "somewhere/else"}')
+    expert("rot90", "short_text", {"rot90": "somewhere/else"})
+    assert [count(flags), count(flags)] == [1, 0]
+    write_text(file, '{"rot90": "somewhere/else", "later": "somewhere"}')
+    assert count(flags) == 1
     for flags in ("--tasks rot90", "--tasks=rot90", "--suite-options tasks rot90"):
         assert [count(flags), count(flags)] == [1, 0]
 
