@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..types import Params
+from .parts import tall
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import WIDE, Mapped, Rule, merged, vector_function
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
-from .parts.tall import norm
 
 
 def opcm(
@@ -100,11 +100,11 @@ class Opcm(OfMatrices):
             """Of the norms of a leaf's task vectors, and of their merged vector."""
             shape, blocks = leaves.shape(path), leaves.blocks(path)
             if not is_matrix(path, shape, self.skip):
-                found = [[norm(tensor) ** 2 for tensor in (*deltas, add(deltas))] for deltas in blocks]
+                found = [[size**2 for size in tall.norms([*deltas, add(deltas)])] for deltas in blocks]
                 return [math.fsum(each) for each in zip(*found, strict=True)]
             deltas = matrices_of(blocks, shape)
             together = of_matrix(path, deltas, partial(accumulated, share=self.share))
-            return [norm(tensor) ** 2 for tensor in (*deltas, together)]
+            return [size**2 for size in tall.norms([*deltas, together])]
 
         found = [each for each in leaves.each(squares, leaves.coefs) if each]  # a leaf may have no coordinates
         sizes = [math.sqrt(math.fsum(each)) for each in zip(*found, strict=True)]

@@ -285,5 +285,5 @@ def _extent(leaf: Tensor) -> tuple[int, int]:
     storage = leaf.untyped_storage()
     if not leaf.is_contiguous():
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    start = storage.data_ptr() + leaf.storage_offset() * leaf.itemsize
-    return start, start + leaf.nbytes
+    start = storage.data_ptr() + int(leaf.storage_offset()) * leaf.itemsize
+    return start, start + int(leaf.nbytes)

@@ -410,8 +410,8 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
             made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
             edited.append(f"{task} in {out} was begun with another model folder: {made}")
         if "classes" in other:
-            was, has = ([*own["classes"], "no class"] for own in (rows, now))
-            names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(was, has) if a != b)
+            lists = ([*own["classes"], "no class"] for own in (rows, now))
+            names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(*lists) if a != b)
             begun = f"changed since {task} in {out} was begun, and its head is made of them: {names}"
             edited.append(f"the class names of {task} {begun}")
         if "dev" in other:
