@@ -319,7 +319,8 @@ def whole(command: Sequence[str], threads: int) -> Cost:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    return os.environ | own | {"PYTHONDONTWRITEBYTECODE": ""}  # an installed package has its bytecode
 
 
 def measure(command: Sequence[str], threads: int) -> Cost:

@@ -406,7 +406,7 @@ def banded(sources, start, size, bands, splits, elect, mean, majority, coef, tar
     Args: sources: uint64 (experts + 1, 2), see `_load`, base first; start: of the window in its leaf; bands: uint32
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
         splits[1] on those below [3]; splits: int64 (experts, 2); elect: TIES, else a sum; majority: of a zero sum;
-        target: as a row of sources; no bands: all stays.
+        target: as a row of sources.
     Returns: squared norms of rounding error and change, the largest magnitude of a difference and of the result.
     """
     count = len(sources) - 1
@@ -418,8 +418,7 @@ def banded(sources, start, size, bands, splits, elect, mean, majority, coef, tar
         _load(sources[0], first, origin[:n])
         for i in range(count):
             largest = max(largest, _delta(sources[i + 1], first, origin[:n], rows[i, :n]))
-            if len(bands):
-                _band(rows[i, :n], start + first, bands[i], splits[i])
+            _band(rows[i, :n], start + first, bands[i], splits[i])
         _sum(rows, merged[:n])
         if elect:
             for j in range(n):

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy
 import torch
@@ -47,9 +48,14 @@ def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     if seed.numel() and counter.numel() and _looped(seed, counter):
         w0, w1, w2, w3 = torch.from_numpy(_words(seed.numpy(), counter.numpy()).view(numpy.int64))
         return w0, w1, w2, w3
+    return _rounds(seed, counter, torch.zeros_like(counter))
+
+
+def _rounds(seed: Any, counter: Any, zero: Any) -> Any:
+    """`philox` of int64 tensors, or of integers, any of which stands for its remainder by 2**64."""
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
-    c2 = c3 = torch.zeros_like(c0)
+    c2 = c3 = zero
     for _ in range(_ROUNDS):
         # c m as c (m - 2^32) + 2^32 c: a signed overflow would be undefined in compiled code; only c0 and c2 are
         # multiplied, so only they must be single words here
@@ -227,6 +233,10 @@ _SMALL = 4096  # keys that numpy derives as fast as torch
 
 def _derive(key: Tensor, data: int | numpy.ndarray | Tensor) -> Tensor:
     """Block ``data`` of a key as a key."""
+    if isinstance(data, int) and key.ndim == 1 and compiled.readable(key):  # as fast as loops, which need loading
+        seed, offset = key.numpy().tolist()
+        w0, w1, w2, w3 = _rounds(seed, offset + data, 0)
+        return torch.from_numpy(numpy.array([w0 | w1 << 32, w2 | w3 << 32], numpy.uint64).view(numpy.int64))
     if _looped(key, *((data,) if isinstance(data, Tensor) else ())):
         blocks = data.numpy() if isinstance(data, Tensor) else numpy.asarray(data, numpy.int64)
         return torch.from_numpy(_pairs(key.numpy(), blocks.astype(numpy.int64)))

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..types import Aggregate, Params
-from .parts import looped
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
@@ -44,7 +43,7 @@ class TaskArithmetic(Weighted):
     """Sum of the weighted changes, or their mean over the weights."""
 
     def plain(self, leaves: Mapped) -> Rule:
-        return Rule(total=partial(add, into_first=True), loop=lambda _: looped.banded)
+        return Rule(total=partial(add, into_first=True))
 
 
 task_arithmetic_vector = vector_function(TaskArithmetic)

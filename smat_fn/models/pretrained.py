@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..grad import ModuleLoss
+from ..importing import uncollected
 from ..progress import downloading
 from ..types import Aux, Where
 from ..where import block_linear
@@ -109,7 +110,8 @@ def fetch(
         # no code of the folder is run, and nobody is asked whether it may be
         own: dict[str, Any] = {"trust_remote_code": False, **revision}
         with downloading(source), _no_table():
-            load = getattr(transformers, auto).from_pretrained
+            with uncollected():  # the second is most of what any model's own module imports
+                load, _ = getattr(transformers, auto).from_pretrained, transformers.PreTrainedModel
             module, info = load(name, output_loading_info=True, **own, **options)
         if lacking := [part for part in parts if not hasattr(module, part)]:
             raise ValueError(f"a {type(module).__name__}, it has no {', no '.join(lacking)}")

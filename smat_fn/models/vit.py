@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from ..importing import uncollected
+
 WIDTH = 128
 
 
@@ -13,7 +15,8 @@ def tiny_vit(key: Tensor) -> nn.Module:
     Returns: a ``transformers.ViTModel`` in float32 and eval mode, 268,160 parameters.
     Source: Dosovitskiy et al., 2021; initialisation as in ``transformers``.
     """
-    from transformers import ViTConfig, ViTModel
+    with uncollected():
+        from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
         image_size=8,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from ..importing import uncollected
 from ..progress import starting
 from . import outcome
 
@@ -126,12 +127,9 @@ def _leave() -> None:
 
 def _command(name: str, script: str, launch: Sequence[str], words: Sequence[str]) -> None:
     sys.argv[1:] = words
-    gc.disable()  # modules are not garbage: a fifth of the time of importing them
-    try:
+    with uncollected():
         module = importlib.import_module(f"{__package__}.commands.{name}")
         gc.freeze()
-    finally:
-        gc.enable()
     module.command(script, launch)
 
 

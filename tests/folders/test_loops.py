@@ -13,7 +13,6 @@ from smat_fn.folders.streaming import chunks, ranks, survey
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
 CONFIGS = {
-    "ta": TaskArithmetic(coef=0.3),
     "ties": Ties(coef=0.7, keep=0.3, aggregate="sum", scope="global"),
     "ties mean": Ties(coef=0.7, keep=0.55, aggregate="mean", scope="global"),
     "ties all": Ties(coef=0.7, keep=1.0, aggregate="sum", scope="global"),
@@ -29,7 +28,6 @@ CONFIGS = {
 }
 LOOPS = "banded", "votes", "count_high", "count_low", "nth_equal", "magnitudes", "masked", "elected"
 USED = {
-    "ta": {"banded"},
     "ties": {"banded", "votes", "count_high", "count_low"},
     "ties tensor": {"banded", "count_high", "count_low", "magnitudes", "nth_equal"},
     "dare": {"masked"},
@@ -115,7 +113,7 @@ def test_rounding_is_told_as_by_torch(out_dtype, folders, tmp_path):
     assert looped.density == plain.density
 
 
-@pytest.mark.parametrize("name", ["ta", "ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs"])
+@pytest.mark.parametrize("name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs"])
 def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_path):
     base, experts = trees(DTYPES["bfloat16"], None)
     experts["y"]["short"].view(-1)[5] = float("nan")
@@ -129,11 +127,14 @@ def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_p
     assert texts[0] == texts[1]
 
 
-def test_merged_values_beyond_the_output_are_refused(folders, tmp_path):
+@pytest.mark.parametrize(
+    "config", [TaskArithmetic(coef=1.133), Ties(coef=1.133, keep=1.0, aggregate="sum", scope="tensor")]
+)
+def test_merged_values_beyond_the_output_are_refused(config, folders, tmp_path):
     base, experts = {"w": torch.zeros(4)}, {"x": {"w": torch.tensor([3e38, 0.0, 1.0, 2.0])}}
     paths = folders.save_family(tmp_path, base, experts)
     with pytest.raises(ValueError, match=r"exceed the range of torch\.bfloat16"):
-        merge_folders(TaskArithmetic(coef=1.133), *paths, tmp_path / "out", out_dtype="bfloat16")
+        merge_folders(config, *paths, tmp_path / "out", out_dtype="bfloat16")
 
 
 def test_other_dtypes_are_left_to_torch(calls, folders, tmp_path):

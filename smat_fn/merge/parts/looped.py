@@ -60,13 +60,13 @@ def bits_of(value: Tensor) -> int:
 
 
 def banded(
-    window: Window, bands: Sequence[Band] = (), *, elect: bool = False, mean: bool = False, majority: int = 1
+    window: Window, bands: Sequence[Band], *, elect: bool = False, mean: bool = False, majority: int = 1
 ) -> Merged:
     """Merges the magnitudes from ``low`` on and below ``high``, as bits, of every expert.
 
     Args:
-        bands: of the experts, none for all magnitudes: ((low, low', high, high'), (i, j)), where low' holds from flat
-            position i of the leaf on, high' from j on.
+        bands: of the experts: ((low, low', high, high'), (i, j)), where low' holds from flat position i of the leaf on,
+            high' from j on.
         elect: take what has the sign of the sum, else all.
         mean: of what is added.
         majority: the sign of a zero sum.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from smat_fn import checkpoint, merge
+from smat_fn import checkpoint, compiled, merge
 from smat_fn.config import (
     DIGITS,
     Breadcrumbs,
@@ -235,6 +235,12 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     assert when(folder) == before
     again = order._replace(options=order.options | {"overwrite": True})
     assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
+
+
+def test_sums_load_no_compiled_loops(copied, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "_imported", lambda: pytest.fail("numba would be imported"))
+    order = streaming.order(*copied, out=tmp_path / "out", seed=3)
+    assert len(list(streaming.stream_run([TA, WeightAverage()], order))) == 2
 
 
 def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path, monkeypatch):
