@@ -78,7 +78,7 @@ class Opcm(OfMatrices):
     coef: float = 1.0
     """gamma; 1 is the paper's."""
     share: float = 0.5
-    """Share of the singular values of the experts before, in whose directions a further expert is left out."""
+    """The next expert adds nothing along the leading directions that hold this share of all singular values so far."""
     skip: tuple[str, ...] = ()
     """Globs of matrices that are summed, such as embeddings too large to decompose: "*embed*"."""
     norms: bool = True

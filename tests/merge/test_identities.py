@@ -104,3 +104,11 @@ def test_equal_experts_are_one_of_them(name, family):
 def test_two_equal_experts_are_one_of_them(name, family):
     base, experts = family(torch.float64, count=1)
     close(PAIRS[name](base, dict.fromkeys("ab", experts[name_of(experts)])), experts[name_of(experts)])
+
+
+def test_a_change_moves_to_another_model_of_the_same_base(family):
+    base, experts = family(torch.float64, count=2)
+    new, expert = experts.values()
+    moved = merge.task_arithmetic(base, {"new": new, "expert": expert}, coef=1.0, weights={"expert": 0.8})
+    floating = (path for path, leaf in base.items() if leaf.is_floating_point())
+    close(moved, {path: new[path] + 0.8 * (expert[path] - base[path]) for path in floating})
