@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..types import Params
 from .parts import tall
 from .parts.arithmetic import add
 from .parts.inputs import Experts
-from .parts.merger import WIDE, Mapped, Rule, merged, vector_function
+from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
 
 
@@ -74,7 +73,6 @@ class Opcm(OfMatrices):
     """OPCM: experts one after the other, each without what lies in the directions of those before it."""
 
     name = "opcm"
-    grid: ClassVar = WIDE
     coef: float = 1.0
     """gamma; 1 is the paper's."""
     share: float = 0.5
