@@ -48,7 +48,7 @@ def settled(
         (method, JSON values for manifests: ``from``, and what the number was computed from).
 
     Raises:
-        ValueError: where no parameter moves in the short run.
+        ValueError: where no parameter moves in the short run, and for experts in ``run.out`` of a sigma that was given.
     """
     if not isinstance(method, Smat) or not asked(method):
         return method, {}
@@ -70,12 +70,23 @@ def settled(
 def _standing(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
     """Sigma of the experts or training checkpoints that this run keeps, those of other tasks last.
 
-    Experts that are merged have one sigma, so a task that comes later gets that of the others.
+    Experts that are merged have one sigma, so a task that comes later gets that of the others. Raises: ValueError where
+    that was given as a number.
     """
     replaced = run.tasks if run.overwrite else ()
+    given = list[float]()
     for facts in snapshots.begun(run.out, (*run.tasks, *tasks), besides=replaced):
-        if facts.get("sigma_from") and facts.get("base_fingerprint") == base:
-            return facts["hyperparameters"]["sigma"], facts["sigma_from"]
+        if facts.get("method") != "smat" or facts.get("base_fingerprint") != base:
+            continue
+        sigma = facts["hyperparameters"]["sigma"]
+        if facts.get("sigma_from"):
+            return sigma, facts["sigma_from"]
+        given.append(sigma)
+    if given:
+        raise ValueError(
+            f"sigma is 'auto', but {run.out} holds experts of sigma {given[0]:g}, and experts that are merged have "
+            f"one: give sigma {given[0]:g}, or choose another --out"
+        )
     return None
 
 

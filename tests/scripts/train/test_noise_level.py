@@ -58,6 +58,9 @@ def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
     train(tmp_path / "given", method=given, tasks=("rot90",))
     assert "sigma_from" not in manifest(tmp_path / "given/rot90")
     assert manifest(tmp_path / "given/rot90")["fingerprint"] == stored["fingerprint"]
+    for tasks in (("rot90",), ("mirror",)):  # before anything is measured
+        with pytest.raises(ValueError, match=f"experts of sigma {given.sigma:g}, .*: give sigma {given.sigma:g}, or"):
+            noise_level.settled(suite, SMAT, SIX, RunOptions(tmp_path / "given", tasks, 21))
 
 
 def test_runs_of_ft_that_do_not_fit_say_why(suite, runs, train, tmp_path):
