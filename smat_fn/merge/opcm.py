@@ -1,7 +1,7 @@
 """OPCM: experts are added one after the other, each without what lies in the directions of those before it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import tall
-from .parts.arithmetic import add
+from .parts.arithmetic import add, gram_memory
 from .parts.inputs import Experts
 from .parts.merger import WIDE, Mapped, Rule, merged, vector_function
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
@@ -87,6 +87,10 @@ class Opcm(OfMatrices):
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share < 1 else [f"share is {self.share}, must be at least 0 and below 1"]
         return problems + skip_problems(self.skip)
+
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        # c takes blocks of all experts of the leaves that are not matrices too, whatever the chunk
+        return max(super().memory(leaves, experts), gram_memory(leaves, experts) if self.norms else 0)
 
     def rule(self, leaves: Mapped) -> Rule:
         scale = self._scale(leaves) if self.norms else 1.0
