@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Dare, MultiSlerp, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, writing
 from smat_fn.folders.streaming import survey
 from smat_fn.scripts import cli
@@ -194,7 +194,7 @@ def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
         merge_folders(TA, *inputs, tmp_path / "theirs", overwrite=True)
 
 
-@pytest.mark.parametrize("config", [TA, TIES, DARE, MultiSlerp()], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [TA, TIES, DARE, MultiSlerp(), Opcm()], ids=lambda config: config.name)
 def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, family, folders, tmp_path):
     base, experts = family(torch.bfloat16, count=3)
     base["vector"][2] = float("nan")

@@ -3,6 +3,7 @@
 Order statistics are exact, of magnitudes that are never in memory together: `merge.parts.ranks`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,7 +96,10 @@ class Survey:
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
         for start in range(0, size, arithmetic.BLOCK):
-            yield list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
+            deltas = list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
+            if not all(math.isfinite(delta.sum()) for delta in deltas):
+                refuse_values(self.job, path, deltas)  # decompositions would name a leaf, and no expert
+            yield deltas
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return in_order((partial(function, path) for path in paths), self.job.workers)
