@@ -1,4 +1,4 @@
-"""Text models merged into the language model of a model that also sees: bits, layouts of names, refusals."""
+"""Text models merged into the language model of a vision-language model: bits, layouts of names, refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Text models beside the language model inside a model that also sees: leaves under the names of the whole model."""
+"""Text models and the language model inside a vision-language model: leaves under the names of the whole model."""
 
 from collections.abc import Iterator, Mapping
 
