@@ -93,7 +93,7 @@ class Opcm(OfMatrices):
         return max(super().memory(leaves, experts), gram_memory(leaves, experts) if self.norms else 0)
 
     def rule(self, leaves: Mapped) -> Rule:
-        scale = self._scale(leaves) if self.norms else 1.0
+        scale = leaves.once("scale", partial(self._scale, leaves)) if self.norms else 1.0
         mix = partial(accumulated, share=self.share)
         return matrix_rule(
             leaves, self.skip, lambda _: lambda deltas: mix(deltas).mul_(scale), lambda deltas: add(deltas).mul_(scale)

@@ -142,6 +142,8 @@ def test_what_would_be_wrong_is_refused(models, tmp_path):
         plan(TA, models["text"], {"a": models["a"]}, out, into="vlm", **options)
     with pytest.raises(ValueError, match=r"^config_from is not available with into: leave one out$"):
         plan(TA, models["text"], given, out, into="vlm", config_from="a", **options)
+    with pytest.raises(ValueError, match=r"^chat_template auto is not available with into: leave one out$"):
+        plan(TA, models["text"], given, out, into="vlm", chat_template="auto", **options)
     with pytest.raises(ValueError, match="all models have the same parameters: leave it out"):
         plan(TA, models["text"], {"a": models["a"]}, out, into="a", **options)
     wide = text_model(tmp_path / "wide", 1, head_dim=8)

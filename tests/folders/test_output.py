@@ -18,6 +18,7 @@ import torch
 from smat_fn import merge, random
 from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, writing
+from smat_fn.folders.prepare import prepare
 from smat_fn.folders.streaming import survey
 from smat_fn.scripts import cli
 
@@ -211,6 +212,16 @@ def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, famil
     ]
     assert before == []
     assert {path.name for path in tmp_path.iterdir()} == {"in", *(f"in-{name}" for name in experts)}
+
+
+def test_a_number_of_the_whole_model_is_kept_for_the_merge_that_resumes(inputs, tmp_path, monkeypatch):
+    job, _ = prepare(Opcm(), *inputs, tmp_path / "out")
+    found, written = {}, []
+    first = Opcm()._scale(survey.Survey(job, {}))
+    Opcm().rule(survey.Survey(job, found, lambda: written.append(json.dumps(found))))
+    assert json.loads(written[0]) == {"scale": first}
+    monkeypatch.setattr(Opcm, "_scale", lambda *_: pytest.fail("computed again"))
+    Opcm().rule(survey.Survey(job, json.loads(written[0])))
 
 
 @pytest.mark.parametrize("config", [WeightAverage(), TA], ids=lambda config: config.name)

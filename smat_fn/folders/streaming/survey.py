@@ -56,7 +56,7 @@ class Survey:
             save: called after each addition.
             own: leaves that will be merged, where they are not all: thresholds of single others are not looked for.
         """
-        self.job, self.device = job, job.device
+        self.job, self.device, self._found, self._save = job, job.device, found, save
         self.experts: Mapping[str, object] = job.experts
         self.coefs: Mapping[str, float] = job.coefs
         self.cuts: Mapping[str, list[Cut]] = {}
@@ -103,6 +103,12 @@ class Survey:
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return in_order((partial(function, path) for path in paths), self.job.workers)
+
+    def once(self, name: str, number: Callable[[], float]) -> float:
+        if name not in self._found:
+            self._found[name] = number()
+            self._save()
+        return float(self._found[name])
 
     def statistic(self, name: str, path: str) -> Tensor | None:
         kind = self.job.config.statistics()
