@@ -106,10 +106,11 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     }
     (models / "two/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     hub.add("owner/two", models / "two")
-    with pytest.raises(
-        ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
-    ):
-        plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out")
+    for options in ({}, {"partial": True}):
+        with pytest.raises(
+            ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
+        ):
+            plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out", **options)
     (models / "lora").mkdir()
     factors = {"A": torch.ones(1, 9), "B": torch.ones(7, 1)}
     named = {f"base_model.model.model.layers.0.lora_{name}.weight": leaf for name, leaf in factors.items()}

@@ -112,7 +112,7 @@ def _not_given(label: str, path: Path, error: BaseException) -> str:
     )
 
 
-def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
+def header_problems(inputs: Mapping[str, Path], *, rows: bool, shapes: bool = True) -> list[str]:
     """Errors that merging hub repositories would give, from the headers of their files: no weights are downloaded.
 
     Repositories in the cache, adapters, and what the hub does not give are left to the checks after the download.
@@ -120,6 +120,7 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
     Args:
         inputs: base first, by label.
         rows: embeddings and heads of other numbers of rows than base's are refused.
+        shapes: names and shapes are compared; else quantised models alone are refused.
     """
     asked = {label: path for label, path in inputs.items() if repository_of(path) is not None}
     new = {label: path for label, path in asked.items() if _local(label, path) is None}
@@ -131,7 +132,8 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
     ]
     if problems:
         return [f"{problem} (nothing is downloaded)" for problem in problems]
-    remote = {label: leaves for label, path in new.items() if (leaves := _headers(path)) is not None}
+    compared = new if shapes else {}
+    remote = {label: leaves for label, path in compared.items() if (leaves := _headers(path)) is not None}
     if not remote:
         return []
     (first, origin), *others = inputs.items()
