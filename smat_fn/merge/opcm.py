@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import tall
-from .parts.arithmetic import add, gram_memory
+from .parts.arithmetic import add, blocks_memory
 from .parts.inputs import Experts
 from .parts.merger import WIDE, Mapped, Rule, merged, vector_function
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
@@ -89,8 +89,8 @@ class Opcm(OfMatrices):
         return problems + skip_problems(self.skip)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        # c takes blocks of all experts of the leaves that are not matrices too, whatever the chunk
-        return max(super().memory(leaves, experts), gram_memory(leaves, experts) if self.norms else 0)
+        # for c, of leaves that are not matrices too
+        return max(super().memory(leaves, experts), blocks_memory(leaves, experts) if self.norms else 0)
 
     def rule(self, leaves: Mapped) -> Rule:
         scale = leaves.once("scale", partial(self._scale, leaves)) if self.norms else 1.0
