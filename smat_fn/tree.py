@@ -206,7 +206,7 @@ def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[
 def check_kind(state: Any, *fields: str) -> None:
     """Raises: ValueError for a state without one of these fields, or with others: it is of another optimizer."""
     found = [f"no {name}" for name in fields if not hasattr(state, name)]
-    found += [f"{name} besides" for name in getattr(state, "_fields", ()) if name not in fields]
+    found += [f"an unknown field {name}" for name in getattr(state, "_fields", ()) if name not in fields]
     if found:
         raise ValueError(
             f"the optimizer's state is a {type(state).__name__}, which has {found[0]}: give what init or update "

@@ -97,7 +97,8 @@ def prepare(
         problems.append("tokens and pad_to_multiple_of require tokenizer_from")
     if into is not None:
         others = {"config_from": config_from, "tokenizer_from": tokenizer_from, "partial": partial}
-        others |= {"heads": heads == "keep"}
+        # the most frequent template is that of the text models, which has no place for images
+        others |= {"heads": heads == "keep", "chat_template auto": chat_template == "auto"}
         problems += [f"{name} is not available with into: leave one out" for name, given in others.items() if given]
         if config.statistics() is not None:
             problems.append(f"{config.name} is not available with into: its statistics are of whole models")

@@ -119,8 +119,8 @@ def merge_folders(
         tokens: with tokenizer_from, rows of single tokens (`tokens.aligned`): {token: {"model": NAME}}, {"zero": True},
             and with {"force": True} for models that have the token too.
         pad_to_multiple_of: with tokenizer_from, of the number of rows; further ones are a model's mean row.
-        into: "base" or the name of an expert, a model that also sees: the language model inside it is merged with
-            text models, whose names one prefix maps to those there, and its other leaves are copied (`inside`).
+        into: "base" or the name of an expert, a vision-language model: its language model is merged with text models,
+            whose names one prefix maps to those there, and its other leaves are copied (`inside`).
         heads: "keep" writes the leaves outside base's layers that an expert has and base has not, or that any expert
             has in another shape, into ``heads/NAME.safetensors``, and merges the rest.
         chat_template: "auto" for the most frequent one of the inputs, a template, or a file of one.

@@ -1,7 +1,7 @@
 """OPCM: experts are added one after the other, each without what lies in the directions of those before it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import tall
-from .parts.arithmetic import add
+from .parts.arithmetic import add, blocks_memory
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
 from .parts.spectral import OfMatrices, is_matrix, matrices_of, matrix_rule, of_matrix, skip_problems, svd
@@ -86,8 +86,12 @@ class Opcm(OfMatrices):
         problems = [] if 0 <= self.share < 1 else [f"share is {self.share}, must be at least 0 and below 1"]
         return problems + skip_problems(self.skip)
 
+    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
+        # for c, of leaves that are not matrices too
+        return max(super().memory(leaves, experts), blocks_memory(leaves, experts) if self.norms else 0)
+
     def rule(self, leaves: Mapped) -> Rule:
-        scale = self._scale(leaves) if self.norms else 1.0
+        scale = leaves.once("scale", partial(self._scale, leaves)) if self.norms else 1.0
         mix = partial(accumulated, share=self.share)
         return matrix_rule(
             leaves, self.skip, lambda _: lambda deltas: mix(deltas).mul_(scale), lambda deltas: add(deltas).mul_(scale)

@@ -194,7 +194,11 @@ def spoken(text: str) -> str:
     text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = re.sub(r"\bgive into\b", "pass --into", text)
+    text = re.sub(r"\b(config|tokenizer)_(from is not available with into)\b", r"--\1-\2", text)
+    for name, option in {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}.items():
+        text = text.replace(f"{name} is not available with into", f"{option} is not available with into")
     text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
+    text = re.sub(r"\b(by|name the leaf in) skip\b", r"\1 --skip", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
     text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")

@@ -106,11 +106,20 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     }
     (models / "two/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     hub.add("owner/two", models / "two")
-    with pytest.raises(
-        ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
-    ):
-        plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out")
-    assert not [path for path in hub.downloaded() if path.endswith(".safetensors")]
+    for options in ({}, {"partial": True}):
+        with pytest.raises(
+            ValueError, match=r"owner/two is quantised \(fp8, says its config.json\): .*nothing is downloaded"
+        ):
+            plan(TA, "owner/base", {"x": "owner/one", "y": "owner/two"}, tmp_path / "out", **options)
+    (models / "lora").mkdir()
+    factors = {"A": torch.ones(1, 9), "B": torch.ones(7, 1)}
+    named = {f"base_model.model.model.layers.0.lora_{name}.weight": leaf for name, leaf in factors.items()}
+    save_file(named, models / "lora/adapter_model.safetensors")
+    (models / "lora/adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    (models / "lora/config.json").write_text((models / "two/config.json").read_text())  # of its base, as by some tools
+    hub.add("owner/lora", models / "lora")
+    plan(TA, models / "base", {"x": "owner/lora"}, tmp_path / "out")
+    assert not [path for path in hub.downloaded() if path.endswith("/model.safetensors")]
     recipe = {"merge_method": "linear", "models": [{"model": f"owner/{name}"} for name in ("base", "one", "other")]}
     for asked, told in (
         ({"x": "owner/one", "y": "owner/on"}, "expert 'y': there is no folder owner/on, and the hub did not give"),
@@ -127,9 +136,9 @@ def test_shapes_are_checked_from_headers_before_weights_are_downloaded(hub, mode
     (tmp_path / "moe.yml").write_text(json.dumps(mixture))
     with pytest.raises(ValueError, match=r"expert .*: there is no folder owner/on, and"):
         list(moe.make(Moe(tmp_path / "moe.yml", tmp_path / "out")))
-    assert not [path for path in hub.downloaded() if path.endswith(".safetensors")]
+    assert not [path for path in hub.downloaded() if path.endswith("/model.safetensors")]
     plan(TA, "owner/base", {"x": "owner/one"}, tmp_path / "out")
-    assert len([path for path in hub.downloaded() if path.endswith(".safetensors")]) == 2
+    assert len([path for path in hub.downloaded() if path.endswith("/model.safetensors")]) == 2
 
 
 def test_a_repository_without_safetensors_is_downloaded_as_pickles(hub, models, tmp_path):

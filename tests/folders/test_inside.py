@@ -1,4 +1,4 @@
-"""Text models merged into the language model of a model that also sees: bits, layouts of names, refusals."""
+"""Text models merged into the language model of a vision-language model: bits, layouts of names, refusals."""
 
 import json
 
@@ -118,6 +118,12 @@ def test_one_prefix_maps_all_names(tied, body, folders, tmp_path):
     merge_folders(TaskArithmetic(coef=1.0), base, given, tmp_path / "out", into="sees")
     wanted = {path: torch.full_like(leaf, 4.0) if path in names.values() else leaf for path, leaf in sees.items()}
     folders.assert_same_bits(folders.load(tmp_path / "out"), wanted)  # 1 + (2 - 1) + (3 - 1)
+    for name, size, told in (("alike", 1.0, False), ("other", 5.0, True)):  # of a second whole model one part is merged
+        more = {name: folders.save(tmp_path / name, sees | {"model.visual.norm.weight": torch.full((4,), size)})}
+        found = plan(TaskArithmetic(coef=1.0), base, given | more, tmp_path / "no", into="sees").notes
+        assert (f"expert {name!r} differs from sees in 'model.visual.norm.weight' too" in found[0]) == told
+    only = {"only": folders.save(tmp_path / "only", {f"inner.{path}": leaf for path, leaf in text.items()})}
+    assert plan(TaskArithmetic(coef=1.0), base, only, tmp_path / "no", into="only").notes[0].endswith("are merged")
     broken = sees | {"model.visual.norm.weight": torch.full((4,), torch.nan)}
     given["sees"] = folders.save(tmp_path / "broken", broken)
     with pytest.raises(ValueError, match=r"'model.visual.norm.weight' of expert 'sees' holds values that are NaN"):
@@ -136,6 +142,8 @@ def test_what_would_be_wrong_is_refused(models, tmp_path):
         plan(TA, models["text"], {"a": models["a"]}, out, into="vlm", **options)
     with pytest.raises(ValueError, match=r"^config_from is not available with into: leave one out$"):
         plan(TA, models["text"], given, out, into="vlm", config_from="a", **options)
+    with pytest.raises(ValueError, match=r"^chat_template auto is not available with into: leave one out$"):
+        plan(TA, models["text"], given, out, into="vlm", chat_template="auto", **options)
     with pytest.raises(ValueError, match="all models have the same parameters: leave it out"):
         plan(TA, models["text"], {"a": models["a"]}, out, into="a", **options)
     wide = text_model(tmp_path / "wide", 1, head_dim=8)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Dare, MultiSlerp, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, plan, run, writing
+from smat_fn.folders.prepare import prepare
 from smat_fn.folders.streaming import survey
 from smat_fn.scripts import cli
 
@@ -194,7 +195,7 @@ def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
         merge_folders(TA, *inputs, tmp_path / "theirs", overwrite=True)
 
 
-@pytest.mark.parametrize("config", [TA, TIES, DARE, MultiSlerp()], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [TA, TIES, DARE, MultiSlerp(), Opcm()], ids=lambda config: config.name)
 def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, family, folders, tmp_path):
     base, experts = family(torch.bfloat16, count=3)
     base["vector"][2] = float("nan")
@@ -211,6 +212,16 @@ def test_values_that_are_not_finite_are_listed_and_nothing_is_left(config, famil
     ]
     assert before == []
     assert {path.name for path in tmp_path.iterdir()} == {"in", *(f"in-{name}" for name in experts)}
+
+
+def test_a_number_of_the_whole_model_is_kept_for_the_merge_that_resumes(inputs, tmp_path, monkeypatch):
+    job, _ = prepare(Opcm(), *inputs, tmp_path / "out")
+    found, written = {}, []
+    first = Opcm()._scale(survey.Survey(job, {}))
+    Opcm().rule(survey.Survey(job, found, lambda: written.append(json.dumps(found))))
+    assert json.loads(written[0]) == {"scale": first}
+    monkeypatch.setattr(Opcm, "_scale", lambda *_: pytest.fail("computed again"))
+    Opcm().rule(survey.Survey(job, json.loads(written[0])))
 
 
 @pytest.mark.parametrize("config", [WeightAverage(), TA], ids=lambda config: config.name)

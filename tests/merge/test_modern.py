@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from smat_fn import merge
+from smat_fn.config import Opcm
+from smat_fn.merge.parts.arithmetic import BLOCK
 
 COEF = 0.3
 
@@ -631,6 +633,8 @@ def test_opcm_has_the_mean_norm_of_its_experts_over_the_whole_model():
     merged = merge.opcm_vector(base, experts)
     assert math.hypot(*(float(leaf.norm()) for leaf in merged.values())) == pytest.approx((14**0.5 + 50**0.5) / 2)
     assert merge.opcm(base, [base, base])["matrix"].tolist() == base["matrix"].tolist()
+    long = {"vector": torch.empty(1 << 20, device="meta")}  # the norm takes blocks of all experts, whatever the chunk
+    assert Opcm().memory(long, 100) >= 100 * 4 * BLOCK > Opcm(norms=False).memory(long, 100)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,9 @@ def test_a_state_of_other_parameters_or_of_another_optimizer_is_refused():
             optimizer.update(params, (0, params), params)
         others = {own for own in kinds.values() if own is not optimizer}
         for another in others:  # the chain's one field is a field of an average too
-            with pytest.raises(ValueError, match=r"^the optimizer's state is a \w+State, which has (no|\w+ besides)"):
+            with pytest.raises(
+                ValueError, match=r"^the optimizer's state is a \w+State, which has (no|an unknown field) \w+:"
+            ):
                 optimizer.update(params, another.init(params), params)
     state = adam.init(other)._replace(step=torch.tensor(0))
     with pytest.raises(ValueError, match="mu lacks leaf 'b' of params"):

@@ -124,6 +124,13 @@ def test_options_are_said_as_the_command_line_has_them():
     by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
     assert spoken(rows) == by_token
     assert spoken("say whose the output has, by config_from").endswith("by --config-from")
+    options = {"config_from": "--config-from", "heads": "--heads keep", "chat_template auto": "--chat-template auto"}
+    for option, told in options.items():
+        assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
+    assert spoken("more than 3; name the leaf in skip") == "more than 3; name the leaf in --skip"
+    assert (
+        spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"
+    )
     long = "max_length is 128, m has 64 positions: give max_length 64 or less"
     way = "pass --suite-options max_length 64 or less"
     assert spoken("give max_new_tokens below it") == "pass --suite-options max_new_tokens below it"

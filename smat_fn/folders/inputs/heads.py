@@ -84,8 +84,8 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
         if lacking and folder.leaves.keys() <= base.leaves.keys() and lacking.isdisjoint(own):
             return [
                 f"{folder.label} lacks {', '.join(sorted(lacking))} as a whole: if it is a part of base, such as the "
-                "language model of one that sees, give into base; for other parts, in Python merge_folders(..., "
-                "partial=True) takes the rest of base"
+                "language model of a vision-language model, give into base; for other parts, in Python "
+                "merge_folders(..., partial=True) takes the rest of base"
             ]
     inside = {path for path in names if not _outside(path, rows)}
     shapes = {

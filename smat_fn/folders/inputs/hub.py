@@ -12,6 +12,7 @@ from ...merge.parts.inputs import Leaves, fit_problems
 from ...progress import downloading
 from ...tree import unwrapped
 from .adapters import BESIDE
+from .adapters import CONFIG as ADAPTER
 from .reading import DTYPES, PICKLED, PICKLES, SUFFIXES, config_of, open_folder, refused_by_config
 from .spare import may_be_spare, recast
 from .stacks import folders_of
@@ -111,7 +112,7 @@ def _not_given(label: str, path: Path, error: BaseException) -> str:
     )
 
 
-def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
+def header_problems(inputs: Mapping[str, Path], *, rows: bool, shapes: bool = True) -> list[str]:
     """Errors that merging hub repositories would give, from the headers of their files: no weights are downloaded.
 
     Repositories in the cache, adapters, and what the hub does not give are left to the checks after the download.
@@ -119,13 +120,20 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool) -> list[str]:
     Args:
         inputs: base first, by label.
         rows: embeddings and heads of other numbers of rows than base's are refused.
+        shapes: names and shapes are compared; else quantised models alone are refused.
     """
     asked = {label: path for label, path in inputs.items() if repository_of(path) is not None}
     new = {label: path for label, path in asked.items() if _local(label, path) is None}
-    problems = [text for label, path in new.items() for text in refused_by_config(label, path, _config(path))]
+    problems = [
+        text
+        for label, path in new.items()
+        for text in refused_by_config(label, path, _config(path))
+        if _fetched(path, ADAPTER) is None  # else that config.json is of the model which the adapter was trained on
+    ]
     if problems:
         return [f"{problem} (nothing is downloaded)" for problem in problems]
-    remote = {label: leaves for label, path in new.items() if (leaves := _headers(path)) is not None}
+    compared = new if shapes else {}
+    remote = {label: leaves for label, path in compared.items() if (leaves := _headers(path)) is not None}
     if not remote:
         return []
     (first, origin), *others = inputs.items()
@@ -183,16 +191,18 @@ def _headers(path: Path) -> Leaves | None:
 
 def _config(path: Path) -> dict[str, Any]:
     """The config.json of a folder or a repository, {} where there is none."""
-    if repository_of(path) is None:
-        return config_of(path)
+    folder = path if repository_of(path) is None else _fetched(path, "config.json")
+    return {} if folder is None else config_of(folder)
+
+
+def _fetched(path: Path, name: str) -> Path | None:
+    """The folder of the cache that holds one file of a repository; None where it has none, or the hub gives none."""
     from huggingface_hub import hf_hub_download
 
     try:
-        return config_of(
-            Path(hf_hub_download(str(repository_of(path)), "config.json", revision=_revision(path))).parent
-        )
+        return Path(hf_hub_download(str(repository_of(path)), name, revision=_revision(path))).parent
     except Exception:  # the download of the rest says why
-        return {}
+        return None
 
 
 def _local(label: str, path: Path) -> Leaves | None:

@@ -1,6 +1,6 @@
-"""Text models beside the language model inside a model that also sees: leaves under the names of the whole model."""
+"""Text models and the language model inside a vision-language model: leaves under the names of the whole model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from .beside import differences
 from .reading import Folder, config_of
 from .spare import computed, predicts_ahead
 from .towers import compared
-from .vocabulary import HEAD, differs_in_rows, fit_rows, tied_to, tokenizer_notes
+from .vocabulary import HEAD, differs_in_rows, equal_leaves, fit_rows, tied_to, tokenizer_notes
 
 MODEL = "model."  # before the names of a text model, not before those of every language model inside another
 
@@ -57,11 +57,13 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
         )
     fitted, rows = fit_rows(host, {name: placed[name] for name in texts}, vocabulary, of=into)
     rest = [path for path in host.leaves if path not in paths]
-    more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-    note = f"{len(paths)} parameters of the language model of {into} are merged, its others ({rest[0]!r}{more}) copied"
+    note = f"{len(paths)} parameters of the language model of {into} are merged"
+    note += f", its others ({_some(rest)}) copied" if rest else ""
+    others = [folder for name, folder in inputs.items() if name not in (*names, into, "base")]
+    lost = [text for folder in others for text in _left_out(host, folder, rest, into)]
     base = (placed | fitted)["base"]
     base = base._replace(root=host.root, config=host.config, outputs=host.outputs, within=host)
-    base = base._replace(note="; ".join(filter(None, (base.note, note))))
+    base = base._replace(note="; ".join(filter(None, (base.note, note, *lost))))
     return placed | fitted | {"base": base}, problems + rows
 
 
@@ -118,6 +120,15 @@ def _places(host: Folder, part: Folder) -> dict[str, str]:
     if lacking:
         raise ValueError(f"{what}: it lacks {_some(lacking)}, download or save it again, or give one of the same kind")
     return known
+
+
+def _left_out(host: Folder, other: Folder, rest: list[str], into: str) -> Iterator[str]:
+    """A note on another whole model whose values beside the language model are not the host's: they are not merged."""
+    for path in rest:
+        kinds = {(leaf.shape, leaf.dtype) for leaf in (host.leaves[path], other.leaves[path])}
+        if len(kinds) > 1 or not equal_leaves(host, path, path, other=other):
+            yield f"{other.label} differs from {into} in {path!r} too, which is not merged but copied from {into}"
+            return
 
 
 def _fits(host: Folder, path: str, leaf: Tensor) -> bool:

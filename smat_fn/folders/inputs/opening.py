@@ -80,8 +80,8 @@ def open_inputs(
     if gone := unavailable(inputs):
         problems += gone
         return None, {}
-    early = heads is None and not partial and into is None
-    if early and (wrong := header_problems(inputs, rows=vocabulary == "error" and align is None)):
+    alike = heads is None and not partial and into is None
+    if wrong := header_problems(inputs, rows=vocabulary == "error" and align is None, shapes=alike):
         problems += wrong
         return None, {}
     start, found = _opened(base, experts, problems, partial=partial, heads=heads is not None, alone=into is not None)

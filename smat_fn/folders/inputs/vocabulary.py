@@ -153,11 +153,11 @@ def tied_to(folder: Folder) -> str | None:
     return embeddings if embeddings is not None and equal_leaves(folder, HEAD, embeddings) else None
 
 
-def equal_leaves(folder: Folder, left: str, right: str) -> bool:
-    """Whether two leaves of one size hold the same values; reads both."""
-    size = folder.leaves[left].numel()
+def equal_leaves(folder: Folder, left: str, right: str, *, other: Folder | None = None) -> bool:
+    """Whether two leaves of one size hold the same values; reads both. Args: other: the folder of the right one."""
+    size, places = folder.leaves[left].numel(), ((folder, left), (other or folder, right))
     return all(
-        torch.equal(*(folder.read(path, start, min(start + _PART, size)) for path in (left, right)))
+        torch.equal(*(place.read(path, start, min(start + _PART, size)) for place, path in places))
         for start in range(0, size, _PART)
     )
 

@@ -3,6 +3,7 @@
 Order statistics are exact, of magnitudes that are never in memory together: `merge.parts.ranks`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Survey:
             save: called after each addition.
             own: leaves that will be merged, where they are not all: thresholds of single others are not looked for.
         """
-        self.job, self.device = job, job.device
+        self.job, self.device, self._found, self._save = job, job.device, found, save
         self.experts: Mapping[str, object] = job.experts
         self.coefs: Mapping[str, float] = job.coefs
         self.cuts: Mapping[str, list[Cut]] = {}
@@ -95,10 +96,19 @@ class Survey:
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
         for start in range(0, size, arithmetic.BLOCK):
-            yield list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
+            deltas = list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
+            if not all(math.isfinite(delta.sum()) for delta in deltas):
+                refuse_values(self.job, path, deltas)  # decompositions would name a leaf, and no expert
+            yield deltas
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return in_order((partial(function, path) for path in paths), self.job.workers)
+
+    def once(self, name: str, number: Callable[[], float]) -> float:
+        if name not in self._found:
+            self._found[name] = number()
+            self._save()
+        return float(self._found[name])
 
     def statistic(self, name: str, path: str) -> Tensor | None:
         kind = self.job.config.statistics()

@@ -109,6 +109,11 @@ def gram_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
     return 32 * experts * min(largest(leaves), BLOCK)
 
 
+def blocks_memory(leaves: Mapping[str, Tensor], experts: int) -> int:
+    """`Merger.memory` of what calls `Mapped.blocks`."""
+    return (8 * experts + 64) * min(largest(leaves), BLOCK)
+
+
 def cosine(products: Sequence[Sequence[float]], left: int, right: int) -> float:
     """The cosine of the angle between two tensors of a `gram`; 0 where one of them is zero."""
     size = (products[left][left] * products[right][right]) ** 0.5

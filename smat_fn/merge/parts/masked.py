@@ -26,7 +26,7 @@ class Masked(Merger):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         if not self.scaled and self.task is not None:
             return 0
-        return (8 * experts + 64) * min(arithmetic.largest(leaves), arithmetic.BLOCK)
+        return arithmetic.blocks_memory(leaves, experts)
 
 
 def of_all_tasks(config: object) -> bool:

@@ -64,6 +64,9 @@ class Mapped(Protocol):
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         """``function(path)`` of every path in their order, by as many threads as merge chunks."""
 
+    def once(self, name: str, number: Callable[[], float]) -> float:
+        """``number()``, of the whole model: a resumed merge of folders has it from the interrupted one."""
+
     def statistic(self, name: str, path: str) -> Any:
         """An expert's statistic of a leaf for `Merger.statistics`, a tensor; None where it has none."""
 
@@ -178,6 +181,9 @@ class InMemory:
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
         return map(function, paths)
+
+    def once(self, name: str, number: Callable[[], float]) -> float:
+        return number()
 
     def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
         found, dtype = [], compute_dtype(path, self.base, self.trees)

@@ -124,7 +124,8 @@ def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> 
 
     Args: besides: tasks that are left out.
     """
-    ended = [manifest.parent.name for manifest in sorted(out.glob(f"*/{checkpoint.MANIFEST}"))]
+    folders = (manifest.parent for manifest in sorted(out.glob(f"[!.]*/{checkpoint.MANIFEST}")))
+    ended = [folder.name for folder in folders if manifest_of(folder).get("kind") == "expert"]  # not an exported one
     ending = path_of(Path(), "").name
     others = [file.name.removesuffix(ending) for file in sorted(out.glob(f"*{ending}"))]
     for task in dict.fromkeys((*tasks, *ended, *others)):

@@ -127,6 +127,10 @@ def test_a_resumed_run_keeps_its_sigma(suite, runs, train, tmp_path):
         manifest_file.read_text().replace('"hyperparameters": {', '"hyperparameters": {"k_max": 5,')
     )
     assert [experts_to_merge(x, ("mirror",), said.append) for x in (later, anew)] == [5, 5]
+    for name, kind in {"whole": "exported", ".left": "expert"}.items():  # beside it, and left by a run that was killed
+        text = manifest_file.read_text().replace('"kind": "expert"', f'"kind": "{kind}"')
+        (tmp_path / "smat" / name).mkdir()
+        (tmp_path / "smat" / name / "manifest.json").write_text(text)
     assert experts_to_merge(replace(anew, tasks=("rot90",)), ("mirror",), said.append) == 2
 
 
