@@ -93,20 +93,20 @@ def mixtral_config(base: Path, experts: int, per_token: int) -> dict[str, Any]:
 
 def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None]) -> Folder:
     """The mixture as a checkpoint, formed while it is read."""
-    leaves, made = dict[str, Tensor](), dict[str, Read]()
+    leaves, reads = dict[str, Tensor](), dict[str, Read]()
     folders = list(models.experts.values())
     for path, origin in origins(models.base.leaves, len(folders)).items():
         folder = models.base if origin.expert is None else folders[origin.expert]
         if origin.router:
             like = models.base.leaves[f"model.layers.{origin.path}.mlp.gate_proj.weight"]
             own = router[int(origin.path)].to(like.dtype)
-            leaves[path], made[path] = own.to("meta"), _held(own)
+            leaves[path], reads[path] = own.to("meta"), _held(own)
             continue
         down = origin.expert is not None and "down_proj" in origin.path
         leaves[path] = models.base.leaves[origin.path]
-        made[path] = _scaled(folder.reader(origin.path), residual_scales[origin.expert or 0] if down else None)
+        reads[path] = _scaled(folder.reads[origin.path], residual_scales[origin.expert or 0] if down else None)
     stores = {file: store for folder in (models.base, *folders) for file, store in folder.stores.items()}
-    return Folder("the mixture", leaves, {}, stores, models.base.root, made)
+    return Folder("the mixture", leaves, reads, stores, models.base.root)
 
 
 def _held(leaf: Tensor) -> Read:

@@ -45,7 +45,7 @@ def apart(
             expert = expert.without(path)
         lacking = [path for path in base.leaves if path not in expert.leaves and _outside(path, rows)]
         for path in lacking:
-            expert = expert.with_leaf(path, base.leaves[path], base.reader(path))
+            expert = expert.with_leaf(path, base.leaves[path], base.reads[path])
         found[name] = expert
         if own or lacking:
             stand_ins[name] = lacking
@@ -67,8 +67,8 @@ def unprefixed(base: Folder, expert: Folder) -> Folder:
             names = {own: own.removeprefix(prefix) for own in expert.leaves if own.startswith(prefix)}
             known = {own: path for own, path in names.items() if path in base.leaves and path not in expert.leaves}
             leaves = {known.get(own, own): leaf for own, leaf in expert.leaves.items()}
-            made = {known.get(own, own): expert.reader(own) for own in expert.leaves}
-            return expert._replace(leaves=leaves, files={}, made=made)
+            reads = {known.get(own, own): expert.reads[own] for own in expert.leaves}
+            return expert._replace(leaves=leaves, reads=reads)
     return expert
 
 

@@ -50,8 +50,7 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
         own = names.get(name, {path: path for path in paths})
         placed[name] = folder._replace(
             leaves={path: folder.leaves[own[path]] for path in paths if path in own},
-            files={},
-            made={path: folder.reader(own[path]) for path in paths if path in own},
+            reads={path: folder.reads[own[path]] for path in paths if path in own},
             absent=frozenset(path for path in own if own[path] in folder.absent),
             note="; ".join(filter(None, (folder.note, *notes))),
         )

@@ -145,7 +145,7 @@ def _opened(
         for name, other in found.items():
             if not other.outputs and other.leaves.keys().isdisjoint(modules):  # a model without them has base's
                 for leaf in modules:
-                    other = other.with_leaf(leaf, start.leaves[leaf], start.reader(leaf))
+                    other = other.with_leaf(leaf, start.leaves[leaf], start.reads[leaf])
                 found[name] = other
     return start, found
 
@@ -221,8 +221,8 @@ def placed(base: Folder, part: Folder) -> Folder:
     view, prefix, naming = place_of(base, part)
     own = {f"{prefix}{name}": name for name in part.leaves}
     leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
-    made = {path: part.reader(own[path]) if path in own else view.reader(path) for path in leaves}
-    whole = Folder(part.label, leaves, {}, part.stores, part.root, made)
+    reads = {path: part.reads[own[path]] if path in own else view.reads[path] for path in leaves}
+    whole = Folder(part.label, leaves, reads, part.stores, part.root)
     if naming is not None:
         whole = naming.stored(whole, base, own)
         own = {name: path for name, path in naming.names.items() if path in own}

@@ -62,13 +62,13 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
                 "give base a head too (tie_word_embeddings false, saved again), or train the expert with a tied head"
             )
         elif embeddings is not None and _is_copy(base):
-            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reader(embeddings))
+            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reads[embeddings])
         else:
             problems.append(
                 f"{folder.label} has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
                 "untie the expert's head (tie_word_embeddings false, saved again)"
             )
-            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], base.reader(HEAD))
+            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], base.reads[HEAD])
     return base, fitted, problems
 
 
@@ -96,7 +96,7 @@ def fit_rows(
                 wrong.setdefault(rows, []).append(path)
             # refused or not: the shapes fit from here on, so that this is said once
             dtype = other.dtype if rows > wanted else torch.promote_types(other.dtype, leaf.dtype)
-            read = folder.reader(path) if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
+            read = folder.reads[path] if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
             folder = folder.with_leaf(path, torch.empty_like(leaf, dtype=dtype), read)
         fitted[name] = folder
         for rows, paths in wrong.items():

@@ -118,7 +118,7 @@ def of_whole_models(suite: Suite, part: Part) -> Suite:
 
 
 def _in_memory(label: str, leaves: Leaves, root: Path) -> Folder:
-    return Folder(label, dict(leaves), {}, {}, root, {path: partial(_flat, leaf) for path, leaf in leaves.items()})
+    return Folder(label, dict(leaves), {path: partial(_flat, leaf) for path, leaf in leaves.items()}, {}, root)
 
 
 def _flat(leaf: Tensor, start: int, stop: int) -> Tensor:
