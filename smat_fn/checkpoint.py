@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import errors, machine, tree
+from . import __version__, errors, machine, tree
 from .tree import dtype_name
 from .types import Params
 
@@ -263,7 +263,7 @@ def describe(params: Params, **facts: Any) -> dict[str, Any]:
         "fingerprint": fingerprint(params),
         "code": machine.code(),
         "cpu": machine.cpu(),
-        "versions": {"smat_fn": _own_version(), "python": platform.python_version(), **versions},
+        "versions": {"smat_fn": __version__, "python": platform.python_version(), **versions},
     }
 
 
@@ -368,9 +368,3 @@ def _strangers(path: Path) -> list[str]:
     if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
         return there
     return [name for name in there if name not in _OURS and name not in (named or {})]
-
-
-def _own_version() -> str:
-    from . import __version__
-
-    return __version__

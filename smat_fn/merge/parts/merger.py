@@ -144,8 +144,14 @@ class Merger:
         return float(torch.Size(shape).numel())
 
     def settings(self) -> dict[str, Any]:
-        """The options that are set, as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The options that are set, as JSON values; keyword-only ones where they are not the default."""
+        plain = self._plain_options()
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+
+    def _plain_options(self) -> dict[str, Any]:
+        """The defaults of keyword-only options."""
+        return {f.name: {} if f.default is MISSING else f.default for f in fields(self) if f.kw_only}
 
 
 class InMemory:

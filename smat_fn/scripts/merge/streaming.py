@@ -41,12 +41,8 @@ from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .pushing import pushed
-from .recipe_write import OWN, placed_by_name, written
+from .recipe_write import BESIDE, OWN, placed_by_name, written
 
-BESIDE = (
-    "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
-    "into",
-)  # fmt: skip
 DONE = "already finished: its files and inputs match its model card"
 
 
