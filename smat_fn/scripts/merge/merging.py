@@ -134,10 +134,8 @@ def merge_run(
                 chosen, merged_of = dict[str, Any](), inputs
                 if snapshots:
                     assert scorer is not None
-                    kept[folder], merged_of, chosen = choose_snapshot(
-                        base, snapshots, inputs, partial(_merge_then, merge_at, scorer, lines)
-                    )
-                    merged_of = merged_of._replace(lines=lines)
+                    merge_scored = partial(_merge_then, merge_at, scorer)
+                    kept[folder], merged_of, chosen = choose_snapshot(base, snapshots, inputs, merge_scored)
                     kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
                 else:
                     kept[folder] = merge_at(inputs, scorer=scorer)
@@ -184,11 +182,8 @@ def globs(coefs: Mapping[str, float]) -> dict[str, float]:
     return every | ({"*": coefs[""]} if "" in coefs else {})
 
 
-def _merge_then(
-    merge_at: Callable[..., Merged], scorer: Scorer, lines: tuple[float, float] | None, index: int, inputs: Inputs
-) -> Merged:
+def _merge_then(merge_at: Callable[..., Merged], scorer: Scorer, inputs: Inputs) -> Merged:
     """Merge the experts of one snapshot; their scores are kept with those of the others."""
-    inputs = inputs._replace(lines=lines)
     return merge_at(inputs, scorer=scorer.of(about(inputs)))
 
 

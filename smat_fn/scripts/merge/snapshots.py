@@ -55,7 +55,7 @@ def find_snapshots(run: Path, experts: Sequence[Path]) -> dict[int, list[Path]]:
 
 
 def choose_snapshot(
-    base: Path, snapshots: Mapping[int, Sequence[Path]], last: Inputs, merge_at: Callable[[int, Inputs], Merged]
+    base: Path, snapshots: Mapping[int, Sequence[Path]], last: Inputs, merge_at: Callable[[Inputs], Merged]
 ) -> Chosen:
     """The snapshot whose merged model has the largest mean dev score, the later of equal ones.
 
@@ -63,7 +63,7 @@ def choose_snapshot(
         base: of all of them.
         snapshots: folders of experts by number.
         last: base and the experts of the last number, which are not read again.
-        merge_at: merges the experts of one number, its coefficient chosen on dev.
+        merge_at: merges the experts of one number, their coefficient chosen on dev.
     """
     best: tuple[int, Merged, Inputs] | None = None
     curve: dict[int, tuple[float, float | None]] = {}
@@ -71,8 +71,10 @@ def choose_snapshot(
 
     def score(index: int) -> float:
         nonlocal best
-        inputs = last if index == max(snapshots) else load_inputs(base, snapshots[index], known=last)
-        merged = merge_at(index, inputs)
+        inputs = last
+        if index != max(snapshots):
+            inputs = load_inputs(base, snapshots[index], known=last)._replace(lines=last.lines)
+        merged = merge_at(inputs)
         value = fmean(merged.dev.values())
         if best is None or value > curve[best[0]][0]:  # one model is kept
             best = index, merged, inputs
