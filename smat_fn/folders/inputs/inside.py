@@ -52,16 +52,14 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
             leaves={path: folder.leaves[own[path]] for path in paths if path in own},
             reads={path: folder.reads[own[path]] for path in paths if path in own},
             absent=frozenset(path for path in own if own[path] in folder.absent),
-            note="; ".join(filter(None, (folder.note, *notes))),
-        )
+        ).noted(*notes)
     fitted, rows = fit_rows(host, {name: placed[name] for name in texts}, vocabulary, of=into)
     rest = [path for path in host.leaves if path not in paths]
     more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
     note = f"{len(paths)} parameters of the language model of {into} are merged, its others ({rest[0]!r}{more}) copied"
     base = (placed | fitted)["base"]
     base = base._replace(root=host.root, config=host.config, outputs=host.outputs, within=host)
-    base = base._replace(note="; ".join(filter(None, (base.note, note))))
-    return placed | fitted | {"base": base}, problems + rows
+    return placed | fitted | {"base": base.noted(note)}, problems + rows
 
 
 def _of_one_kind(base: Folder, folder: Folder) -> bool:

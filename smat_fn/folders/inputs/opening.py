@@ -144,9 +144,7 @@ def _opened(
     if modules := [leaf for leaf in start.leaves if leaf.startswith(tuple(filter(None, start.outputs)))]:
         for name, other in found.items():
             if not other.outputs and other.leaves.keys().isdisjoint(modules):  # a model without them has base's
-                for leaf in modules:
-                    other = other.with_leaf(leaf, start.leaves[leaf], start.reads[leaf])
-                found[name] = other
+                found[name] = other.with_leaves_of(start, modules)
     return start, found
 
 

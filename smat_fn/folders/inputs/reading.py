@@ -139,9 +139,18 @@ class Folder(NamedTuple):
         """The same checkpoint with a leaf that is read in another way."""
         return self._replace(leaves={**self.leaves, path: leaf}, reads={**self.reads, path: read})
 
-    def without(self, path: str) -> "Folder":
-        """The same checkpoint without a leaf."""
-        return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name != path})
+    def with_leaves_of(self, other: "Folder", paths: Iterable[str]) -> "Folder":
+        """The same checkpoint with some leaves of another one."""
+        leaves, reads = ({path: own[path] for path in paths} for own in (other.leaves, other.reads))
+        return self._replace(leaves={**self.leaves, **leaves}, reads={**self.reads, **reads})
+
+    def without(self, *paths: str) -> "Folder":
+        """The same checkpoint without some leaves."""
+        return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name not in paths})
+
+    def noted(self, *notes: str) -> "Folder":
+        """The same checkpoint with more notes."""
+        return self._replace(note="; ".join(filter(None, (self.note, *notes))))
 
 
 def seen(*folders: Folder) -> dict[Path, Identity | None]:
