@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -21,8 +21,6 @@ from .card import adapter_card, licenses_of
 from .finished import hashes, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
-
-Adapters: TypeAlias = Mapping[str, Mapping[str, Factors]]  # by expert, by module
 
 SPACES = {"knots": mergers.knots, "core_space": mergers.core_space}
 
