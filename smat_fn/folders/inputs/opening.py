@@ -109,7 +109,7 @@ def open_inputs(
             problems.append(str(error))
     found, rows = fit_rows(start, found, vocabulary, options=options)
     problems += tied + rows
-    wrong = fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    wrong = fit_problems(start.leaves, "base", {folder.label: folder.leaves for folder in found.values()})
     problems += [*wrong, *(ways_out(start, found) if wrong else ())]
     return start, found
 

@@ -74,9 +74,8 @@ def by_module(
     **how: Any,
 ) -> dict[str, Factors]:
     """`combine` of every module, from the adapters that have it; masks by the module's name too."""
-    most = max(factors.rank for found in adapters.values() for factors in found.values())
     if rank is None and how["method"].endswith("svd"):
-        rank = most
+        rank = max(factors.rank for found in adapters.values() for factors in found.values())
     merged = {}
     for module in dict.fromkeys(module for found in adapters.values() for module in found):
         own = {name: found[module] for name, found in adapters.items() if module in found}
