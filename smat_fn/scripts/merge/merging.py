@@ -15,7 +15,7 @@ from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
 from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
-from ...folders.inputs.stacks import parts_of
+from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
@@ -441,7 +441,7 @@ def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:
     return {
         label: [
             file
-            for folder in ([part.path for part in parts_of(path)] or [path])
+            for folder in folders_of(path)
             for file in ([folder] if folder.is_file() else sorted(filter(Path.is_file, folder.glob("*"))))[:1]
         ]
         for label, path in given.items()
