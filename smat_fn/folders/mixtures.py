@@ -17,7 +17,7 @@ from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
-from .inputs.reading import Folder, Read, load_config, seen
+from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
@@ -100,17 +100,13 @@ def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None
         if origin.router:
             like = models.base.leaves[f"model.layers.{origin.path}.mlp.gate_proj.weight"]
             own = router[int(origin.path)].to(like.dtype)
-            leaves[path], reads[path] = own.to("meta"), _held(own)
+            leaves[path], reads[path] = own.to("meta"), reader_of_tensor(own)
             continue
         down = origin.expert is not None and "down_proj" in origin.path
         leaves[path] = models.base.leaves[origin.path]
         reads[path] = _scaled(folder.reads[origin.path], residual_scales[origin.expert or 0] if down else None)
     stores = {file: store for folder in (models.base, *folders) for file, store in folder.stores.items()}
     return Folder("the mixture", leaves, reads, stores, models.base.root)
-
-
-def _held(leaf: Tensor) -> Read:
-    return lambda start, stop: leaf.reshape(-1)[start:stop]
 
 
 def _scaled(read: Read, factor: float | None) -> Read:

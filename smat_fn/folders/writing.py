@@ -51,9 +51,10 @@ def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, 
     name = outputs.get("", WEIGHTS)
     shards = _cut({path: leaf for path, leaf in leaves.items() if path not in beside}, shard_size, name)
     for prefix, own in modules.items():
-        whole = prefix[0].isdigit()  # of sentence-transformers, which reads no shards there
-        shards += [_shard(outputs[prefix], _ordered(own), prefix)] if whole else []
-        shards += [] if whole else _cut(own, shard_size, outputs[prefix], prefix)
+        if prefix[0].isdigit():  # of sentence-transformers, which reads no shards there
+            shards.append(_shard(outputs[prefix], _ordered(own), prefix))
+        else:
+            shards += _cut(own, shard_size, outputs[prefix], prefix)
     return shards
 
 

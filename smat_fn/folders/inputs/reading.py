@@ -263,6 +263,11 @@ def reader_of(store: Any, name: str) -> Read:
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
 
 
+def reader_of_tensor(leaf: Tensor) -> Read:
+    """A function that reads coordinates of a tensor in memory."""
+    return lambda start, stop: leaf.reshape(-1)[start:stop]
+
+
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:
     """The files of a checkpoint and the leaves that its index places in each; None without an index.
 

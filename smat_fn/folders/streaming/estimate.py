@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
-from ..inputs.reading import Folder
+from ..inputs.reading import Folder, reader_of_tensor
 from .chunks import Job, in_order, write_order
 from .survey import Survey
 
@@ -83,7 +83,7 @@ def seconds_of(job: Job) -> float:
         if (kind := job.config.statistics()) is not None:
             own = torch.eye(length) if kind == "gram" else torch.rand(shape, generator=generator)
             stores[Path(STATISTICS[kind])] = _Statistics(w=own)
-        return Folder(label, {"w": noise.to("meta")}, {"w": lambda start, stop: noise.view(-1)[start:stop]}, stores)
+        return Folder(label, {"w": noise.to("meta")}, {"w": reader_of_tensor(noise)}, stores)
 
     trial = job._replace(base=folder("base"), experts={name: folder(name) for name in job.experts}, coefs={"w": 0.5})
     times = []
