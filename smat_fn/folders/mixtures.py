@@ -47,14 +47,12 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
         if is_adapter(path):
             problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
             continue
-        try:
+        with errors.collected(problems):
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")
             if kind not in KINDS:
                 said = f"of kind {kind}" if kind else "without a model_type in config.json"
                 problems.append(f"{label}: {path} is {said}, must be {' or '.join(KINDS)}")
-        except ValueError as error:
-            problems.append(str(error))
     if not 1 <= per_token <= len(experts):
         problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {len(experts)}")
     errors.raise_problems(problems)

@@ -109,7 +109,7 @@ def prepare_several(
     unfit += ["vocabulary 'pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
     problems = [f"{what} is of one model: give task, or leave it out for a folder of all tasks" for what in unfit]
     job = None
-    try:
+    with errors.collected(problems):
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)
         alone, _ = prepare(WeightAverage(), base, {"base": base}, out, overwrite=True)
         problems += [
@@ -117,8 +117,6 @@ def prepare_several(
             for path, leaf in job.base.leaves.items()
             if path not in alone.base.leaves or alone.base.leaves[path].shape != leaf.shape
         ]
-    except ValueError as error:
-        problems.append(str(error))
     if job is not None and not job.coefs:
         problems.append("base has no floating-point leaves: there is nothing to merge")
     errors.raise_problems(problems)

@@ -296,10 +296,8 @@ def read_adapter(label: str, path: Path) -> Held:
                 f"{label}: {shapes} of {module!r} are not factors of a matrix: convolutions are not read here"
             )
         elif known:
-            try:
+            with errors.collected(problems):
                 found[module] = Factors(a, b, _scale(label, config, module, len(a)))
-            except ValueError as error:
-                problems.append(str(error))
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ... import errors
 from .beside import differences
 from .reading import Folder, config_of
 from .spare import computed, predicts_ahead
@@ -34,10 +35,8 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
         return dict(inputs), [f"into is {into!r}, but all models have the same parameters: leave it out"]
     names: dict[str, dict[str, str]] = {}
     for name, folder in texts.items():
-        try:
+        with errors.collected(problems):
             names[name] = _places(host, folder)
-        except ValueError as error:
-            problems.append(str(error))
     if problems:
         return dict(inputs), problems
     paths = [path for path in host.leaves if any(path in own for own in names.values())]

@@ -103,10 +103,8 @@ def open_inputs(
             stand_ins |= lacking
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
-        try:
+        with errors.collected(problems):
             start, found = align(start, found)
-        except ValueError as error:
-            problems.append(str(error))
     found, rows = fit_rows(start, found, vocabulary, options=options)
     problems += tied + rows
     wrong = fit_problems(start.leaves, "base", {folder.label: folder.leaves for folder in found.values()})
@@ -119,13 +117,11 @@ def _opened(
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and experts as they are stored, without a comparison; ``alone`` leaves whole experts as they are."""
     start, found = None, dict[str, Folder]()
-    try:
+    with errors.collected(problems):
         start = open_input("base", Path(base))
-    except ValueError as error:
-        problems.append(str(error))
     for name, path in experts.items():
         label = f"expert {name!r}"
-        try:
+        with errors.collected(problems):
             if parts_of(Path(path)):
                 found[name] = open_input(label, Path(path))
                 continue
@@ -137,8 +133,6 @@ def _opened(
                 found[name] = opened
             elif start is not None:
                 found[name] = adapted(label, folder, start, heads=heads)
-        except ValueError as error:
-            problems.append(str(error))
     if start is None:
         return None, found
     if modules := [leaf for leaf in start.leaves if leaf.startswith(tuple(filter(None, start.outputs)))]:

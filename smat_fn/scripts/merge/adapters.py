@@ -36,10 +36,8 @@ def merge(args: MergeAdapters) -> Combined:
     if args.method in SPACES:
         problems += [] if args.density is None else [f"{args.method} has no density of its own: give it in --options"]
         merger = None
-        try:
+        with errors.collected(problems):
             merger = _merger(args)
-        except ValueError as error:
-            problems.append(str(error))
         errors.raise_problems(problems)
         assert merger is not None
         combine: Any = partial(in_space, args.method, merger, weights, coef=args.coef, rank=args.rank, key=key)

@@ -80,15 +80,13 @@ def merge_run(
     """
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
-    try:
+    with errors.collected(problems):
         implied = _of_base(implied or {}, base)
         named = {**implied, **(options or {})}.get("name")
         inputs = load_inputs(base, experts, heads=named is not None and has_heads(named))._replace(lines=lines)
         names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
         suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
-    except ValueError as error:
-        problems.append(str(error))
     problems = [*early, *_option_problems(configs, names, search, calibration or {}), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
@@ -106,11 +104,9 @@ def merge_run(
         own |= {"sweeps": sweeps} if sweeps else {}
         own |= {"snapshots": _prints(snapshots)} if snapshots else {}
         if sources and config.statistics() is not None:
-            try:
+            with errors.collected(problems):
                 own["statistics"] = fingerprints(read_statistics(config, inputs) or {})
                 errors.raise_problems(missing_of(config, snapshots))
-            except ValueError as error:
-                problems.append(str(error))
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
     kept = {} if overwrite or early else _finished(out, facts, problems)
     errors.raise_problems(list(dict.fromkeys(problems)))

@@ -93,12 +93,10 @@ def by_depth(base: Path, configs: Sequence[MergerConfig], lines: tuple[float, fl
     if None in coefs:
         problems.append("--lines multiplies a coefficient: pass --coef, or --search for one on dev")
     paths = list[str]()
-    try:
+    with errors.collected(problems):
         leaves = open_input("base", base).leaves
         paths = [path for path, leaf in leaves.items() if leaf.is_floating_point()]
         lines_rules(paths, low=0.0, high=1.0)
-    except ValueError as error:
-        problems.append(str(error))
     errors.raise_problems(problems)
     (coef,) = coefs
     return lines_rules(paths, low=coef * lines[0], high=coef * lines[1])
