@@ -1,5 +1,6 @@
 """Checkpoints: a folder with ``model.safetensors`` and ``manifest.json``, written atomically."""
 
+import glob
 import hashlib
 import json
 import os
@@ -310,7 +311,7 @@ def take_place(fresh: Path, target: Path) -> None:
 def sweep(path: Path) -> None:
     """Remove temporary folders of interrupted writes; nothing may be writing the folder now."""
     for kind in ("new", "old"):
-        for left in path.parent.glob(f".{path.name}.{kind}-*"):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{kind}-*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
