@@ -33,7 +33,7 @@ from .run import Describe, Plan, Report, planned, write_job
 from .streaming.chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
 from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
-from .writing import Shard, finished_shards, layout_together, shard_file, write_chunk
+from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
@@ -168,33 +168,25 @@ def plan_several(
     return planned(trial, shards, out)._replace(memory=memory_bound(job))
 
 
-def _write(
-    job: Job,
-    survey: Survey,
-    shards: Sequence[Shard],
-    folder: Path,
-    progress: dict[str, Any],
-    save: Callable[[], object],
-    hashing: Hashing,
-) -> dict[str, bytes]:
-    """Write the shards that ``progress`` does not name, and note each in it with its sums of magnitudes by task.
+def _write(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> dict[str, bytes]:
+    """Write the shards that the progress does not name, and note each in it with its sums of magnitudes by task.
 
     Returns: `TASKS`.
     """
     config, count = job.config, len(job.experts)
     assert isinstance(config, Masked)
-    with finished_shards(folder, progress, save, hashing) as finish:
+    with finished_shards(work) as finish:
         for shard in shards:
-            if shard.file not in progress["shards"]:
+            if shard.file not in work.progress["shards"]:
                 found = {path: [0.0] * (2 * count) for path in _paths(shard)}
-                with shard_file(folder, shard) as descriptor:
+                with shard_file(work.folder, shard) as descriptor:
                     for path, sums in in_order(_blocks(job, shard, descriptor), job.workers):
                         found[path] = [a + b for a, b in zip(found[path], sums, strict=True)]
                 # the first two are those of `merge_shards`: nothing is rounded here
                 finish(shard.file, [0.0, 0.0, *(value for sums in found.values() for value in sums)])
     sums_of = dict[str, Sequence[float]]()
     for shard in shards:
-        noted = progress["shards"][shard.file]["sums"][2:]
+        noted = work.progress["shards"][shard.file]["sums"][2:]
         for i, path in enumerate(_paths(shard)):
             sums_of[path] = noted[2 * count * i : 2 * count * (i + 1)]
     scales = {
