@@ -85,11 +85,11 @@ class Several(NamedTuple):
                 own = self.vector(path, task, start, stop)
                 return own.add_(base.read(path, start, stop).to(own.dtype))
 
-            return read if path in self.leaves else base.reads[path]
+            return read
 
         stores = {**self.stores, self.root / TASKS: None}  # what is base's is among base's
-        leaves = {path: self.leaves.get(path, leaf) for path, leaf in base.leaves.items()}
-        return Folder(f"task {task!r}", leaves, {path: reader(path) for path in leaves}, stores, self.root)
+        reads = {**base.reads, **{path: reader(path) for path in self.leaves}}
+        return Folder(f"task {task!r}", {**base.leaves, **self.leaves}, reads, stores, self.root)
 
 
 def is_several(path: Path) -> bool:

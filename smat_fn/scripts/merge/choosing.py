@@ -120,7 +120,7 @@ class Models:
         if config == self._last:
             return self._buffer
         started, base = perf_counter(), self.inputs.base
-        if config.name in merge.BASELESS:
+        if not config.based:
             experts = widened(base, with_buffers(self.inputs)[0])
             self._buffer = like_base(base, merge.merge_by(config, base, experts))
         else:
