@@ -139,9 +139,10 @@ class Folder(NamedTuple):
         """The same checkpoint with a leaf that is read in another way."""
         return self._replace(leaves={**self.leaves, path: leaf}, reads={**self.reads, path: read})
 
-    def with_leaves_of(self, other: "Folder", paths: Iterable[str]) -> "Folder":
+    def with_leaves_of(self, other: "Folder", paths: Collection[str]) -> "Folder":
         """The same checkpoint with some leaves of another one."""
-        leaves, reads = ({path: own[path] for path in paths} for own in (other.leaves, other.reads))
+        leaves = {path: other.leaves[path] for path in paths}
+        reads = {path: other.reads[path] for path in paths}
         return self._replace(leaves={**self.leaves, **leaves}, reads={**self.reads, **reads})
 
     def without(self, *paths: str) -> "Folder":

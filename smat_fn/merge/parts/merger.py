@@ -199,9 +199,14 @@ class InMemory:
 
 def vector_by_rule(rule: Rule, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
     """The merged task vector of checked leaves by a rule that has ``fuse`` or ``total``."""
-    total = rule.total
-    fuse = rule.fuse if total is None else lambda _: lambda piece: total(iter(piece.deltas))
-    assert fuse is not None
+
+    def fuse(path: str) -> Fuse:
+        if rule.fuse is not None:
+            return rule.fuse(path)
+        total = rule.total
+        assert total is not None
+        return lambda piece: total(iter(piece.deltas))
+
     floating = {path: leaf for path, leaf in base.items() if leaf.is_floating_point()}
     own = {path: fuse(path) for path in floating}
     vector = {
