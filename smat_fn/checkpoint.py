@@ -1,5 +1,6 @@
 """Checkpoints: a folder with ``model.safetensors`` and ``manifest.json``, written atomically."""
 
+import glob
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import errors, machine, tree
+from . import __version__, errors, machine, tree
 from .tree import dtype_name
 from .types import Params
 
@@ -263,7 +264,7 @@ def describe(params: Params, **facts: Any) -> dict[str, Any]:
         "fingerprint": fingerprint(params),
         "code": machine.code(),
         "cpu": machine.cpu(),
-        "versions": {"smat_fn": _own_version(), "python": platform.python_version(), **versions},
+        "versions": {"smat_fn": __version__, "python": platform.python_version(), **versions},
     }
 
 
@@ -310,7 +311,7 @@ def take_place(fresh: Path, target: Path) -> None:
 def sweep(path: Path) -> None:
     """Remove temporary folders of interrupted writes; nothing may be writing the folder now."""
     for kind in ("new", "old"):
-        for left in path.parent.glob(f".{path.name}.{kind}-*"):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{kind}-*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -368,9 +369,3 @@ def _strangers(path: Path) -> list[str]:
     if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
         return there
     return [name for name in there if name not in _OURS and name not in (named or {})]
-
-
-def _own_version() -> str:
-    from . import __version__
-
-    return __version__

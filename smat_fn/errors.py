@@ -1,7 +1,8 @@
 """Problems of an input, collected and raised as one ValueError."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -108,6 +109,15 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
         raise Problems(list(dict.fromkeys([*problems, *_listed(error)]))) from None
     raise_problems(problems)
     return result
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Adds the ValueError that ends the block to the problems; what follows the block runs."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
 
 
 def first_line(error: BaseException) -> str:

@@ -419,7 +419,7 @@ MUTANTS = [
         ("min(ratio, float(values[0] / values[count - 1]))", "ratio"),
         ("values.sum() / shares.sum()", "values.sum() / len(shares)"),
         ("sizes >= sizes", "sizes > sizes"),
-        ("count * len(deltas) if share else min(deltas[0].shape)", "min(deltas[0].shape)"),
+        ("count * len(deltas) if config.share else min(deltas[0].shape)", "min(deltas[0].shape)"),
     ),
     *_of(
         "merge/parts/spectral.py",

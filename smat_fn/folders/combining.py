@@ -110,11 +110,9 @@ def _read(
     held: dict[str, Held] = {}
     places: dict[str, Path] = {}
     for name, path in adapters.items():
-        try:
+        with errors.collected(problems):
             places[name] = local_folder(f"adapter {name!r}", Path(path))
             held[name] = read_adapter(f"adapter {name!r}", places[name])
-        except ValueError as error:
-            problems.append(str(error))
     problems += _problems(held, base)
     errors.raise_problems(problems)
     return places, held

@@ -17,7 +17,7 @@ from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
-from .inputs.reading import Folder, Read, load_config, seen
+from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
 from .inputs.vocabulary import one_head, tokenizer_notes
 from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
@@ -47,14 +47,12 @@ def open_models(base: Path, experts: Mapping[str, Path], *, per_token: int) -> M
         if is_adapter(path):
             problems.append(f"{label}: {path} is an adapter: make it a whole model first, by merge.py export")
             continue
-        try:
+        with errors.collected(problems):
             opened[label] = open_input(label, path)
             kind = (load_config(opened[label].root) or {}).get("model_type")
             if kind not in KINDS:
                 said = f"of kind {kind}" if kind else "without a model_type in config.json"
                 problems.append(f"{label}: {path} is {said}, must be {' or '.join(KINDS)}")
-        except ValueError as error:
-            problems.append(str(error))
     if not 1 <= per_token <= len(experts):
         problems.append(f"experts_per_token is {per_token}: must be from 1 to the number of experts, {len(experts)}")
     errors.raise_problems(problems)
@@ -93,24 +91,20 @@ def mixtral_config(base: Path, experts: int, per_token: int) -> dict[str, Any]:
 
 def mixed(models: Models, router: Tensor, residual_scales: Sequence[float | None]) -> Folder:
     """The mixture as a checkpoint, formed while it is read."""
-    leaves, made = dict[str, Tensor](), dict[str, Read]()
+    leaves, reads = dict[str, Tensor](), dict[str, Read]()
     folders = list(models.experts.values())
     for path, origin in origins(models.base.leaves, len(folders)).items():
         folder = models.base if origin.expert is None else folders[origin.expert]
         if origin.router:
             like = models.base.leaves[f"model.layers.{origin.path}.mlp.gate_proj.weight"]
             own = router[int(origin.path)].to(like.dtype)
-            leaves[path], made[path] = own.to("meta"), _held(own)
+            leaves[path], reads[path] = own.to("meta"), reader_of_tensor(own)
             continue
         down = origin.expert is not None and "down_proj" in origin.path
         leaves[path] = models.base.leaves[origin.path]
-        made[path] = _scaled(folder.reader(origin.path), residual_scales[origin.expert or 0] if down else None)
+        reads[path] = _scaled(folder.reads[origin.path], residual_scales[origin.expert or 0] if down else None)
     stores = {file: store for folder in (models.base, *folders) for file, store in folder.stores.items()}
-    return Folder("the mixture", leaves, {}, stores, models.base.root, made)
-
-
-def _held(leaf: Tensor) -> Read:
-    return lambda start, stop: leaf.reshape(-1)[start:stop]
+    return Folder("the mixture", leaves, reads, stores, models.base.root)
 
 
 def _scaled(read: Read, factor: float | None) -> Read:

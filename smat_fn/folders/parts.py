@@ -28,7 +28,7 @@ from .run import Describe, Report, completed, kept_if_full, merge_shards, room_p
 from .streaming.chunks import Job, written
 from .streaming.estimate import memory_problems
 from .streaming.survey import Survey, trimmed_leaves
-from .writing import NOTE, PROGRESS, Shard, exclusive, locked, recover, take_place, whole, work_folder
+from .writing import NOTE, PROGRESS, Shard, Work, exclusive, locked, recover, take_place, whole, work_folder
 
 WAIT = 60.0  # seconds for what others do under the lock of the output folder, unless they complete it
 
@@ -111,7 +111,7 @@ def merge_part(
         begun = hashing.begin(files) if describe is not None and "inputs" not in progress else None
         try:
             survey = Survey(job, progress, save, {path for shard in mine for path in shard.offsets})
-            merge_shards(job, survey, mine, folder, progress, save, hashing)
+            merge_shards(job, survey, mine, Work(folder, progress, save, hashing))
         except ValueError:
             with exclusive(out, wait=WAIT):
                 _discard(folder, part, mine)  # it would fail again

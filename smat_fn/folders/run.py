@@ -23,6 +23,7 @@ from .streaming.estimate import memory_bound, memory_problems, seconds_of
 from .streaming.survey import Survey
 from .writing import (
     Shard,
+    Work,
     exclusive,
     fill,
     finished_shards,
@@ -67,9 +68,7 @@ class Plan(NamedTuple):
 
 
 Describe: TypeAlias = Callable[[Sequence[Path], Report], Mapping[str, str]]
-Write: TypeAlias = Callable[  # as `merge_shards`
-    [Job, Survey, Sequence[Shard], Path, dict[str, Any], Callable[[], object], Hashing], Mapping[str, bytes]
-]
+Write: TypeAlias = Callable[[Job, Survey, Sequence[Shard], Work], Mapping[str, bytes]]  # as `merge_shards`
 
 
 # over 60 lines: its docstring explains every argument
@@ -164,9 +163,9 @@ def write_job(
         if describe is not None:
             hashing.begin(job.seen)
         try:
-            save = partial(save_progress, folder, progress)
-            survey = Survey(job, progress, save)
-            made = (write or merge_shards)(job, survey, shards, folder, progress, save, hashing)
+            work = Work(folder, progress, partial(save_progress, folder, progress), hashing)
+            survey = Survey(job, progress, work.save)
+            made = (write or merge_shards)(job, survey, shards, work)
             job = job._replace(beside={**job.beside, **made})
             report = completed(job, survey, shards, folder, progress, hashing, describe, begin)
         except ValueError:
@@ -176,25 +175,17 @@ def write_job(
     return report
 
 
-def merge_shards(
-    job: Job,
-    survey: Survey,
-    shards: Sequence[Shard],
-    folder: Path,
-    progress: dict[str, Any],
-    save: Callable[[], object],
-    hashing: Hashing,
-) -> Mapping[str, bytes]:
-    """Write the shards that ``progress`` does not name, and note each in it.
+def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> Mapping[str, bytes]:
+    """Write the shards that the progress does not name, and note each in it.
 
     Returns: more files of the output: none.
     Raises: as `write_order`.
     """
     rule = job.config.rule(survey)
-    with finished_shards(folder, progress, save, hashing) as finish:
+    with finished_shards(work) as finish:
         for shard in shards:
-            if shard.file not in progress["shards"]:
-                with shard_file(folder, shard) as descriptor:
+            if shard.file not in work.progress["shards"]:
+                with shard_file(work.folder, shard) as descriptor:
                     sums = [0.0, 0.0]
                     for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
                         sums = [sums[0] + error, sums[1] + change]

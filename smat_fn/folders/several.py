@@ -33,7 +33,7 @@ from .run import Describe, Plan, Report, planned, write_job
 from .streaming.chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
 from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
-from .writing import Shard, finished_shards, layout_together, shard_file, write_chunk
+from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk
 
 VECTOR = "vector.safetensors"
 INDEX = f"{VECTOR}.index.json"
@@ -85,11 +85,11 @@ class Several(NamedTuple):
                 own = self.vector(path, task, start, stop)
                 return own.add_(base.read(path, start, stop).to(own.dtype))
 
-            return read if path in self.leaves else base.reader(path)
+            return read
 
         stores = {**self.stores, self.root / TASKS: None}  # what is base's is among base's
-        leaves = {path: self.leaves.get(path, leaf) for path, leaf in base.leaves.items()}
-        return Folder(f"task {task!r}", leaves, {}, stores, self.root, {path: reader(path) for path in leaves})
+        reads = {**base.reads, **{path: reader(path) for path in self.leaves}}
+        return Folder(f"task {task!r}", {**base.leaves, **self.leaves}, reads, stores, self.root)
 
 
 def is_several(path: Path) -> bool:
@@ -109,7 +109,7 @@ def prepare_several(
     unfit += ["vocabulary 'pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
     problems = [f"{what} is of one model: give task, or leave it out for a folder of all tasks" for what in unfit]
     job = None
-    try:
+    with errors.collected(problems):
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)
         alone, _ = prepare(WeightAverage(), base, {"base": base}, out, overwrite=True)
         problems += [
@@ -117,8 +117,6 @@ def prepare_several(
             for path, leaf in job.base.leaves.items()
             if path not in alone.base.leaves or alone.base.leaves[path].shape != leaf.shape
         ]
-    except ValueError as error:
-        problems.append(str(error))
     if job is not None and not job.coefs:
         problems.append("base has no floating-point leaves: there is nothing to merge")
     errors.raise_problems(problems)
@@ -170,33 +168,25 @@ def plan_several(
     return planned(trial, shards, out)._replace(memory=memory_bound(job))
 
 
-def _write(
-    job: Job,
-    survey: Survey,
-    shards: Sequence[Shard],
-    folder: Path,
-    progress: dict[str, Any],
-    save: Callable[[], object],
-    hashing: Hashing,
-) -> dict[str, bytes]:
-    """Write the shards that ``progress`` does not name, and note each in it with its sums of magnitudes by task.
+def _write(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) -> dict[str, bytes]:
+    """Write the shards that the progress does not name, and note each in it with its sums of magnitudes by task.
 
     Returns: `TASKS`.
     """
     config, count = job.config, len(job.experts)
     assert isinstance(config, Masked)
-    with finished_shards(folder, progress, save, hashing) as finish:
+    with finished_shards(work) as finish:
         for shard in shards:
-            if shard.file not in progress["shards"]:
+            if shard.file not in work.progress["shards"]:
                 found = {path: [0.0] * (2 * count) for path in _paths(shard)}
-                with shard_file(folder, shard) as descriptor:
+                with shard_file(work.folder, shard) as descriptor:
                     for path, sums in in_order(_blocks(job, shard, descriptor), job.workers):
                         found[path] = [a + b for a, b in zip(found[path], sums, strict=True)]
                 # the first two are those of `merge_shards`: nothing is rounded here
                 finish(shard.file, [0.0, 0.0, *(value for sums in found.values() for value in sums)])
     sums_of = dict[str, Sequence[float]]()
     for shard in shards:
-        noted = progress["shards"][shard.file]["sums"][2:]
+        noted = work.progress["shards"][shard.file]["sums"][2:]
         for i, path in enumerate(_paths(shard)):
             sums_of[path] = noted[2 * count * i : 2 * count * (i + 1)]
     scales = {

@@ -36,6 +36,15 @@ class Shard(NamedTuple):
     prefix: str = ""  # of the leaves' names, which the file leaves out
 
 
+class Work(NamedTuple):
+    """The folder in which a merge is prepared, and what is known of its finished shards."""
+
+    folder: Path
+    progress: dict[str, Any]  # JSON values
+    save: Callable[[], object]  # writes the progress
+    hashing: Hashing
+
+
 def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, str]) -> list[Shard]:
     """Shards of at most ``shard_size`` bytes, or one leaf, in the order of ``leaves``; wide dtypes first in each.
 
@@ -51,9 +60,10 @@ def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, 
     name = outputs.get("", WEIGHTS)
     shards = _cut({path: leaf for path, leaf in leaves.items() if path not in beside}, shard_size, name)
     for prefix, own in modules.items():
-        whole = prefix[0].isdigit()  # of sentence-transformers, which reads no shards there
-        shards += [_shard(outputs[prefix], _ordered(own), prefix)] if whole else []
-        shards += [] if whole else _cut(own, shard_size, outputs[prefix], prefix)
+        if prefix[0].isdigit():  # of sentence-transformers, which reads no shards there
+            shards.append(_shard(outputs[prefix], _ordered(own), prefix))
+        else:
+            shards += _cut(own, shard_size, outputs[prefix], prefix)
     return shards
 
 
@@ -224,20 +234,19 @@ def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def finished_shards(
-    folder: Path, progress: dict[str, Any], save: Callable[[], object], hashing: Hashing
-) -> Iterator[Callable[[str, Sequence[float]], None]]:
+def finished_shards(work: Work) -> Iterator[Callable[[str, Sequence[float]], None]]:
     """``finish(file, sums)`` notes a shard, with its hash, once the next one is done: it is hashed meanwhile."""
     waiting: list[tuple[str, Sequence[float]]] = []
 
     def note() -> None:
         while waiting:
             file, sums = waiting.pop()
-            progress["shards"][file] = {"sums": sums, "sha256": hashing.digests([folder / file])[folder / file]}
-            save()
+            digest = work.hashing.digests([work.folder / file])[work.folder / file]
+            work.progress["shards"][file] = {"sums": sums, "sha256": digest}
+            work.save()
 
     def finish(file: str, sums: Sequence[float]) -> None:
-        hashing.begin([folder / file])
+        work.hashing.begin([work.folder / file])
         note()
         waiting.append((file, sums))
 

@@ -14,7 +14,7 @@ from .parts.arithmetic import add, divided
 from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, type_problems
 from .parts.merger import Mapped, Rule
-from .parts.spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, other_problems
+from .parts.spectral import Mix, OfMatrices, is_matrix, matrix_rule, of_matrix, skip_problems
 
 
 def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[str] = ()) -> Params:
@@ -39,8 +39,7 @@ def cart(experts: Experts, *, coef: float, share: float = 0.08, skip: Sequence[s
         merge/methods/cart.py of apanariello4/merge-and-rebase at 345c570.
     """
     wrong = type_problems(share=share) or ([] if 0 < share <= 1 else [f"share is {share}, must be in (0, 1]"])
-    problems = [*coef_problems(coef), *wrong]
-    problems += other_problems("mean", skip)
+    problems = [*coef_problems(coef), *wrong, *skip_problems(skip)]
     flat = all_at_once(problems, lambda: check_alone(experts))
     raise_problems(Cart(skip=tuple(skip)).size_problems(next(iter(flat.values())), len(flat)))
 

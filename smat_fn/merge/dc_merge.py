@@ -66,12 +66,12 @@ def dc_merge(
     return merged(DcMerge, **locals())
 
 
-def covered(deltas: list[Tensor], *, others: Others, share: float, config: "DcMerge") -> Tensor:
+def covered(deltas: list[Tensor], *, config: "DcMerge") -> Tensor:
     """Û (B ⊙ M) V̂ᵀ of a matrix."""
-    count = count_of(deltas[0].shape, len(deltas), share)
+    count = count_of(deltas[0].shape, len(deltas), config.share)
     if not count:
-        return rest(deltas, others)
-    side = count * len(deltas) if share else min(deltas[0].shape)
+        return rest(deltas, config.others)
+    side = count * len(deltas) if config.share else min(deltas[0].shape)
     kept = max(1, int(config.keep * side**2))
     parts = [leading(svd(delta), count) for delta in deltas]
     left, right = (orthonormal(torch.cat(part, 1)) for part in zip(*((u, v) for u, _, v in parts), strict=True))
@@ -129,7 +129,7 @@ class DcMerge(Spectral):
         return problems + super().problems(experts)
 
     def mix(self) -> Mix:
-        return partial(covered, others=self.others, share=self.share, config=self)
+        return partial(covered, config=self)
 
     def held(self, shape: Sequence[int], experts: int) -> int:
         side = count_of(shape, experts, self.share) * experts

@@ -13,8 +13,7 @@ from .parts.arithmetic import add, halved, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.masked import Masked
-from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
-from .tall_mask import place_of
+from .parts.merger import Mapped, Rule, merged, vector_function
 
 
 def emr(base: Params, experts: Experts, *, task: str, coef: float = 1.0) -> Params:
@@ -87,7 +86,6 @@ class Emr(Masked):
     """EMR-Merging: a model for one task, from the largest changes of the majority's sign, masked and scaled for it."""
 
     name = "emr"
-    semantics: ClassVar = {"mergekit": UNKNOWN}
     scaled: ClassVar = True
     task: str | None = None
     """Expert that the model is for; without it, the output is one folder with a vector and a mask for each task."""
@@ -95,7 +93,7 @@ class Emr(Masked):
     """gamma; 1 is the source's."""
 
     def rule(self, leaves: Mapped) -> Rule:
-        place = place_of(list(leaves.experts), self.task)
+        place = self.place(leaves)
         sized = ((leaves.shape(path).numel(), leaves.blocks(path)) for path in leaves.coefs)
         scale = scale_of(sized, place)
         return Rule(lambda _: lambda piece: fuse(piece, place, scale))

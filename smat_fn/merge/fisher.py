@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..types import Params
 from .parts import arithmetic
 from .parts.arithmetic import halved
-from .parts.chunks import Piece
+from .parts.chunks import Fuse, Piece
 from .parts.inputs import Experts, Leaves, check, coef_problems, flat_statistics, type_problems
 from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Rule, vector_by_rule
 from .parts.per_expert import NONE, Numbers, Weighted, names_of, number, number_problems
@@ -73,22 +74,18 @@ def fisher_vector(
     return vector_by_rule(Fisher(**own).rule(leaves), start, flat)
 
 
-class _Leaf:
-    """Merges the chunks of one leaf."""
-
-    def __init__(self, fishers: list[Tensor], scales: list[float], weights: list[float], floor: float) -> None:
-        self._fishers = [leaf.detach().reshape(-1) for leaf in fishers]
-        self._scales, self._weights, self._floor = scales, weights, floor
-
-    def __call__(self, piece: Piece) -> Tensor:
-        stop = piece.start + piece.deltas[0].numel()
-        top, bottom = torch.zeros_like(piece.deltas[0]), torch.zeros_like(piece.deltas[0])
-        for delta, own, scale, weight in zip(piece.deltas, self._fishers, self._scales, self._weights, strict=True):
-            share = own[piece.start : stop].to(delta.device, delta.dtype, copy=True)
-            share.mul_(scale).clamp_(min=self._floor).mul_(weight)
-            bottom += share
-            top += share.mul_(delta)
-        return top.div_(bottom)
+def fuse(
+    piece: Piece, fishers: Sequence[Tensor], scales: Sequence[float], weights: Sequence[float], floor: float
+) -> Tensor:
+    """The merged vector of a chunk. Args: fishers: of the leaf, flat; these, scales and weights in experts' order."""
+    stop = piece.start + piece.deltas[0].numel()
+    top, bottom = torch.zeros_like(piece.deltas[0]), torch.zeros_like(piece.deltas[0])
+    for delta, own, scale, weight in zip(piece.deltas, fishers, scales, weights, strict=True):
+        share = own[piece.start : stop].to(delta.device, delta.dtype, copy=True)
+        share.mul_(scale).clamp_(min=floor).mul_(weight)
+        bottom += share
+        top += share.mul_(delta)
+    return top.div_(bottom)
 
 
 def scale_of(leaves: Iterable[Tensor]) -> float:
@@ -148,8 +145,9 @@ class Fisher(Weighted):
         if self.normalize:
             scales = [scale_of(leaves.statistic(name, path) for path in leaves.coefs) for name in names]
 
-        def fuse(path: str) -> _Leaf:
-            own = [leaves.statistic(name, path) for name in names]
-            return _Leaf(own, scales, _of(self.weights, names, path), self.floor)
+        def fuse_of(path: str) -> Fuse:
+            own = [leaves.statistic(name, path).detach().reshape(-1) for name in names]
+            weights = _of(self.weights, names, path)
+            return partial(fuse, fishers=own, scales=scales, weights=weights, floor=self.floor)
 
-        return Rule(fuse)
+        return Rule(fuse_of)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -104,7 +104,3 @@ class Slerp(Merger):
         if self.arc not in ("first", "last"):
             return least
         return max(least, 64 * largest(leaves))
-
-    def settings(self) -> dict[str, Any]:
-        plain = {"arc": "slerp", "zeros": False}
-        return {name: value for name, value in super().settings().items() if value != plain.get(name)}

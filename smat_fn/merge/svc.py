@@ -10,7 +10,7 @@ from torch import Tensor
 from ..types import Params
 from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.spectral import Mix, OfMatrices, matrix_rule, other_problems
+from .parts.spectral import Mix, OfMatrices, matrix_rule, skip_problems
 
 
 def svc(base: Params, experts: Experts, *, coef: float = 1.0, alpha: float = 1.0, skip: Sequence[str] = ()) -> Params:
@@ -63,7 +63,7 @@ class Svc(OfMatrices):
     """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
 
     def problems(self, experts: Experts) -> list[str]:
-        problems = [*count_problems(experts, "svc", least=2), *other_problems("mean", self.skip)]
+        problems = [*count_problems(experts, "svc", least=2), *skip_problems(self.skip)]
         fine = 0 < self.alpha < float("inf")
         return problems + ([] if fine else [f"alpha is {self.alpha}, must be above 0 and finite"])
 

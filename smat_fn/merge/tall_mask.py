@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from .parts.arithmetic import add, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.masked import Masked
-from .parts.merger import UNKNOWN, Mapped, Rule, merged, vector_function
+from .parts.merger import Mapped, Rule, merged, vector_function
 
 
 def tall_mask(base: Params, experts: Experts, *, task: str, ratio: float, coef: float = 1.0) -> Params:
@@ -44,19 +43,11 @@ def fuse(piece: Piece, place: int, ratio: float) -> Tensor:
     return zeroed(total, needs(piece.deltas[place], total, ratio))
 
 
-def place_of(names: list[str], task: str | None) -> int:
-    """Position of an expert by name. Raises: ValueError that lists the names."""
-    if task not in names:
-        raise ValueError(f"task {task!r} is not an expert, choose one of {', '.join(map(repr, names))}")
-    return names.index(task)
-
-
 @dataclass(frozen=True)
 class TallMask(Masked):
     """TALL mask: a model for one task, with the sum of all changes on the coordinates that this task needs."""
 
     name = "tall_mask"
-    semantics: ClassVar = {"mergekit": UNKNOWN}
     ratio: float
     """The task needs a coordinate if its change exceeds this factor times the sum of the others' changes."""
     task: str | None = None
@@ -68,7 +59,7 @@ class TallMask(Masked):
         return ratio_problems(self.ratio)
 
     def rule(self, leaves: Mapped) -> Rule:
-        place = place_of(list(leaves.experts), self.task)
+        place = self.place(leaves)
         return Rule(lambda _: lambda piece: fuse(piece, place, self.ratio))
 
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

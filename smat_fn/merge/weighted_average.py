@@ -13,6 +13,7 @@ from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
 from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
+from .parts.per_expert import names_of
 
 
 def weighted_average(
@@ -65,7 +66,7 @@ def given_weights(
     """Problems, and the weight of every expert in the experts' order."""
     if not isinstance(experts, (Mapping, list, tuple)):
         return [], {}  # `check_alone` says it
-    names = [str(name) for name in (experts if isinstance(experts, Mapping) else range(len(experts)))]
+    names = names_of(experts)
     if not isinstance(weights, (Mapping, Sequence)) and not hasattr(weights, "tolist"):  # of tensors and arrays
         return [f"weights is {weights!r}, must be a mapping {{expert's name: number}} or a list of numbers"], {}
     own: Iterable[tuple[object, Rules]] = weights.items() if isinstance(weights, Mapping) else enumerate(weights)

@@ -306,3 +306,10 @@ def test_describe_is_a_manifest(tmp_path):
     assert json.loads(json.dumps(manifest)) == manifest
     checkpoint.save_expert(tmp_path / "e", params, manifest)
     assert checkpoint.load_manifest(tmp_path / "e") == manifest
+
+
+def test_a_sweep_takes_the_name_of_a_folder_letter_by_letter(tmp_path):
+    for name in (".a[1].new-5", ".a[1].old-5", ".a1.new-6"):
+        (tmp_path / name).mkdir()
+    checkpoint.sweep(tmp_path / "a[1]")
+    assert [path.name for path in tmp_path.iterdir()] == [".a1.new-6"]

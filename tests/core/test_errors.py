@@ -2,7 +2,16 @@
 
 import pytest
 
-from smat_fn.errors import Problems, all_at_once, check_member, first_line, problems_of, raise_problems, suggestion
+from smat_fn.errors import (
+    Problems,
+    all_at_once,
+    check_member,
+    collected,
+    first_line,
+    problems_of,
+    raise_problems,
+    suggestion,
+)
 
 
 def test_problems_are_said_once_and_joined():
@@ -21,6 +30,17 @@ def test_problems_of_a_check_inside_another_are_listed_one_by_one():
     with pytest.raises(Problems, match="c is 3; a is 1; b is 2") as raised:
         all_at_once(["c is 3", "a is 1"], check)
     assert raised.value.problems == ("c is 3", "a is 1", "b is 2")
+
+
+def test_a_block_ends_with_its_problem_and_other_errors_go_on():
+    problems, ran = ["a is 1"], []
+    with collected(problems):
+        ran.append("first")
+        raise_problems(["b is 2", "c is 3"])
+        ran.append("second")
+    assert (problems, ran) == (["a is 1", "b is 2; c is 3"], ["first"])
+    with pytest.raises(KeyError), collected(problems):
+        raise KeyError("d")
 
 
 def test_of_many_problems_every_kind_is_said():

@@ -114,7 +114,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
     shapes = {name: tuple(leaf.shape) for name, leaf in held.items()}
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     head, touched, unknown = False, set[str](), dict[str, list[str]]()
-    leaves, made = dict(base.leaves), {path: base.reader(path) for path in base.leaves}
+    leaves, reads = dict(base.leaves), dict(base.reads)
     for name in shapes:
         ending = next((ending for ending in _PARTS if name.endswith(ending)), None)
         if ending is not None:
@@ -133,7 +133,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
-        leaves[leaf], made[leaf] = held[name], reader_of(store, name)
+        leaves[leaf], reads[leaf] = held[name], reader_of(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):
@@ -149,14 +149,14 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         except ValueError as error:
             problems.append(str(error))
             continue
-        origin, read = leaves[leaf], made[leaf]
+        origin, read = leaves[leaf], reads[leaf]
         leaves[leaf] = origin.to(tree.compute_dtype(origin))
-        made[leaf] = _changed(store, pair, read, leaves[leaf])
+        reads[leaf] = _changed(store, pair, read, leaves[leaf])
         touched.add(leaf)
     errors.raise_problems(problems)
     notes = _base_note(label, path, config, base), _tied_note(label, config, touched, base, head)
     stores = {weights_of(path): store, path / CONFIG: None}
-    return Folder(label, leaves, {}, stores, path, made, note="; ".join(filter(None, notes)))
+    return Folder(label, leaves, reads, stores, path, note="; ".join(filter(None, notes)))
 
 
 def _held(label: str, store: Any) -> tuple[dict[str, Tensor], list[str]]:
@@ -296,10 +296,8 @@ def read_adapter(label: str, path: Path) -> Held:
                 f"{label}: {shapes} of {module!r} are not factors of a matrix: convolutions are not read here"
             )
         elif known:
-            try:
+            with errors.collected(problems):
                 found[module] = Factors(a, b, _scale(label, config, module, len(a)))
-            except ValueError as error:
-                problems.append(str(error))
     errors.raise_problems(problems)
     parameters = (str(name).removesuffix(".in_proj_weight") for name in config.get("target_parameters") or ())
     embeddings = frozenset(module for module, embedding in halves if embedding)

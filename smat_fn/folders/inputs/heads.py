@@ -27,13 +27,7 @@ def apart(
     is merged, though it may have base's shape. Other numbers of tokens are left to `vocabulary`.
     """
     rows = _rows(base)
-    shapes = {
-        path
-        for folder in experts.values()
-        for path, leaf in folder.leaves.items()
-        if _outside(path, rows) and path in base.leaves and base.leaves[path].shape != leaf.shape
-        if not differs_in_rows(path, base.leaves[path], leaf)
-    }
+    shapes = {path for path in _reshaped(base, experts) if _outside(path, rows)}
     found, heads, stand_ins = dict(experts), dict[str, dict[str, Tensor]](), dict[str, list[str]]()
     for name, expert in experts.items():
         own = [path for path in expert.leaves if _outside(path, rows) and (path not in base.leaves or path in shapes)]
@@ -41,12 +35,9 @@ def apart(
             heads[name] = {}
             continue
         heads[name] = {path: expert.leaf(path).clone() for path in own}
-        for path in own:
-            expert = expert.without(path)
+        expert = expert.without(*own)
         lacking = [path for path in base.leaves if path not in expert.leaves and _outside(path, rows)]
-        for path in lacking:
-            expert = expert.with_leaf(path, base.leaves[path], base.reader(path))
-        found[name] = expert
+        found[name] = expert.with_leaves_of(base, lacking)
         if own or lacking:
             stand_ins[name] = lacking
     return found, heads, stand_ins
@@ -67,8 +58,8 @@ def unprefixed(base: Folder, expert: Folder) -> Folder:
             names = {own: own.removeprefix(prefix) for own in expert.leaves if own.startswith(prefix)}
             known = {own: path for own, path in names.items() if path in base.leaves and path not in expert.leaves}
             leaves = {known.get(own, own): leaf for own, leaf in expert.leaves.items()}
-            made = {known.get(own, own): expert.reader(own) for own in expert.leaves}
-            return expert._replace(leaves=leaves, files={}, made=made)
+            reads = {known.get(own, own): expert.reads[own] for own in expert.leaves}
+            return expert._replace(leaves=leaves, reads=reads)
     return expert
 
 
@@ -88,13 +79,7 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
                 "merge_folders(..., partial=True) takes the rest of base"
             ]
     inside = {path for path in names if not _outside(path, rows)}
-    shapes = {
-        path
-        for folder in experts.values()
-        for path, leaf in folder.leaves.items()
-        if path in base.leaves and base.leaves[path].shape != leaf.shape
-        if not differs_in_rows(path, base.leaves[path], leaf)
-    }
+    shapes = _reshaped(base, experts)
     if all(_outside(path, rows) for path in shapes):  # else models of another size
         names |= shapes
     if not rows or not names:
@@ -105,6 +90,17 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
             "transformers; if one holds the others as its language model, give into NAME, base or that of the expert"
         ]
     return ["these leaves are outside the layers: if they are heads, give heads keep, which merges the rest"]
+
+
+def _reshaped(base: Folder, experts: Mapping[str, Folder]) -> set[str]:
+    """Leaves of base that some expert has in another shape, but for the number of tokens."""
+    return {
+        path
+        for folder in experts.values()
+        for path, leaf in folder.leaves.items()
+        if path in base.leaves and base.leaves[path].shape != leaf.shape
+        if not differs_in_rows(path, base.leaves[path], leaf)
+    }
 
 
 def _rows(base: Folder) -> set[str]:

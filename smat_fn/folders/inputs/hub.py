@@ -137,19 +137,16 @@ def header_problems(inputs: Mapping[str, Path], *, rows: bool, shapes: bool = Tr
     if not remote:
         return []
     (first, origin), *others = inputs.items()
-    found = {label: remote.get(label) or _local(label, path) for label, path in others}
     start = remote.get(first) or _local(first, origin)
     if start is None:
         return []
-    whole = _config(origin)
-    known = {label: leaves for label, leaves in found.items() if leaves is not None}
-    fitted = {label: _comparable(start, leaves, whole, rows=rows) for label, leaves in known.items()}
-    checked = {label.removeprefix("expert '").removesuffix("'"): leaves for label, leaves in fitted.items()}
-    own = {path: leaf for path, leaf in start.items() if path != HEAD}
+    whole, checked = _config(origin), dict[str, Leaves]()
     for label, path in others:
-        config = _config(path)
-        if part_config(whole, config) is not None or part_config(config, whole) is not None:
-            checked.pop(label.removeprefix("expert '").removesuffix("'"), None)
+        leaves, config = remote.get(label) or _local(label, path), _config(path)
+        is_tower = part_config(whole, config) is not None or part_config(config, whole) is not None
+        if leaves is not None and not is_tower:
+            checked[label] = _comparable(start, leaves, whole, rows=rows)
+    own = {path: leaf for path, leaf in start.items() if path != HEAD}
     return [f"{problem} (from its header, nothing is downloaded)" for problem in fit_problems(own, first, checked)]
 
 

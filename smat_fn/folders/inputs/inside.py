@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from ... import errors
 from .beside import differences
 from .reading import Folder, config_of
 from .spare import computed, predicts_ahead
@@ -34,10 +35,8 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
         return dict(inputs), [f"into is {into!r}, but all models have the same parameters: leave it out"]
     names: dict[str, dict[str, str]] = {}
     for name, folder in texts.items():
-        try:
+        with errors.collected(problems):
             names[name] = _places(host, folder)
-        except ValueError as error:
-            problems.append(str(error))
     if problems:
         return dict(inputs), problems
     paths = [path for path in host.leaves if any(path in own for own in names.values())]
@@ -50,11 +49,9 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
         own = names.get(name, {path: path for path in paths})
         placed[name] = folder._replace(
             leaves={path: folder.leaves[own[path]] for path in paths if path in own},
-            files={},
-            made={path: folder.reader(own[path]) for path in paths if path in own},
+            reads={path: folder.reads[own[path]] for path in paths if path in own},
             absent=frozenset(path for path in own if own[path] in folder.absent),
-            note="; ".join(filter(None, (folder.note, *notes))),
-        )
+        ).noted(*notes)
     fitted, rows = fit_rows(host, {name: placed[name] for name in texts}, vocabulary, of=into)
     rest = [path for path in host.leaves if path not in paths]
     note = f"{len(paths)} parameters of the language model of {into} are merged"
@@ -63,8 +60,7 @@ def inside(into: str, inputs: Mapping[str, Folder], vocabulary: str) -> tuple[di
     lost = [text for folder in others for text in _left_out(host, folder, rest, into)]
     base = (placed | fitted)["base"]
     base = base._replace(root=host.root, config=host.config, outputs=host.outputs, within=host)
-    base = base._replace(note="; ".join(filter(None, (base.note, note, *lost))))
-    return placed | fitted | {"base": base}, problems + rows
+    return placed | fitted | {"base": base.noted(note, *lost)}, problems + rows
 
 
 def _of_one_kind(base: Folder, folder: Folder) -> bool:

@@ -39,7 +39,7 @@ class Naming(NamedTuple):
         """A checkpoint as the module's leaves, formed while they are read; leaves that it has no place for are gone."""
         known = {name: path for name, path in self.names.items() if name in folder.leaves}
         leaves = {path: folder.leaves[name] for name, path in known.items()}
-        made = {path: folder.reader(name) for name, path in known.items()}
+        reads = {path: folder.reads[name] for name, path in known.items()}
 
         @lru_cache(maxsize=2)  # a group is as large as all experts of a layer
         def formed(place: int) -> dict[str, Tensor]:
@@ -49,15 +49,15 @@ class Naming(NamedTuple):
         for place, group in enumerate(self.groups):
             if group.stored.keys() <= folder.leaves.keys():
                 for path, leaf in _forwards(group, self.model, folder.leaves).items():
-                    leaves[path], made[path] = leaf, _part(formed, place, path)
-        return folder._replace(leaves=leaves, files={}, made=made)
+                    leaves[path], reads[path] = leaf, _part(formed, place, path)
+        return folder._replace(leaves=leaves, reads=reads)
 
     def stored(self, whole: Folder, base: Folder, paths: Collection[str]) -> Folder:
         """Leaves ``paths`` of a module, as the checkpoint stores them; its other leaves are those of base."""
-        leaves, made = dict(base.leaves), {name: base.reader(name) for name in base.leaves}
+        leaves, reads = dict(base.leaves), dict(base.reads)
         for name, path in self.names.items():
             if path in paths:
-                leaves[name], made[name] = whole.leaves[path], whole.reader(path)
+                leaves[name], reads[name] = whole.leaves[path], whole.reads[path]
 
         @lru_cache(maxsize=2)
         def formed(place: int) -> dict[str, Tensor]:
@@ -69,8 +69,8 @@ class Naming(NamedTuple):
             seen = _forwards(group, self.model, base.leaves)
             if not seen.keys().isdisjoint(paths):
                 for name, leaf in _backwards(group, self.model, {path: whole.leaves[path] for path in seen}).items():
-                    leaves[name], made[name] = leaf, _part(formed, place, name)
-        return whole._replace(leaves=leaves, files={}, made=made)
+                    leaves[name], reads[name] = leaf, _part(formed, place, name)
+        return whole._replace(leaves=leaves, reads=reads)
 
 
 def namings(folder: Folder) -> Iterator[Naming]:

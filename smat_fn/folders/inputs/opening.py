@@ -103,13 +103,11 @@ def open_inputs(
             stand_ins |= lacking
     start, found, tied = one_head(start, found)
     if align is not None and not problems:
-        try:
+        with errors.collected(problems):
             start, found = align(start, found)
-        except ValueError as error:
-            problems.append(str(error))
     found, rows = fit_rows(start, found, vocabulary, options=options)
     problems += tied + rows
-    wrong = fit_problems(start.leaves, "base", {name: folder.leaves for name, folder in found.items()})
+    wrong = fit_problems(start.leaves, "base", {folder.label: folder.leaves for folder in found.values()})
     problems += [*wrong, *(ways_out(start, found) if wrong else ())]
     return start, found
 
@@ -119,13 +117,11 @@ def _opened(
 ) -> tuple[Folder | None, dict[str, Folder]]:
     """Base and experts as they are stored, without a comparison; ``alone`` leaves whole experts as they are."""
     start, found = None, dict[str, Folder]()
-    try:
+    with errors.collected(problems):
         start = open_input("base", Path(base))
-    except ValueError as error:
-        problems.append(str(error))
     for name, path in experts.items():
         label = f"expert {name!r}"
-        try:
+        with errors.collected(problems):
             if parts_of(Path(path)):
                 found[name] = open_input(label, Path(path))
                 continue
@@ -137,16 +133,12 @@ def _opened(
                 found[name] = opened
             elif start is not None:
                 found[name] = adapted(label, folder, start, heads=heads)
-        except ValueError as error:
-            problems.append(str(error))
     if start is None:
         return None, found
     if modules := [leaf for leaf in start.leaves if leaf.startswith(tuple(filter(None, start.outputs)))]:
         for name, other in found.items():
             if not other.outputs and other.leaves.keys().isdisjoint(modules):  # a model without them has base's
-                for leaf in modules:
-                    other = other.with_leaf(leaf, start.leaves[leaf], start.reader(leaf))
-                found[name] = other
+                found[name] = other.with_leaves_of(start, modules)
     return start, found
 
 
@@ -221,8 +213,8 @@ def placed(base: Folder, part: Folder) -> Folder:
     view, prefix, naming = place_of(base, part)
     own = {f"{prefix}{name}": name for name in part.leaves}
     leaves = {path: part.leaves[own[path]] if path in own else leaf for path, leaf in view.leaves.items()}
-    made = {path: part.reader(own[path]) if path in own else view.reader(path) for path in leaves}
-    whole = Folder(part.label, leaves, {}, part.stores, part.root, made)
+    reads = {path: part.reads[own[path]] if path in own else view.reads[path] for path in leaves}
+    whole = Folder(part.label, leaves, reads, part.stores, part.root)
     if naming is not None:
         whole = naming.stored(whole, base, own)
         own = {name: path for name, path in naming.names.items() if path in own}

@@ -114,10 +114,9 @@ class Folder(NamedTuple):
 
     label: str
     leaves: dict[str, Tensor]
-    files: dict[str, Path]  # of every leaf that is read as it is stored
+    reads: Mapping[str, Read]  # of every leaf: as it is stored, or formed from others
     stores: dict[Path, Any]  # mapped files; None for one that only says how to read the others
     root: Path = Path()
-    made: Mapping[str, Read] = MappingProxyType({})  # leaves that are formed from others while they are read
     config: Mapping[str, Any] = MappingProxyType({})  # fields that differ from config.json in ``root``
     outputs: Mapping[str, str] = MappingProxyType({})  # other files than `WEIGHTS` that hold leaves, by their prefix
     note: str = ""  # what a user should know of how it was read
@@ -126,9 +125,7 @@ class Folder(NamedTuple):
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Flat coordinates [start, stop) of a leaf, not to be written to: mostly a view of the mapped file."""
-        if path in self.made:
-            return self.made[path](start, stop)
-        return self.stores[self.files[path]].get_tensor(path).reshape(-1)[start:stop]
+        return self.reads[path](start, stop)
 
     def leaf(self, path: str) -> Tensor:
         """A whole leaf in its shape, as `read` gives it."""
@@ -138,17 +135,23 @@ class Folder(NamedTuple):
         """All leaves, each as `leaf` gives it."""
         return {path: self.leaf(path) for path in self.leaves}
 
-    def reader(self, path: str) -> Read:
-        """A function that reads coordinates of one leaf."""
-        return lambda start, stop: self.read(path, start, stop)
-
     def with_leaf(self, path: str, leaf: Tensor, read: Read) -> "Folder":
         """The same checkpoint with a leaf that is read in another way."""
-        return self._replace(leaves={**self.leaves, path: leaf}, made={**self.made, path: read})
+        return self._replace(leaves={**self.leaves, path: leaf}, reads={**self.reads, path: read})
 
-    def without(self, path: str) -> "Folder":
-        """The same checkpoint without a leaf."""
-        return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name != path})
+    def with_leaves_of(self, other: "Folder", paths: Collection[str]) -> "Folder":
+        """The same checkpoint with some leaves of another one."""
+        leaves = {path: other.leaves[path] for path in paths}
+        reads = {path: other.reads[path] for path in paths}
+        return self._replace(leaves={**self.leaves, **leaves}, reads={**self.reads, **reads})
+
+    def without(self, *paths: str) -> "Folder":
+        """The same checkpoint without some leaves."""
+        return self._replace(leaves={name: leaf for name, leaf in self.leaves.items() if name not in paths})
+
+    def noted(self, *notes: str) -> "Folder":
+        """The same checkpoint with more notes."""
+        return self._replace(note="; ".join(filter(None, (self.note, *notes))))
 
 
 def seen(*folders: Folder) -> dict[Path, Identity | None]:
@@ -165,12 +168,12 @@ def open_folder(label: str, path: Path) -> Folder:
     problems: list[str] = []
     modules = _modules(label, path, problems)
     whole = {path / prefix for prefix in modules}
-    wanted = [("", *pair) for pair in _files(label, path, problems, whole).items()]
+    own_files = _files(label, path, problems, whole)
+    wanted = [("", *pair) for pair in own_files.items()]
     wanted += [(prefix, *pair) for prefix, placed in modules.items() for pair in placed.items()]
     stores: dict[Path, Any] = {}
     leaves: dict[str, Tensor] = {}
-    files: dict[str, Path] = {}
-    made: dict[str, Read] = {}
+    reads: dict[str, Read] = {}
     spelled: dict[str, str] = {}  # the stored name of each leaf
     for prefix, file, names in wanted:
         try:
@@ -196,11 +199,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 problems.append(
                     f"{label}: {path} holds {other!r} and {name!r}, one parameter without its wrapper: save one"
                 )
-            leaves[own] = leaf
-            if own != name:
-                made[own] = reader_of(store, name)
-            else:
-                files[name] = file
+            leaves[own], reads[own] = leaf, reader_of(store, name)
     problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
     if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
         problems.append(
@@ -212,10 +211,10 @@ def open_folder(label: str, path: Path) -> Folder:
     if problems:
         raise ValueError("; ".join(problems))
     outputs = {prefix: f"{prefix}{_main(placed)}" for prefix, placed in modules.items()}
-    outputs |= {"": DIFFUSION} if any(_main([file]) == DIFFUSION for file in files.values()) else {}
+    outputs |= {"": DIFFUSION} if _main(own_files) == DIFFUSION else {}
     note = f"{label} holds an adapter beside its weights, which is left out: merge the adapter first if it is to count"
     beside = (path / "adapter_config.json").is_file()
-    return Folder(label, leaves, files, stores, path, made, outputs=outputs, note=note if beside else "")
+    return Folder(label, leaves, reads, stores, path, outputs=outputs, note=note if beside else "")
 
 
 def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> list[str]:
@@ -263,6 +262,11 @@ def is_single(path: Path) -> bool:
 def reader_of(store: Any, name: str) -> Read:
     """A function that reads coordinates of a stored tensor."""
     return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
+
+
+def reader_of_tensor(leaf: Tensor) -> Read:
+    """A function that reads coordinates of a tensor in memory."""
+    return lambda start, stop: leaf.reshape(-1)[start:stop]
 
 
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:

@@ -67,22 +67,20 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
     config = {**config_of(base.root), **base.config}
     ahead = [path for path in base.leaves if predicts_ahead(path, config)]
     if ahead and expert.leaves.keys().isdisjoint(ahead):
-        for path in ahead:
-            expert = expert.with_leaf(path, base.leaves[path], base.reader(path))
+        expert = expert.with_leaves_of(base, ahead)
         more = f" and {len(ahead) - 1} more" if len(ahead) > 1 else ""
         note = f"{expert.label} lacks layers that predict further tokens ({ahead[0]!r}{more}): base's are used"
-        expert = expert._replace(note="; ".join(filter(None, (expert.note, note))))
+        expert = expert.noted(note)
     for path, leaf in base.leaves.items():
         if path in expert.leaves and not recast(path, expert.leaves[path], leaf):
             continue
         if computed(path, leaf):
-            expert = expert.with_leaf(path, leaf, base.reader(path))
+            expert = expert.with_leaf(path, leaf, base.reads[path])
         elif twin := _twin(path, base, expert.leaves):
-            expert = expert.with_leaf(path, expert.leaves[twin], expert.reader(twin))
-    for path, leaf in list(expert.leaves.items()):
-        if path not in base.leaves and (computed(path, leaf) or _twin(path, expert, base.leaves)):
-            expert = expert.without(path)
-    return expert
+            expert = expert.with_leaf(path, expert.leaves[twin], expert.reads[twin])
+    others = [(path, leaf) for path, leaf in expert.leaves.items() if path not in base.leaves]
+    spare = [path for path, leaf in others if computed(path, leaf) or _twin(path, expert, base.leaves)]
+    return expert.without(*spare)
 
 
 def _may_be_copy(path: str) -> bool:

@@ -97,11 +97,11 @@ def stacked(label: str, parts: Sequence[tuple[Folder, int, int]], absent: Sequen
     problems = list(dict.fromkeys(_unlike(label, parts)))
     errors.raise_problems(problems)
     leaves = {path: folder.leaves[name] for path, (folder, name) in origins.items()}
-    made = {path: folder.reader(name) for path, (folder, name) in origins.items()}
+    reads = {path: folder.reads[name] for path, (folder, name) in origins.items()}
     stores = {file: store for folder, *_ in parts for file, store in folder.stores.items()}
     absent = absent or [False] * len(parts)
     root, changes, outputs = parts[0][0].root, _config(label, parts), parts[0][0].outputs
-    return Folder(label, leaves, {}, stores, root, made, changes, outputs, absent=_absent(leaves, parts, absent))
+    return Folder(label, leaves, reads, stores, root, changes, outputs, absent=_absent(leaves, parts, absent))
 
 
 def _absent(

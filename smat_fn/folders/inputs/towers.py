@@ -74,24 +74,24 @@ def _raised(base: Folder, tower: Folder, kind: str) -> Folder:
     prefix = _place(base, tower, kind)
     known = {f"{prefix}{name}": name for name in tower.leaves if f"{prefix}{name}" in base.leaves}
     rest = [path for path in base.leaves if path not in known]
-    whole = base._replace(label=tower.label, root=tower.root, stores=tower.stores, files={}, config={})
+    whole = base._replace(label=tower.label, root=tower.root, stores=tower.stores, config={})
     leaves = {path: tower.leaves[known[path]] if path in known else leaf for path, leaf in base.leaves.items()}
-    made = {path: tower.reader(known[path]) if path in known else base.reader(path) for path in leaves}
+    reads = {path: tower.reads[known[path]] if path in known else base.reads[path] for path in leaves}
     note = f"{tower.label} is a tower of base ({kind}): what it lacks is base's ({_some(rest)})"
-    return whole._replace(leaves=leaves, made=made, note=note)
+    return whole._replace(leaves=leaves, reads=reads, note=note)
 
 
 def _lowered(base: Folder, whole: Folder, kind: str) -> Folder:
     """The leaves of a whole model that base, a tower of it, has."""
     prefix = _place(whole, base, kind)
-    leaves, made = dict[str, Tensor](), {}
+    leaves, reads = dict[str, Tensor](), {}
     for path, leaf in base.leaves.items():
         name = f"{prefix}{path}"
         leaves[path] = whole.leaves.get(name, leaf)  # base's integer buffers, which some versions do not save
-        made[path] = whole.reader(name) if name in whole.leaves else base.reader(path)
+        reads[path] = whole.reads[name] if name in whole.leaves else base.reads[path]
     rest = [name for name in whole.leaves if not name.startswith(prefix) or name.removeprefix(prefix) not in leaves]
     note = f"base is a tower of {whole.label} ({kind}): the rest of the expert is left out ({_some(rest)})"
-    return whole._replace(leaves=leaves, made=made, files={}, outputs=base.outputs, note=note)
+    return whole._replace(leaves=leaves, reads=reads, outputs=base.outputs, note=note)
 
 
 def _place(whole: Folder, tower: Folder, kind: str) -> str:

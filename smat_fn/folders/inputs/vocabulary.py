@@ -44,7 +44,7 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
         return base.without(HEAD), {name: folder.without(HEAD) for name, folder in experts.items()}, []
     if HEAD in base.leaves and says_tied:  # a head that is written must not be tied again by who loads it
         base = base._replace(config={**base.config, "tie_word_embeddings": False})
-        base = base._replace(note="; ".join(filter(None, (base.note, _UNTIED))))
+        base = base.noted(_UNTIED)
     fitted, problems = dict(experts), []
     for name, folder in experts.items():
         if (HEAD in folder.leaves) == (HEAD in base.leaves):
@@ -53,22 +53,21 @@ def one_head(base: Folder, experts: Folders) -> tuple[Folder, Folders, list[str]
         first, second = (folder, base) if HEAD in folder.leaves else (base, folder)
         if second.leaves.keys() - first.leaves.keys():
             continue  # another kind of head, such as a score: it is not tied, and the leaves are compared
-        if HEAD in folder.leaves and _is_copy(folder):
+        if HEAD in folder.leaves:
             fitted[name] = folder.without(HEAD)
-        elif HEAD in folder.leaves:
-            fitted[name] = folder.without(HEAD)
-            problems.append(
-                f"{folder.label} has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: "
-                "give base a head too (tie_word_embeddings false, saved again), or train the expert with a tied head"
-            )
+            if not _is_copy(folder):
+                problems.append(
+                    f"{folder.label} has a head of its own (leaf {HEAD!r}), base ties its head to its embeddings: give "
+                    "base a head too (tie_word_embeddings false, saved again), or train the expert with a tied head"
+                )
         elif embeddings is not None and _is_copy(base):
-            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reader(embeddings))
+            fitted[name] = folder.with_leaf(HEAD, folder.leaves[embeddings], folder.reads[embeddings])
         else:
             problems.append(
                 f"{folder.label} has no leaf {HEAD!r}, its head is tied to its embeddings; base has a head of its own: "
                 "untie the expert's head (tie_word_embeddings false, saved again)"
             )
-            fitted[name] = folder.with_leaf(HEAD, base.leaves[HEAD], base.reader(HEAD))
+            fitted[name] = folder.with_leaves_of(base, [HEAD])
     return base, fitted, problems
 
 
@@ -96,7 +95,7 @@ def fit_rows(
                 wrong.setdefault(rows, []).append(path)
             # refused or not: the shapes fit from here on, so that this is said once
             dtype = other.dtype if rows > wanted else torch.promote_types(other.dtype, leaf.dtype)
-            read = folder.reader(path) if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
+            read = folder.reads[path] if rows > wanted else _padded(folder, base, path, other.numel(), dtype)
             folder = folder.with_leaf(path, torch.empty_like(leaf, dtype=dtype), read)
         fitted[name] = folder
         for rows, paths in wrong.items():

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ... import errors
 from .beside import Files, beside, chosen_template, differences
 from .heads import head_files, head_notes
 from .hub import local_folder
@@ -74,7 +75,7 @@ class Whose(NamedTuple):
             notes += row.notes
         notes += head_notes(self.heads)
         notes += [folder.note for folder in (start, *found.values()) if folder.note]
-        try:
+        with errors.collected(problems):
             given = "base" if self.config_from is None else self.config_from
             config = roots.get(given) or local_folder("config_from", Path(given))
             if load_config(config) is None and self.config_from is not None:
@@ -91,6 +92,4 @@ class Whose(NamedTuple):
                 dtype=dtype,
                 chat_template=chosen_template(self.chat_template, [start.root, *others.values()]),
             )
-        except ValueError as error:
-            problems.append(str(error))
         return {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
-from ..inputs.reading import Folder
+from ..inputs.reading import Folder, reader_of_tensor
 from .chunks import Job, in_order, write_order
 from .survey import Survey
 
@@ -58,7 +58,7 @@ def _available() -> int | None:
     return None if found is None else int(found[1]) << 10
 
 
-class _Noise(dict[str, Tensor]):
+class _Statistics(dict[str, Tensor]):
     @property
     def names(self) -> list[str]:
         return list(self)
@@ -78,12 +78,12 @@ def seconds_of(job: Job) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def folder(label: str) -> Folder:
-        noise: Any = _Noise(w=torch.randn(shape, generator=generator).mul_(0.02).to(like.dtype))
-        stores = {Path(): noise}
+        noise = torch.randn(shape, generator=generator).mul_(0.02).to(like.dtype)
+        stores: dict[Path, Any] = {}
         if (kind := job.config.statistics()) is not None:
             own = torch.eye(length) if kind == "gram" else torch.rand(shape, generator=generator)
-            stores[Path(STATISTICS[kind])] = _Noise(w=own)
-        return Folder(label, {"w": torch.empty(shape, dtype=like.dtype, device="meta")}, {"w": Path()}, stores)
+            stores[Path(STATISTICS[kind])] = _Statistics(w=own)
+        return Folder(label, {"w": noise.to("meta")}, {"w": reader_of_tensor(noise)}, stores)
 
     trial = job._replace(base=folder("base"), experts={name: folder(name) for name in job.experts}, coefs={"w": 0.5})
     times = []

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import errors, random, tree
 from ..parts.arithmetic import divisor
 from ..parts.inputs import type_problems
+from ..parts.ranks import among_largest
 
 RULES = "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"
 METHODS = (*RULES, "cat", "svd", *(f"{rule}_svd" for rule in RULES[1:]))
@@ -201,6 +202,5 @@ def _sparse(
 
 
 def _largest(tensor: Tensor, density: float) -> Tensor:
-    flat, count = tensor.reshape(-1), int(density * tensor.numel())
-    order = flat.abs().argsort(descending=True, stable=True)[:count]
-    return torch.zeros_like(flat).index_copy_(0, order, flat[order]).view(tensor.shape)
+    mask = among_largest(tensor.reshape(-1).abs(), int(density * tensor.numel()))
+    return tensor.where(mask.view(tensor.shape), 0)

@@ -26,27 +26,6 @@ class Piece(NamedTuple):
     fields: list[Tensor]  # int32 in [0, 65536); none without a key
 
 
-def merge_pieces(
-    base: Leaves,
-    experts: Mapping[str, Leaves],
-    fuse: Fuse,
-    *,
-    key: Tensor | None = None,
-    rows: bool = False,
-    at_once: Callable[[str], int] | None = None,
-) -> Leaves:
-    """A merged task vector: ``fuse(piece)`` (n,) at the coordinates of every chunk of every floating-point leaf."""
-    vector = {
-        path: torch.empty(leaf.shape, dtype=compute_dtype(path, base, experts), device=leaf.device)
-        for path, leaf in base.items()
-        if leaf.is_floating_point()
-    }
-    for piece in pieces(base, experts, key=key, rows=rows, at_once=at_once):
-        flat = vector[piece.path].view(-1)
-        flat[piece.start : piece.start + piece.deltas[0].numel()] = fuse(piece)
-    return vector
-
-
 def pieces(
     base: Leaves,
     experts: Mapping[str, Leaves],

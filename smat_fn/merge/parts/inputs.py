@@ -133,8 +133,9 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
     start = _flat("base", base, found)
     flat = _flat_experts(experts, found)
     if start is not None:
-        found += batch_problems({"base": start, **{f"expert {name!r}": own for name, own in flat.items()}})
-        found += fit_problems(start, "base", flat)
+        others = {f"expert {name!r}": own for name, own in flat.items()}
+        found += batch_problems({"base": start, **others})
+        found += fit_problems(start, "base", others)
     errors.raise_problems(found)
     assert start is not None
     return start, flat
@@ -201,10 +202,9 @@ def check_alone(experts: Experts) -> dict[str, Leaves]:
     found: list[str] = []
     flat = _flat_experts(experts, found)
     if flat:
-        first, *rest = flat
-        start, start_name = flat[first], f"expert {first!r}"
-        found += fit_problems(start, start_name, {name: flat[name] for name in rest})
-        found += [p for name in rest for p in _value_problems(start, start_name, flat[name], f"expert {name!r}")]
+        (start_name, start), *rest = ((f"expert {name!r}", own) for name, own in flat.items())
+        found += fit_problems(start, start_name, dict(rest))
+        found += [p for name, own in rest for p in _value_problems(start, start_name, own, name)]
     errors.raise_problems(found)
     return flat
 
@@ -246,9 +246,8 @@ def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:
     return {name: leaves for name, leaves in flat.items() if leaves is not None}
 
 
-def fit_problems(start: Leaves, start_name: str, flat: Mapping[str, Leaves]) -> list[str]:
-    """Leaves of experts that differ from ``start`` in name, shape or kind, as error messages."""
-    others = {f"expert {name!r}": leaves for name, leaves in flat.items()}
+def fit_problems(start: Leaves, start_name: str, others: Mapping[str, Leaves]) -> list[str]:
+    """Leaves of other trees, by label, that differ from ``start`` in name, shape or kind, as error messages."""
     problems = problems_of(lambda: tree.check_same(start, start_name, **others))
     for name, leaves in others.items():
         problems += kind_problems(start, start_name, leaves, name)

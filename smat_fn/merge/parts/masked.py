@@ -6,14 +6,22 @@ from typing import ClassVar
 from torch import Tensor
 
 from . import arithmetic
-from .merger import Merger
+from .merger import UNKNOWN, Mapped, Merger
 
 
 class Masked(Merger):
     """A merger of which one folder holds the models of all tasks: θ₀ + γ λ_t m_t ⊙ τ, one τ for all."""
 
+    semantics: ClassVar = {"mergekit": UNKNOWN}
     task: str | None
     scaled: ClassVar[bool] = False  # λ_t is not 1
+
+    def place(self, leaves: Mapped) -> int:
+        """Position of the expert that the model is for. Raises: ValueError that lists the names."""
+        names = list(leaves.experts)
+        if self.task not in names:
+            raise ValueError(f"task {self.task!r} is not an expert, choose one of {', '.join(map(repr, names))}")
+        return names.index(self.task)
 
     def shared(self, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """τ of a block, and the mask of every task."""

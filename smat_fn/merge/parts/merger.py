@@ -14,7 +14,7 @@ from ...errors import raise_problems
 from ...types import Params, Scope
 from . import arithmetic
 from .arithmetic import gram, gram_memory
-from .chunks import Fuse, compute_dtype, delta_of, merge_pieces
+from .chunks import Fuse, compute_dtype, delta_of, pieces
 from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop
 from .ranks import order_of, position_of, value_of
@@ -147,8 +147,14 @@ class Merger:
         return float(torch.Size(shape).numel())
 
     def settings(self) -> dict[str, Any]:
-        """The options that are set, as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The options that are set, as JSON values; keyword-only ones where they are not the default."""
+        plain = self._plain_options()
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+
+    def _plain_options(self) -> dict[str, Any]:
+        """The defaults of keyword-only options."""
+        return {f.name: {} if f.default is MISSING else f.default for f in fields(self) if f.kw_only}
 
 
 class InMemory:
@@ -199,19 +205,24 @@ class InMemory:
 
 def vector_by_rule(rule: Rule, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
     """The merged task vector of checked leaves by a rule that has ``fuse`` or ``total``."""
-    fuse, total = rule.fuse, rule.total
-    if total is not None:
-        return merge_pieces(base, experts, lambda piece: total(iter(piece.deltas)), key=key)
-    assert fuse is not None
-    own = {path: fuse(path) for path, leaf in base.items() if leaf.is_floating_point()}
-    return merge_pieces(
-        base,
-        experts,
-        lambda piece: own[piece.path](piece),
-        key=key,
-        rows=rule.rows,
-        at_once=partial(rule.at_once, base),
-    )
+
+    def fuse(path: str) -> Fuse:
+        if rule.fuse is not None:
+            return rule.fuse(path)
+        total = rule.total
+        assert total is not None
+        return lambda piece: total(iter(piece.deltas))
+
+    floating = {path: leaf for path, leaf in base.items() if leaf.is_floating_point()}
+    own = {path: fuse(path) for path in floating}
+    vector = {
+        path: torch.empty(leaf.shape, dtype=compute_dtype(path, base, experts), device=leaf.device)
+        for path, leaf in floating.items()
+    }
+    for piece in pieces(base, experts, key=key, rows=rule.rows, at_once=partial(rule.at_once, base)):
+        flat = vector[piece.path].view(-1)
+        flat[piece.start : piece.start + piece.deltas[0].numel()] = own[piece.path](piece)
+    return vector
 
 
 def merged_vector(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -139,13 +139,6 @@ class Weighted(Merger):
             rows=self.rows and not whole,
             whole=(lambda _: True) if whole else None,
         )
-
-    def settings(self) -> dict[str, Any]:
-        plain = self._plain_options()
-        return {name: value for name, value in super().settings().items() if name not in plain or value != plain[name]}
-
-    def _plain_options(self) -> dict[str, Any]:
-        return {f.name: {} if f.default is MISSING else f.default for f in fields(self) if f.kw_only}
 
     def _fuse(self, sparsify: Sparsify | None, names: Sequence[str], path: str, shape: torch.Size) -> Fuse:
         """The function that merges a chunk of a leaf."""

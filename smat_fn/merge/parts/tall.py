@@ -10,6 +10,7 @@ Source: Demmel et al., "Communication-optimal parallel and sequential QR and LU 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -79,9 +80,7 @@ class Right(NamedTuple):
 
 def triangle(blocks: Iterable[Tensor]) -> Tensor:
     """R of Q R = the blocks one below the other; (columns, columns), fewer rows if there are fewer in all."""
-    total: Tensor | None = None
-    for block in blocks:
-        total = _below(total, block)
+    total: Tensor | None = reduce(_below, blocks, None)
     assert total is not None
     return total
 

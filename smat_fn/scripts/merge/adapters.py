@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from .finished import hashes, texts
 from .inputs import by_name, mask_key, model_names, weight_of
 from .settings import MergeAdapters
 
-Adapters: TypeAlias = Mapping[str, Mapping[str, Factors]]  # by expert, by module
-
 SPACES = {"knots": mergers.knots, "core_space": mergers.core_space}
 
 
@@ -38,10 +36,8 @@ def merge(args: MergeAdapters) -> Combined:
     if args.method in SPACES:
         problems += [] if args.density is None else [f"{args.method} has no density of its own: give it in --options"]
         merger = None
-        try:
+        with errors.collected(problems):
             merger = _merger(args)
-        except ValueError as error:
-            problems.append(str(error))
         errors.raise_problems(problems)
         assert merger is not None
         combine: Any = partial(in_space, args.method, merger, weights, coef=args.coef, rank=args.rank, key=key)
@@ -76,9 +72,8 @@ def by_module(
     **how: Any,
 ) -> dict[str, Factors]:
     """`combine` of every module, from the adapters that have it; masks by the module's name too."""
-    most = max(factors.rank for found in adapters.values() for factors in found.values())
     if rank is None and how["method"].endswith("svd"):
-        rank = most
+        rank = max(factors.rank for found in adapters.values() for factors in found.values())
     merged = {}
     for module in dict.fromkeys(module for found in adapters.values() for module in found):
         own = {name: found[module] for name, found in adapters.items() if module in found}

@@ -78,8 +78,9 @@ class Models:
     """
 
     def __init__(self, inputs: Inputs, seed: int) -> None:
+        self.inputs, self.tasks = inputs, list(inputs.experts)
         self.seconds = 0.0  # of merging
-        self._inputs, self._key = inputs, mask_key(seed)
+        self._seed, self._key = seed, mask_key(seed)
         self._made: tuple[MergerConfig, Mapping[str, Tensor]] | None = None
         self._last: MergerConfig | None = None
         self._buffer: Params = None
@@ -90,31 +91,26 @@ class Models:
         if (kind := config.statistics()) is None:
             return None
         if self._statistics is None or self._statistics[0] != kind:
-            found = read_statistics(config, self._inputs) or {}
+            found = read_statistics(config, self.inputs) or {}
             self._statistics = kind, found, fingerprints(found)
         return self._statistics[1]
 
-    def made_of(self, config: MergerConfig) -> dict[str, Any]:
-        """Fingerprints of those statistics, for score caches; nothing for a merger that needs none."""
-        if self.statistics(config) is None:
-            return {}
-        assert self._statistics is not None
-        return {"statistics": self._statistics[2]}
-
-    @property
-    def base(self) -> Params:
-        """The base of all of them."""
-        return self._inputs.base
+    def facts(self, config: MergerConfig, **options: Any) -> dict[str, Any]:
+        """For score caches: a merger's settings and these, the seed, and the fingerprints of statistics it needs."""
+        found = {"merger": config.name, "options": {**settings(config), **options}, "seed": self._seed}
+        if self.statistics(config) is not None:
+            assert self._statistics is not None
+            found["statistics"] = self._statistics[2]
+        return found
 
     def vector(self, config: MergerConfig) -> Mapping[str, Tensor]:
         """The merged task vector of a merger, whatever its coefficient."""
         options = _with(config, coef=None)
         if self._made is None or self._made[0] != options:
             self._made = None  # two vectors need not be in memory
-            base, experts = self._inputs.base, self._inputs.experts
-            statistics = self.statistics(config)
+            base, experts, statistics = self.inputs.base, self.inputs.experts, self.statistics(config)
             made = merge.vector_by(options, base, experts, key=self._key, statistics=statistics)
-            if (factors := self._inputs.lines) is not None:
+            if (factors := self.inputs.lines) is not None:
                 made = merge.lines(made, low=factors[0], high=factors[1])
             self._made = options, made
         return self._made[1]
@@ -123,15 +119,14 @@ class Models:
         """The parameters of a merger whose options are all set, valid until the next call."""
         if config == self._last:
             return self._buffer
-        started = perf_counter()
-        if config.name in merge.BASELESS:
-            base, experts = self._inputs.base, widened(self._inputs.base, with_buffers(self._inputs)[0])
+        started, base = perf_counter(), self.inputs.base
+        if not config.based:
+            experts = widened(base, with_buffers(self.inputs)[0])
             self._buffer = like_base(base, merge.merge_by(config, base, experts))
         else:
             coef = getattr(config, "coef", None)
             assert coef is not None
-            vector = self.vector(config)
-            self._buffer = merge.apply_vector(self._inputs.base, vector, coef=coef, out=self._buffer)
+            self._buffer = merge.apply_vector(base, self.vector(config), coef=coef, out=self._buffer)
         self._last = config
         self.seconds += perf_counter() - started
         return self._buffer
@@ -182,29 +177,21 @@ def merge_one(
     if scorer is None:
         assert fixed, "merge_run checks this"
         return Merged(models(config), getattr(config, "coef", None), {}, ())
-    tasks = list(inputs.experts)
     if fixed:
-        found, tried = _rank([config], models, scorer, tasks, seed)
+        found, tried = _rank([config], models, scorer)
         coef = getattr(config, "coef", None)
         return Merged(models(config), coef, found.scores, (), (), tried, calibrated)
-    found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, tasks, seed, widen=widen)
+    found, tried, edge = _search(config, sorted(coefs or config.grid), models, scorer, widen=widen)
     finals = _curve(found.finals, "coef") if scorer.suite.repeats else ()
     curve, coef = _curve(found.curve, "coef"), getattr(found.best, "coef", None)
     made = Merged(models(found.best), coef, found.scores, curve, finals, tried, calibrated, edge=edge)
     if not sweeps or coef is None:
         return made
-    return _by_layer(made, found.best, models, scorer, tasks, seed, [c for c, _ in curve], sweeps)
+    return _by_layer(made, found.best, models, scorer, [c for c, _ in curve], sweeps)
 
 
 def _by_layer(
-    made: Merged,
-    config: MergerConfig,
-    models: Models,
-    scorer: Scorer,
-    tasks: Sequence[str],
-    seed: int,
-    coefs: Sequence[float],
-    sweeps: int,
+    made: Merged, config: MergerConfig, models: Models, scorer: Scorer, coefs: Sequence[float], sweeps: int
 ) -> Merged:
     """The model of a search with coefficients by block; of sampled answers one decode counts."""
     assert made.coef is not None
@@ -216,15 +203,13 @@ def _by_layer(
         nonlocal built
         if built is None or built[0] != own:
             built = None
-            built = own, merge.apply_blocks(models.base, vector, own)
+            built = own, merge.apply_blocks(models.inputs.base, vector, own)
         return built[1]
 
     def score(own: Mapping[str, float]) -> float:
-        options = {**settings(config), "blocks": dict(own)}
-        facts = {"merger": config.name, "options": options, "seed": seed, **models.made_of(config)}
-        name = f"{config.name} by block"
-        scorer.expect(len(tasks))
-        found = {task: scorer.once(lambda: build(own), task, "dev", 0, model=facts, name=name) for task in tasks}
+        facts, name = models.facts(config, blocks=dict(own)), f"{config.name} by block"
+        scorer.expect(len(models.tasks))
+        found = {t: scorer.once(lambda: build(own), t, "dev", 0, model=facts, name=name) for t in models.tasks}
         seen[str(dict(own))] = found
         return fmean(found.values())
 
@@ -270,20 +255,13 @@ def widened(base: Leaves, experts: Mapping[str, Leaves]) -> Mapping[str, Leaves]
 
 
 def _search(
-    config: MergerConfig,
-    grid: Sequence[float],
-    models: Models,
-    scorer: Scorer,
-    tasks: Sequence[str],
-    seed: int,
-    *,
-    widen: bool,
+    config: MergerConfig, grid: Sequence[float], models: Models, scorer: Scorer, *, widen: bool
 ) -> tuple[Reranked[MergerConfig], Tried, str]:
     """The merger with the best coefficient, the cost, and which edge of the grid that coefficient is at, if any."""
     known: Known = {}
     costs, most = list[Tried](), len(grid) + WIDER
     while True:
-        found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, tasks, seed, known)
+        found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, known)
         costs.append(tried)
         edge = merge.edge_of(getattr(found.best, "coef", 0.0), grid)
         if not (widen and edge and len(grid) < most):
@@ -298,7 +276,7 @@ def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: flo
     Sampled answers are decoded as in `merge_one`.
     """
     field, candidates = sparsities(config, coef)
-    found, tried = _rank(candidates, Models(inputs, seed), scorer, list(inputs.experts), seed)
+    found, tried = _rank(candidates, Models(inputs, seed), scorer)
     best = _with(config, **{field: getattr(found.best, field)})
     return Calibration(best, field, coef, _curve(found.curve, field), tried)
 
@@ -315,15 +293,11 @@ def total(*parts: Tried) -> Tried:
 
 
 def _rank(
-    candidates: Sequence[MergerConfig],
-    models: Models,
-    scorer: Scorer,
-    tasks: Sequence[str],
-    seed: int,
-    known: Known | None = None,
+    candidates: Sequence[MergerConfig], models: Models, scorer: Scorer, known: Known | None = None
 ) -> tuple[Reranked[MergerConfig], Tried]:
     """`rerank` by dev scores; those in ``known`` are not computed again, the others are added to it."""
-    before, merging, repeats, known = scorer.cost, models.seconds, scorer.suite.repeats, {} if known is None else known
+    before, merging, known = scorer.cost, models.seconds, {} if known is None else known
+    tasks, repeats = models.tasks, scorer.suite.repeats
     fresh = sum((config, (task, 0)) not in known for config in candidates for task in tasks[:1])
     scorer.expect(fresh * len(tasks) + min(2, fresh) * sum(repeats.get(t, 1) - 1 for t in tasks))
 
@@ -333,9 +307,8 @@ def _rank(
         return [known[config, decode] for decode in decodes]
 
     def computed(config: MergerConfig, decodes: Sequence[Decode]) -> list[float]:
-        options = settings(config)
-        facts = {"merger": config.name, "options": options, "seed": seed, **models.made_of(config)}
-        name = ", ".join([config.name, *(f"{option} {value}" for option, value in options.items())])
+        facts = models.facts(config)
+        name = ", ".join([config.name, *(f"{option} {value}" for option, value in facts["options"].items())])
         return [scorer.once(lambda: models(config), task, "dev", r, model=facts, name=name) for task, r in decodes]
 
     found = rerank(candidates, score, tasks=tasks, repeats=repeats)

@@ -233,12 +233,10 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
     """
     problems, notes = [] if experts else ["no experts: give at least one folder"], list[str]()
     origin: dict[str, Tensor] | None = None if known is None else known.base
-    try:
+    with errors.collected(problems):
         if origin is None:
             origin = checkpoint.load_leaves(base)[0] if manifest_of(base) else read_inputs(base, {}, notes)[0]
             tree.check_finite(origin, str(base))
-    except ValueError as error:
-        problems.append(str(error))
     own = None if origin is None else checkpoint.fingerprint(origin) if known is None else known.print_of(origin)
     found, others = by_name(base, experts, own)
     loaded: dict[str, dict[str, Tensor]] = {}
@@ -303,15 +301,13 @@ def read_statistics(config: MergerConfig, inputs: Inputs) -> dict[str, Leaves] |
         if not (file := place / checkpoint.STATISTICS[kind]).exists():
             missing.append(str(place))
             continue
-        try:
+        with errors.collected(problems):
             facts = checkpoint.statistics_facts(file)
             compared = bool(inputs.manifests.get(name)) and any(own is params for own, _ in inputs.prints)
             problems += stale(file, facts, partial(inputs.print_of, params), compared=compared)
             labels[name] = facts.get("labels")
             found[name] = checkpoint.load_statistics(file)
             tree.check_finite(found[name], str(file))
-        except ValueError as error:
-            problems.append(str(error))
     problems += without(kind, missing) + of_other_labels(labels)
     if not problems:
         problems += problems_of(flat_statistics, kind, inputs.base, list(inputs.experts), found)

@@ -15,7 +15,7 @@ from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
 from ...evaluate.scoring import shares_note
 from ...folders import SHARD_SIZE
-from ...folders.inputs.stacks import parts_of
+from ...folders.inputs.stacks import folders_of
 from ...folders.prepare import buffers_note, skip_notes
 from ...suites import Suite, describe_options, has_heads, load_suite
 from .. import outcome
@@ -80,15 +80,13 @@ def merge_run(
     """
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
-    try:
+    with errors.collected(problems):
         implied = _of_base(implied or {}, base)
         named = {**implied, **(options or {})}.get("name")
         inputs = load_inputs(base, experts, heads=named is not None and has_heads(named))._replace(lines=lines)
         names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
         suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
-    except ValueError as error:
-        problems.append(str(error))
     problems = [*early, *_option_problems(configs, names, search, calibration or {}), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
@@ -106,11 +104,9 @@ def merge_run(
         own |= {"sweeps": sweeps} if sweeps else {}
         own |= {"snapshots": _prints(snapshots)} if snapshots else {}
         if sources and config.statistics() is not None:
-            try:
+            with errors.collected(problems):
                 own["statistics"] = fingerprints(read_statistics(config, inputs) or {})
                 errors.raise_problems(missing_of(config, snapshots))
-            except ValueError as error:
-                problems.append(str(error))
         facts[config.name] = {"merger": config.name, "asked": own | asked, **sources, **scored}
     kept = {} if overwrite or early else _finished(out, facts, problems)
     errors.raise_problems(list(dict.fromkeys(problems)))
@@ -134,10 +130,8 @@ def merge_run(
                 chosen, merged_of = dict[str, Any](), inputs
                 if snapshots:
                     assert scorer is not None
-                    kept[folder], merged_of, chosen = choose_snapshot(
-                        base, snapshots, inputs, partial(_merge_then, merge_at, scorer, lines)
-                    )
-                    merged_of = merged_of._replace(lines=lines)
+                    merge_scored = partial(_merge_then, merge_at, scorer)
+                    kept[folder], merged_of, chosen = choose_snapshot(base, snapshots, inputs, merge_scored)
                     kept[folder] = kept[folder]._replace(snapshot=chosen["index"])
                 else:
                     kept[folder] = merge_at(inputs, scorer=scorer)
@@ -184,11 +178,8 @@ def globs(coefs: Mapping[str, float]) -> dict[str, float]:
     return every | ({"*": coefs[""]} if "" in coefs else {})
 
 
-def _merge_then(
-    merge_at: Callable[..., Merged], scorer: Scorer, lines: tuple[float, float] | None, index: int, inputs: Inputs
-) -> Merged:
+def _merge_then(merge_at: Callable[..., Merged], scorer: Scorer, inputs: Inputs) -> Merged:
     """Merge the experts of one snapshot; their scores are kept with those of the others."""
-    inputs = inputs._replace(lines=lines)
     return merge_at(inputs, scorer=scorer.of(about(inputs)))
 
 
@@ -446,7 +437,7 @@ def _files_of(base: Path, inputs: Inputs) -> dict[str, list[Path]]:
     return {
         label: [
             file
-            for folder in ([part.path for part in parts_of(path)] or [path])
+            for folder in folders_of(path)
             for file in ([folder] if folder.is_file() else sorted(filter(Path.is_file, folder.glob("*"))))[:1]
         ]
         for label, path in given.items()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -169,10 +170,6 @@ def make(args: Moe) -> Iterator[str]:
     router = router_of(asked, base, models, seed)
     alike = ", ".join(map(str, degenerate(router)))
     notes = [f"layers {alike}: router rows are nearly dependent, prompts may be too similar"] if alike else []
-
-    def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
-        return _texts(asked, seed, paths, base, models, facts, files, report)
-
     report = merge_mixture(
         models,
         router,
@@ -183,7 +180,7 @@ def make(args: Moe) -> Iterator[str]:
         chunk=chunk_of(args.memory_mib << 20),
         workers=args.threads,
         overwrite=args.overwrite,
-        describe=describe,
+        describe=partial(_texts, asked, seed, paths, base, models, facts),
         notes=notes,
     )
     outcome.add("merged", {"folder": args.out, "kept": False})

@@ -201,7 +201,7 @@ def _scope_problems(scope: Any, known: Sequence[str], whose: str, every: bool) -
 
 
 def _setting_problems(label: str, value: Any) -> Iterator[str]:
-    if isinstance(value, (bool, int, float, str)):
+    if _is_scalar(value):
         try:
             finite = math.isfinite(float(value))
         except ValueError:

@@ -260,12 +260,10 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
     problems, per_model = list[str](), dict[str, dict[str, Any]]()
     for name in method.per_model:
         for slot, model in enumerate(names):
-            try:
+            with errors.collected(problems):
                 value = resolver.rules(name, slot, None if name in method.required else ..., where=model)
                 if value is not ...:
                     per_model.setdefault(name, {})[model] = value
-            except ValueError as error:
-                problems.append(str(error))
     shared = {}
     for name in method.shared:
         if name != method.gamma:

@@ -13,10 +13,11 @@ from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
 
+BESIDE = (
+    "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads", "into",
+)  # fmt: skip
 OWN = (
-    "base", "experts", "coef", "seed", "semantics", "out_dtype", "shard_size", "vocabulary", "device",
-    "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
-    "into",
+    "base", "experts", "coef", "seed", "semantics", "out_dtype", "shard_size", "vocabulary", "device", *BESIDE,
 )  # fmt: skip
 
 

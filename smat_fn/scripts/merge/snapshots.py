@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors, merge
+from ... import checkpoint, errors
 from ...checkpoint import SNAPSHOTS
 from .choosing import Merged, Tried, total
 from .inputs import Inputs, load_inputs
@@ -55,7 +55,7 @@ def find_snapshots(run: Path, experts: Sequence[Path]) -> dict[int, list[Path]]:
 
 
 def choose_snapshot(
-    base: Path, snapshots: Mapping[int, Sequence[Path]], last: Inputs, merge_at: Callable[[int, Inputs], Merged]
+    base: Path, snapshots: Mapping[int, Sequence[Path]], last: Inputs, merge_at: Callable[[Inputs], Merged]
 ) -> Chosen:
     """The snapshot whose merged model has the largest mean dev score, the later of equal ones.
 
@@ -63,33 +63,31 @@ def choose_snapshot(
         base: of all of them.
         snapshots: folders of experts by number.
         last: base and the experts of the last number, which are not read again.
-        merge_at: merges the experts of one number, its coefficient chosen on dev.
+        merge_at: merges the experts of one number, their coefficient chosen on dev.
     """
     best: tuple[int, Merged, Inputs] | None = None
     curve: dict[int, tuple[float, float | None]] = {}
     costs: dict[int, list[Tried]] = {}
 
-    def score(index: int) -> float:
-        nonlocal best
-        inputs = last if index == max(snapshots) else load_inputs(base, snapshots[index], known=last)
-        merged = merge_at(index, inputs)
+    for index in sorted(snapshots, reverse=True):
+        inputs = last
+        if index != max(snapshots):
+            inputs = load_inputs(base, snapshots[index], known=last)._replace(lines=last.lines)
+        merged = merge_at(inputs)
         value = fmean(merged.dev.values())
         if best is None or value > curve[best[0]][0]:  # one model is kept
             best = index, merged, inputs
         curve[index] = value, merged.coef
         calibrated = merged.calibration.tried if merged.calibration else None
         costs[index] = [cost for cost in (merged.tried, calibrated) if cost is not None]
-        return value
-
-    chosen = merge.choose(sorted(snapshots, reverse=True), score).best
     assert best is not None
-    assert best[0] == chosen
+    chosen, merged, inputs = best
     # what the others took is part of this choice; the calibration of the chosen one is told apart
     others = [cost for index, own in costs.items() if index != chosen for cost in own]
-    merged = best[1] if best[1].tried is None else best[1]._replace(tried=total(best[1].tried, *others))
-    steps = {task: step_of(manifest) for task, manifest in best[2].manifests.items()}
+    merged = merged if merged.tried is None else merged._replace(tried=total(merged.tried, *others))
+    steps = {task: step_of(manifest) for task, manifest in inputs.manifests.items()}
     points = [[index, *curve[index]] for index in sorted(curve)]
-    return Chosen(merged, best[2], {"index": chosen, "of": len(snapshots), "steps": steps, "curve": points})
+    return Chosen(merged, inputs, {"index": chosen, "of": len(snapshots), "steps": steps, "curve": points})
 
 
 def step_of(manifest: Mapping[str, Any]) -> int:

@@ -41,12 +41,8 @@ from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
 from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
 from .pushing import pushed
-from .recipe_write import OWN, placed_by_name, written
+from .recipe_write import BESIDE, OWN, placed_by_name, written
 
-BESIDE = (
-    "config_from", "tokenizer_from", "chat_template", "token_rows", "tokens", "pad_to_multiple_of", "heads",
-    "into",
-)  # fmt: skip
 DONE = "already finished: its files and inputs match its model card"
 
 
@@ -97,12 +93,10 @@ def by_depth(base: Path, configs: Sequence[MergerConfig], lines: tuple[float, fl
     if None in coefs:
         problems.append("--lines multiplies a coefficient: pass --coef, or --search for one on dev")
     paths = list[str]()
-    try:
+    with errors.collected(problems):
         leaves = open_input("base", base).leaves
         paths = [path for path, leaf in leaves.items() if leaf.is_floating_point()]
         lines_rules(paths, low=0.0, high=1.0)
-    except ValueError as error:
-        problems.append(str(error))
     errors.raise_problems(problems)
     (coef,) = coefs
     return lines_rules(paths, low=coef * lines[0], high=coef * lines[1])

@@ -1,7 +1,6 @@
 """Whole models of other tools on a suite that trains a part of them: a vision tower, top layers, an encoder."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ...folders import read_inputs
 from ...folders.inputs.naming import Naming
 from ...folders.inputs.opening import local_folder, place_of
-from ...folders.inputs.reading import Folder, config_of
+from ...folders.inputs.reading import Folder, config_of, reader_of_tensor
 from ...folders.inputs.spare import computed, copy_of, predicts_ahead
 from ...merge.parts.inputs import Leaves
 from ...suites import SUITES, Suite, describe_options
@@ -118,11 +117,7 @@ def of_whole_models(suite: Suite, part: Part) -> Suite:
 
 
 def _in_memory(label: str, leaves: Leaves, root: Path) -> Folder:
-    return Folder(label, dict(leaves), {}, {}, root, {path: partial(_flat, leaf) for path, leaf in leaves.items()})
-
-
-def _flat(leaf: Tensor, start: int, stop: int) -> Tensor:
-    return leaf.reshape(-1)[start:stop]
+    return Folder(label, dict(leaves), {path: reader_of_tensor(leaf) for path, leaf in leaves.items()}, {}, root)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

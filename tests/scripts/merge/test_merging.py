@@ -584,6 +584,16 @@ def test_experts_that_equal_the_base_are_said_as_each_model_is_done(runs, tmp_pa
     assert told[1].startswith("note: all experts equal the base")
 
 
+def test_the_places_of_a_stack_of_one_folder_name_it_once(tmp_path):
+    file = tmp_path / "A" / "model.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"")
+    stack = Path(f"{file.parent}[0:2]+{file.parent}[3:4]")
+    places = merging._files_of(file.parent, Inputs({}, {}, {}, {"s": stack}))
+    assert places == {"base": [file], "expert 's'": [file]}
+    assert json.loads(merging.sources_text(places, {}))["expert 's'"] == {file.name: str(file)}
+
+
 def test_a_search_in_which_all_coefficients_tie_says_so():
     flat = Merged({}, 0.1, {"x": 5.0}, ((0.1, 5.0), (0.2, 5.0)))
     assert tied(flat).startswith("all 2 coefficients have the same dev score, 5.00: 0.1 is only the smallest")

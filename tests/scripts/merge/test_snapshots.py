@@ -101,8 +101,9 @@ def test_the_later_of_equal_snapshots_wins(run):
     scores = {1: 40.0, 2: 70.0, 3: 70.0}
     order = []
 
-    def merge_at(index, inputs):
+    def merge_at(inputs):
         assert isinstance(inputs, Inputs)
+        index = next(iter(inputs.manifests.values())).get("snapshot", {}).get("index", 3)
         order.append(index)
         return Merged({}, 0.1 * index, {"mirror": scores[index] - 5, "rot90": scores[index] + 5}, ())
 
