@@ -317,7 +317,7 @@ def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
         if leaf.layout != torch.strided
     ]
     problems += [
-        f"leaf {path!r} of {name} has dtype {str(leaf.dtype).removeprefix('torch.')}: "
+        f"leaf {path!r} of {name} has dtype {dtype_name(leaf)}: "
         "only floating-point leaves can be trained, pass those alone"
         for path, leaf in leaves.items()
         if not leaf.is_floating_point()

@@ -72,9 +72,7 @@ def score_jobs(
     Args: score: of one model, any code; batched: the same number as a 0-d tensor, by operations that vmap knows; with
         it models are evaluated together, task by task; memory, done: as in `evaluate`, done in scores.
     """
-    if batched is None:
-        return _sweep(jobs, score, 0, done)
-    return _sweep(jobs, batched, memory, done)
+    return _sweep(jobs, score, 0, done) if batched is None else _sweep(jobs, batched, memory, done)
 
 
 def scores_of(
@@ -103,7 +101,7 @@ def _sweep(
                 for task in dict.fromkeys(task for job in chunk for task in job.tasks):
                     places = [place for place, job in enumerate(chunk) if task in job.tasks]
                     own = [models[place] for place in places]
-                    values = _batched(partial(_on_task, fn, task), own) if count > 1 and len(own) > 1 else None
+                    values = _batched(fn, task, own) if count > 1 and len(own) > 1 else None
                     if values is None:
                         values = [float(fn(params, task)) for params in own]
                         if len(own) > 1:  # refused: a loop from here on
@@ -121,16 +119,12 @@ def _sweep(
     return found
 
 
-def _on_task(fn: Callable[[Params, str], Tensor], task: str, params: Params) -> Tensor:
-    return fn(params, task)
-
-
-def _batched(fn: Callable[[Params], Tensor], models: Sequence[Params]) -> list[float] | None:
+def _batched(fn: Callable[[Params, str], Tensor], task: str, models: Sequence[Params]) -> list[float] | None:
     try:
         with warnings.catch_warnings():
             # an operation without a batching rule is looped inside vmap, slower than the loop outside
             warnings.filterwarnings("error", message=".*batching rule", category=UserWarning)
-            return torch.func.vmap(fn)(stack(models)).tolist()
+            return torch.func.vmap(lambda params: fn(params, task))(stack(models)).tolist()
     except (RuntimeError, UserWarning) as error:  # an error of fn itself comes again in the loop
         log.info("vmap cannot batch these models, they are evaluated one by one: %s", shorten(str(error), 200))
         return None

@@ -5,7 +5,7 @@ depend on (seed, r, i, t) alone: a sample of the softmax (Gumbel-max), and model
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -238,18 +238,12 @@ def _until(stops: frozenset[int], tokens: Sequence[int]) -> list[int]:
     return list(tokens[:end])
 
 
-@contextmanager
-def _contiguous(module: Any) -> Iterator[None]:
+def _contiguous(module: Any) -> AbstractContextManager[Any]:
     """The output head gets contiguous states: for a slice of them, torch copies the weight once for each row."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     if head is None:
-        yield
-        return
-    hook = head.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]) if args else None)
-    try:
-        yield
-    finally:
-        hook.remove()
+        return nullcontext()
+    return head.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]) if args else None)
 
 
 @contextmanager

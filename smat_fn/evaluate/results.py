@@ -105,11 +105,16 @@ def text_lines(path: str | Path) -> list[str]:
         return list(file)
 
 
+def model_of(manifest: Mapping[str, Any]) -> str:
+    """The name of an expert or a merged model in rows of scores."""
+    return EXPERT + manifest["task"] if manifest["kind"] == "expert" else manifest["merger"]
+
+
 def run_of(manifest: Mapping[str, Any]) -> Run:
     """The facts of an expert's or a merged model's manifest."""
-    model = EXPERT + manifest["task"] if manifest["kind"] == "expert" else manifest["merger"]
     known = {f.name for f in fields(Run)} - {"model"}
-    return Run(model=model, **{name: value for name, value in manifest.items() if name in known and value is not None})
+    given = {name: value for name, value in manifest.items() if name in known and value is not None}
+    return Run(model=model_of(manifest), **given)
 
 
 def once(runs: Iterable[Run]) -> list[Run]:

@@ -107,11 +107,8 @@ def _refusing_recomputation() -> Iterator[None]:
                 "smat_fn.grad.ModuleLoss(module, loss) itself, or switch checkpointing off"
             )
 
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    with register_module_forward_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()
 
 
 def _recorded(tensor: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ from ..random import fold_in
 from ..simulation import Draw, draw
 from ..simulation.state import all_off, draw_problems
 from ..types import Noise, Predicate, Where
-from ..where import mask_problems
-
-__all__ = ["Options", "leaves_of", "mask_problems"]
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"

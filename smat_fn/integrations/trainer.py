@@ -21,7 +21,7 @@ from ..mat.simulated import SimulatedWeights
 from ..simulation import Draw
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
-from ..where import block_linear
+from ..where import block_linear, mask_problems
 from . import checks
 from .checks import Options, leaves_of
 
@@ -122,7 +122,7 @@ class Attached:
         else:
             found = checks.changes(self._own, leaves, "attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
-        errors.raise_problems(problems + checks.mask_problems(where, leaves, self._options.drop_prob))
+        errors.raise_problems(problems + mask_problems(where, leaves, self._options.drop_prob))
         self._text = checks.describe(self._options, leaves, where)
         return leaves
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import random, tree
 from ..compiled import transformed, unread, valueless
-from ..errors import raise_problems, shortened
+from ..errors import problems_of, raise_problems, shortened
 from ..grad import Keyed
 from ..optim.chain import check_max_norm
 from ..simulation import reweight_and_clip
@@ -180,8 +180,8 @@ def _check_updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor], wr
         )
     tree.check_same(before, "the parameters", **{"what the optimizer's update returned": after})
     problems = [
-        f"leaf {path!r} is {str(leaf.dtype).removeprefix('torch.')} before the optimizer's update and "
-        f"{str(after[path].dtype).removeprefix('torch.')} after it: return the dtype of the parameters"
+        f"leaf {path!r} is {tree.dtype_name(leaf)} before the optimizer's update and "
+        f"{tree.dtype_name(after[path])} after it: return the dtype of the parameters"
         for path, leaf in before.items()
         if after[path].dtype != leaf.dtype
     ]
@@ -228,8 +228,4 @@ def check(optimizer: Any, max_grad_norm: float | None, engine: str) -> list[str]
         problems.append(f"optimizer is a {type(optimizer).__name__}: give one with init and update (smat_fn.optim)")
     if engine not in get_args(Engine):
         problems.append(f"engine is {engine!r}, choose one of {', '.join(get_args(Engine))}")
-    try:
-        check_max_norm(max_grad_norm, "max_grad_norm")
-    except ValueError as error:
-        problems.append(str(error))
-    return problems
+    return problems + problems_of(check_max_norm, max_grad_norm, "max_grad_norm")

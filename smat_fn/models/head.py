@@ -59,11 +59,8 @@ def head_at(head: nn.Module, places: Tensor, shape: tuple[int, ...]) -> Iterator
             return None
         return args[0].flatten(0, 1).index_select(0, sent(places, args[0].device))[None], *args[1:]
 
-    hook = head.register_forward_pre_hook(chosen)
-    try:
+    with head.register_forward_pre_hook(chosen):
         yield
-    finally:
-        hook.remove()
 
 
 def _few(targets: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ class Prompts:
         def look(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             seen.append(args[0] if args else named["hidden_states"])
 
-        with _hooked(self._blocks[self._first], look):
+        with self._blocks[self._first].register_forward_pre_hook(look, with_kwargs=True):
             out = module(**options)
         kept = _Kept(seen[0], [copy.copy(layer) for layer in out[CACHE].layers[: self._first]])
         size = sum(tensor.nbytes for tensor in (kept.states, *(x for b in kept.below for x in (b.keys, b.values))))
@@ -68,7 +68,7 @@ class Prompts:
         try:
             for block in below:
                 block.forward = Passed().forward
-            with _hooked(self._blocks[self._first], swap):
+            with self._blocks[self._first].register_forward_pre_hook(swap, with_kwargs=True):
                 yield
         finally:
             for block in below:
@@ -115,12 +115,3 @@ def _two_steps(module: Any, way: Callable[..., Any], tokens: Mapping[str, Tensor
     }
     then = module(**after, past_key_values=out[CACHE], use_cache=True)
     return torch.stack([step.logits[:, -1] for step in (out, then)])
-
-
-@contextmanager
-def _hooked(block: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -82,15 +82,12 @@ def input_of(layer: nn.Module, call: Callable[[], Any]) -> Tensor:
     def reached(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         raise _Reached(args[0] if args else options["hidden_states"])
 
-    hook = layer.register_forward_pre_hook(reached, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with layer.register_forward_pre_hook(reached, with_kwargs=True), torch.no_grad():
             call()
-        raise AssertionError("the layer was not reached")
     except _Reached as stopped:
         return stopped.args[0]
-    finally:
-        hook.remove()
+    raise AssertionError("the layer was not reached")
 
 
 def top_of(module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> Top | str:

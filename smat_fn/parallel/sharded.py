@@ -22,7 +22,7 @@ from ..simulation import draw, reweight
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Micro, Optimizer, Params, Where
 from ..where import mask_problems
-from .shards import _local, simulated_leaves, starts_in
+from .shards import local, simulated_leaves, starts_in
 
 _DRAWN = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max"  # of `draw`
 
@@ -166,10 +166,10 @@ class Sharded:
         path = getattr(place[-1], "key", None) if place else None
         if not isinstance(leaf, Tensor) or path not in self._leaves:
             return None
-        return path if leaf.shape == _local(self._leaves[path]).shape else None
+        return path if leaf.shape == local(self._leaves[path]).shape else None
 
     def _shards(self) -> dict[str, Tensor]:
-        return {path: _local(p).detach() for path, p in self._leaves.items()}
+        return {path: local(p).detach() for path, p in self._leaves.items()}
 
     def _gradient(self, parts: Sequence[Micro]) -> tuple[Tensor, list[Aux], dict[str, Tensor]]:
         """Means over micro-batches and processes, in float32 until the end."""
@@ -181,7 +181,7 @@ class Sharded:
             losses.append(loss.detach() * part.batch.factor)
             auxes.append(detached(aux))
             for path, p in self._leaves.items():
-                grad = torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad)
+                grad = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
                 p.grad = None
                 wide = grad.detach().to(tree.compute_dtype(grad))
                 total[path] = wide if path not in total else total[path].add_(wide)

@@ -21,7 +21,7 @@ def base_shards(module: nn.Module) -> dict[str, Tensor]:
     ``checkpoint_wrapper`` put into them.
     """
     _reshard(module)
-    return {path: _local(p).detach().clone() for path, p in _leaves(module).items()}
+    return {path: local(p).detach().clone() for path, p in _leaves(module).items()}
 
 
 def starts_of(module: nn.Module) -> dict[str, int]:
@@ -77,7 +77,7 @@ def simulated_leaves(
 ) -> Iterator[None]:
     """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
     _reshard(module)
-    shards = {path: _local(p) for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
+    shards = {path: local(p) for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
     weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
     try:
         with weights.at(drawn):
@@ -88,7 +88,7 @@ def simulated_leaves(
 
 def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None) -> None:
     """``grad <- alpha m (.) grad`` on the local shards of the accumulated gradients, in place (Eq. smat-gradient)."""
-    grads = {path: _local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
+    grads = {path: local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
     starts = {path: start for path, start in starts_of(module).items() if path in grads}
     with torch.no_grad():
         reweight(grads, drawn, where=_asked(module, where), out=grads, starts=starts)
@@ -116,5 +116,6 @@ def _asked(module: nn.Module, where: Where | None) -> Predicate | None:
     return lambda path, leaf: picks(names[path], leaf)
 
 
-def _local(leaf: Tensor) -> Tensor:
+def local(leaf: Tensor) -> Tensor:
+    """This process's shard of a leaf; a leaf that is whole is its own."""
     return leaf.to_local() if hasattr(leaf, "to_local") else leaf

@@ -53,8 +53,6 @@ from smat_fn.scripts.train.sweep import Status, Sweep, status, sweep
 if TYPE_CHECKING:
     from smat_fn import parallel
 
-
-if TYPE_CHECKING:
     Chosen: TypeAlias = MethodConfig
 else:  # a subcommand for every method
     Chosen = Union[tuple(Annotated[c, subcommand(c.name, description=c.__doc__)] for c in (*METHODS, *MORE_METHODS))]  # noqa: UP007 - built from the registry

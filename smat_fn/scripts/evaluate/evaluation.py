@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
-from ...evaluate.results import RUNS, run_of
+from ...evaluate.results import RUNS, model_of, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import local_folder, read_inputs
@@ -129,7 +129,7 @@ def evaluate(
         for folder, manifest in manifests.items():
             if on_model is not None:
                 on_model(str(folder))
-            scorer, model = scorers[own[folder]], _model(manifest)
+            scorer, model = scorers[own[folder]], model_of(manifest)
             for tasks, params in _models(folder, manifest, *suites[own[folder]], report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
@@ -163,7 +163,7 @@ def _suites(
     rows_of: dict[tuple[Any, ...], Path] = {}
     problems = unreplaced(folder for folder, m in manifests.items() if m["kind"] == "expert") + _stale(manifests)
     for folder, manifest in manifests.items():
-        line = manifest["label"], _model(manifest), manifest["seed"]
+        line = manifest["label"], model_of(manifest), manifest["seed"]
         if (other := rows_of.setdefault(line, folder)) != folder:
             problems.append(_both(folder, other, line, manifest["kind"]))
         if not (found := named_by[folder]):
@@ -228,7 +228,7 @@ def _but_tasks(recipe: Mapping[str, Any]) -> str:
 def planned(manifests: Iterable[Mapping[str, Any]], *, split: str) -> list[Result]:
     """The rows that `evaluate` will return for checkpoints, all with score 0."""
     return [
-        Result(manifest["label"], _model(manifest), task, split, 0.0, manifest["seed"])
+        Result(manifest["label"], model_of(manifest), task, split, 0.0, manifest["seed"])
         for manifest in manifests
         for task in _tasks(manifest)
     ]
@@ -392,10 +392,6 @@ def _narrower(leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[
         if leaf.is_floating_point() and path in base and leaf.dtype != base[path].dtype
         if torch.promote_types(leaf.dtype, base[path].dtype) == base[path].dtype
     }
-
-
-def _model(manifest: Mapping[str, Any]) -> str:
-    return f"expert:{manifest['task']}" if manifest["kind"] == "expert" else manifest["merger"]
 
 
 def write_report(

@@ -137,7 +137,6 @@ def train_expert(
         ValueError: for a loss that is not finite, from the log.
         Interrupted: when asked to stop.
     """
-    # over 60 lines: half of them say what the arguments are, the rest is one loop
     key = random.fold_in(random.key(seed), task)
     training = budget(suite, task, training)
     assert training.steps is not None
@@ -179,11 +178,10 @@ def train_expert(
                     log.note(step, **measured)
             if saver is None or step + 1 == training.steps:
                 continue
-            if isinstance(run, Sharded):
-                if world.agree(saver.due(step + 1)):
-                    _save(saver, run.whole(state), log, curve)
-            elif log is not None and saver.due(step + 1):
+            if not isinstance(run, Sharded) and saver.due(step + 1):
                 _save(saver, state, log, curve)
+            if isinstance(run, Sharded) and world.agree(saver.due(step + 1)):  # all processes gather, or none
+                _save(saver, run.whole(state), log, curve)
     if isinstance(run, Sharded):
         device = next(iter(suite.base.values())).device
         state = state._replace(params=tree.tree_map(lambda leaf: leaf.to(device), run.whole(state).params))

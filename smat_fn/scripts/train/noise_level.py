@@ -178,14 +178,8 @@ def _estimated(
 
 def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -> float:
     """RMS of the update after so many steps of ft at a constant learning rate."""
-    plain: dict[str, Any] = {
-        "schedule": "constant",
-        "warmup": 0,
-        "average": None,
-        "independent_draws": False,
-        "dev": None,
-    }
-    own = replace(training, steps=steps, epochs={}, **plain)
+    plain = replace(training, schedule="constant", warmup=0, average=None, independent_draws=False, dev=None)
+    own = replace(plain, steps=steps, epochs={})
     params = train_expert(suite, task, Finetune(), own, seed=seed)
     adapters = adapters_of(loss_of(suite, task, own), own)
     return update_rms(params if adapters is None else lora.expand(params, suite.base, adapters), suite.base)

@@ -235,10 +235,8 @@ class Saver:
             if isinstance(leaf, Tensor)
         }
         numbers = {name: leaf for name, leaf in places.items() if name not in tensors}
-        facts = {
-            **{"step": state.step, "settings": self._settings, "progress": progress},
-            **{"numbers": numbers, "code": machine.code()},
-        }
+        facts = {"step": state.step, "settings": self._settings, "progress": progress, "numbers": numbers}
+        facts["code"] = machine.code()
         self._thread = threading.Thread(target=self._write, args=(tensors, json.dumps(facts)))
         self._thread.start()
         self._since = time.monotonic()
