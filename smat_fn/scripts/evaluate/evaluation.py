@@ -299,8 +299,8 @@ def _other_rows(manifests: Mapping[Path, Mapping[str, Any]], suites: Mapping[Pat
 
 def _snapshots(expert: Path) -> list[str | None]:
     """The fingerprints of an expert's snapshots, which a merge of its run may take."""
-    places = (expert.parent / checkpoint.SNAPSHOTS).glob(f"*/{expert.name}/{checkpoint.MANIFEST}")
-    return [checkpoint.load_manifest(place.parent).get("fingerprint") for place in places]
+    places = ((place / expert.name) for place in (expert.parent / checkpoint.SNAPSHOTS).glob("*"))
+    return [checkpoint.load_manifest(place).get("fingerprint") for place in places if manifest_of(place)]
 
 
 def _asked(folder: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:

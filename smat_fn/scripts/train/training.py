@@ -301,7 +301,7 @@ def _relabelled(run: RunOptions, task: str) -> str:
     No bit of an expert depends on its label, which tells the lines of a table apart.
     """
     said = ""
-    for folder in (run.out / task, *sorted(run.out.glob(f"{checkpoint.SNAPSHOTS}/*/{task}"))):
+    for folder in (run.out / task, *(place / task for place in sorted(run.out.glob(f"{checkpoint.SNAPSHOTS}/*")))):
         manifest = manifest_of(folder)
         if run.label and manifest and manifest["label"] != run.label:
             said = said or f", label {manifest['label']} is now {run.label}"

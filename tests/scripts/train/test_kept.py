@@ -1,5 +1,6 @@
 """What a run keeps beside its experts: snapshots of earlier steps, and Adam's second moments."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 from smat_fn import checkpoint, optim, random, testing
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.grad import value_and_grad
+from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.merge.inputs import find_inputs
+from smat_fn.scripts.train import training
 from smat_fn.scripts.train.loop import train_expert
+from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.snapshots import Interrupted, Stop
 from smat_fn.scripts.train.training import Kept
 
@@ -155,3 +159,16 @@ def test_second_moments_are_corrected_for_their_start():
     optimizer, params = optim.adam(1e-3), {"w": torch.ones(3)}
     _, state = optimizer.update({"w": torch.tensor([1.0, 2.0, 0.0])}, optimizer.init(params), params)
     testing.assert_trees_close(optim.second_moments(state), {"w": torch.tensor([1.0, 4.0, 0.0])}, rtol=1e-5)
+
+
+def test_the_name_of_a_task_is_no_pattern(tmp_path):
+    for folder in (tmp_path / "a[1]", tmp_path / "snapshots" / "1" / "a[1]", tmp_path / "snapshots" / "1" / "a1"):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(
+            json.dumps({"kind": "expert", "label": "old", "fingerprint": folder.name})
+        )
+    said = training._relabelled(RunOptions(tmp_path, ("a[1]",), 0, label="new"), "a[1]")
+    assert said == ", label old is now new"
+    labels = [json.loads(file.read_text())["label"] for file in sorted(tmp_path.rglob("manifest.json"))]
+    assert sorted(labels) == ["new", "new", "old"]
+    assert evaluation._snapshots(tmp_path / "a[1]") == ["a[1]"]
