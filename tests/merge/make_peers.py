@@ -341,7 +341,7 @@ def by_sequence(clones, found):
                   CLIPVisionModelTaskPool=None, np=__import__("numpy"), **tools)  # fmt: skip
 
     class Ours(theirs.OPCMForCLIP):
-        """What belongs to their program, for no program."""
+        """Stands in for the program that runs it."""
 
         _program, log_dir = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets={})), None
         fabric = SimpleNamespace(device="cpu", log=lambda *_, **__: None)

@@ -120,7 +120,7 @@ def read(path: Path) -> Snapshot | None:
 
 
 def begun(out: Path, tasks: Iterable[str], *, besides: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """The settings of the experts that a run holds, finished or unfinished: of ``tasks`` in this order, then of others.
+    """The settings of the experts that a run holds, finished or unfinished: ``tasks`` in this order, then further ones.
 
     Args: besides: tasks that are left out.
     """
