@@ -60,6 +60,10 @@ def test_the_interval_of_asam_less_smat_and_the_edges_of_grids_are_those_of_the_
     assert "Every choice but FT's lies at an edge of its grid" in sentences
 
 
+def span(found):
+    return f"{found['interval'][0]:+.2f} to {found['interval'][1]:+.2f}"
+
+
 def test_what_the_readme_says_of_one_pass_is_in_the_results():
     test = json.loads((readme.RESULTS / "digits_onepass.json").read_text(encoding="utf-8"))["test"]
     sentences = " ".join(README.split())
@@ -118,16 +122,19 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     ) in sentences
     assert max(gain["interval"][0], half["interval"][0]) < 0 < asam["interval"][0]
     test = words["test"]
-    equal = readme.paired(test["ASAM, half the steps"]["All"], test["SMAT"]["All"])
+    equal, over_msam = (readme.paired(test[x]["All"], test["SMAT"]["All"]) for x in ("ASAM, half the steps", "MSAM"))
+    msam = words["paired"]["MSAM"]
     experts = {label: fmean(own["Expert"]) for label, own in test.items()}
     assert (
         f"{experts['FT'] - experts['ASAM, half the steps']:.1f} points below FT's and "
         f"{experts['ASAM'] - experts['ASAM, half the steps']:.1f} below its own"
     ) in " ".join(STUDIES.split())
     assert (
-        f"{half['mean']:.2f} above FT ({half['interval'][0]:+.2f} to {half['interval'][1]:+.2f}), and SMAT's "
-        f"{equal['mean']:.2f} above them ({equal['interval'][0]:+.2f} to {equal['interval'][1]:+.2f})"
+        f"{half['mean']:.2f} above FT ({span(half)}), those of MSAM {-msam['mean']:.2f} below it ({span(msam)}). "
+        f"SMAT's are {equal['mean']:.2f} above ASAM's at half the steps ({span(equal)}) and {over_msam['mean']:.2f} "
+        f"above MSAM's ({span(over_msam)}), whose experts are {experts['FT'] - experts['MSAM']:.1f} points below FT's"
     ) in " ".join(STUDIES.split())
+    assert max(one["interval"][0] for one in (half, msam, equal)) < 0 < over_msam["interval"][0]
     four = {
         label: [fmean(scores) for scores in zip(*(words["test"][label][n] for n in FOUR), strict=True)]
         for label in ("FT", "SMAT", "SMAT climbing", "ASAM")
