@@ -114,6 +114,7 @@ def test_eval_prints_the_table_and_writes_report_and_plot(evaluated):
     assert (out.parent / "plots" / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_with_one_line(trained):
     out, _ = trained
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}

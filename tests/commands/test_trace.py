@@ -33,6 +33,7 @@ def inputs(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_training_accumulates_keeps_masters_probes_and_goes_on(inputs, exits, tmp_path, capsys):
     words = ("--preset", "llama-3.2-1b", "--model", inputs / "model", "--data", inputs / "rows", "--steps", "4")
     more = ("--accumulate", "3", "--precision", "mixed", "--probe", "2", "--tasks", "MeetingBank")
@@ -131,6 +132,7 @@ def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys)
     assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
 
 
+@pytest.mark.slow
 def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -70,6 +70,7 @@ def test_texts_name_the_command_that_runs():
     assert cli.named(text, "smat-train") == expected
 
 
+@pytest.mark.slow
 def test_python_dash_m_from_any_folder(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

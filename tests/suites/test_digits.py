@@ -131,6 +131,7 @@ def test_pretraining_follows_its_seed_and_no_global_generator():
     assert not any(torch.equal(first[n], start[n]) for n in start)
 
 
+@pytest.mark.slow
 def test_pretraining_lowers_its_loss(monkeypatch):
     losses, label_loss = [], digits_base._label_loss
 

@@ -149,6 +149,7 @@ def test_a_buffer_of_another_kind_is_refused(inputs):
             merge.apply_vector(inputs.base, vector, coef=1.0, out=out)
 
 
+@pytest.mark.slow
 def test_a_second_search_scores_nothing_and_gives_the_same(runs, counted, tmp_path):
     configs = list(DIGITS.mergers.values())
     first = search(runs, tmp_path, configs)

@@ -250,6 +250,7 @@ def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
         assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
 
 
+@pytest.mark.slow
 def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
     seen = {}
     for precision in (None, "fp32", "bf16", "mixed"):
