@@ -87,9 +87,10 @@ def covered(deltas: list[Tensor], *, config: "DcMerge") -> Tensor:
 
 def smoothed(values: Tensor, smooth: Smooth, ratio: float) -> Tensor:
     """Singular values in descending order, with the sum kept; those that are 0 stay 0."""
-    real = values > 0
-    count = int(real.sum())
-    if smooth == "none" or not count:
+    if smooth == "none":
+        return values
+    count = int((values > 0).sum())
+    if not count:
         return values
     first = min(ratio, float(values[0] / values[count - 1])) if smooth == "linear" else 1.0
     shares = torch.linspace(first, 1.0, count, dtype=values.dtype, device=values.device)

@@ -78,10 +78,11 @@ def _standing(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
     for facts in snapshots.begun(run.out, (*run.tasks, *tasks), besides=replaced):
         if facts.get("method") != "smat" or facts.get("base_fingerprint") != base:
             continue
-        sigma = facts["hyperparameters"]["sigma"]
+        own = facts["hyperparameters"]
         if facts.get("sigma_from"):
-            return sigma, facts["sigma_from"]
-        given.append(sigma)
+            return own["sigma"], facts["sigma_from"]
+        if "sigma" in own:  # without it the method's default was taken
+            given.append(own["sigma"])
     if given:
         raise ValueError(
             f"sigma is 'auto', but {run.out} holds experts of sigma {given[0]:g}, and experts that are merged have "
