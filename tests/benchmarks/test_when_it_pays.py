@@ -156,10 +156,16 @@ def test_the_geometry_of_experts_by_hand(tmp_path):
     assert found == {"cosine": pytest.approx((0 + 3 / 5 + 4 / 5) / 3), "norm": pytest.approx(4)}
 
 
+def rounded(value):
+    """A value as JSON gives it back, its numbers with nine digits."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.9g}"))
+
+
 def test_the_page_and_the_stored_fits_are_those_of_the_stored_results():
     found = pays.analyse(list(pays.runs(pays.RESULTS)))
     page = pays.PAGE.read_text(encoding="utf-8")
     assert pays.shown(found) in page, f"run {pays.COMMAND}: other results are stored now"
     stored = json.loads((pays.RESULTS / "when_it_pays.json").read_text())
-    assert {name: stored[name] for name in pays.as_json(found)} == json.loads(json.dumps(pays.as_json(found)))
+    # the last bits of a fit are those of the processor's linear algebra
+    assert rounded({name: stored[name] for name in pays.as_json(found)}) == rounded(pays.as_json(found))
     assert pays.figure(found["gains"]).startswith(b"\x89PNG")
