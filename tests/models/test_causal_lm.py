@@ -174,7 +174,8 @@ def test_bfloat16_weights_have_a_float32_loss(folders):
     assert {g.dtype for g in grads.values()} == {torch.bfloat16}
     logits = low.module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    assert loss == F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    # far nearer than bfloat16, but not bit by bit: some processors add in another order
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()), rtol=1e-6, atol=0)
 
 
 def test_float64_stays_float64(folders):

@@ -157,7 +157,8 @@ def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(loa
         tested = features_one_by_one(model, tokenizer, [r["text"] for r in test]) @ head["weight"].T + head["bias"]
     right = [guess == row["label"] for guess, row in zip(tested.argmax(1).tolist(), test, strict=True)]
     assert suite.score(params, "topic", "test") == pytest.approx(100 * sum(right) / len(right))
-    torch.testing.assert_close(dict(zip(("weight", "bias"), suite.heads["topic"], strict=False)), head)
+    found = dict(zip(("weight", "bias"), suite.heads["topic"], strict=False))
+    torch.testing.assert_close(found, head, rtol=1e-4, atol=1e-4)  # where the solver stops depends on the processor
     assert len(suite.heads["topic"].classes) == 3
 
 

@@ -64,8 +64,8 @@ def test_a_mixture_is_what_mergekit_makes_of_it(mode, models, tmp_path):
     for path, leaf in wanted.items():
         if path.endswith("gate.weight"):  # states are in bfloat16, as there
             torch.testing.assert_close(found[path], leaf, rtol=0, atol=1e-6 if mode == "cheap_embed" else 2**-6)
-        else:
-            assert torch.equal(found[path], leaf), path
+        else:  # the models' random weights have other last bits on some processors
+            torch.testing.assert_close(found[path], leaf, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "more"), [("Llama", {}), ("Llama", {"tie_word_embeddings": True, "rope_theta": 77.0}),
