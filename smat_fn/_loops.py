@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic, overload
-from numpy import float32, float64, int32, uint32, uint64
+from numpy import float32, float64, int32, int64, uint16, uint32, uint64
 
 LANES = 128  # blocks of a tile: their state stays in the first-level cache
 TILE = 8 * LANES
@@ -27,6 +27,11 @@ def jit(function: Callable[..., Any]) -> Any:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written to
         return njit(**options)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compiled into the loops that call it: a call with arrays costs as much as 100 coordinates."""
+    return njit(inline="always", error_model="numpy")(function)
 
 
 @jit
@@ -292,111 +297,171 @@ def agree(values, sign, total, count):  # type: ignore[no-untyped-def]
         count[i] += float32(1) if agrees else float32(0)
 
 
-def _address(kind: Any) -> Any:
-    """A pointer to numbers of a kind, from an address."""
+def _reader(kind: Any) -> Any:
+    """``read(address, index)``: a number of that kind. An array of them would cost as much as 50 coordinates."""
 
     @intrinsic
-    def pointer(context: Any, address: Any) -> Any:
-        result = types.CPointer(kind)
-
+    def read(context: Any, address: Any, index: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return builder.inttoptr(values[0], context.get_value_type(result))
+            pointer = builder.inttoptr(values[0], context.get_value_type(types.CPointer(kind)))
+            return builder.load(builder.gep(pointer, [values[1]]))
 
-        return result(types.uint64), code
+        return kind(types.uint64, types.uint64), code
 
-    return pointer
-
-
-_floats, _halves = _address(types.float32), _address(types.uint16)
+    return read
 
 
-@jit
-def _load(source, first, out):  # type: ignore[no-untyped-def]
-    """float32 of the numbers from ``first`` on. Args: source: an address, and 1 for bfloat16, 0 for float32."""
-    if source[1]:
-        _widen(carray(_halves(source[0] + uint64(2 * first)), len(out)), out)
+def _writer(kind: Any) -> Any:
+    """``write(address, index, number)``."""
+
+    @intrinsic
+    def write(context: Any, address: Any, index: Any, number: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer = builder.inttoptr(values[0], context.get_value_type(types.CPointer(kind)))
+            builder.store(values[2], builder.gep(pointer, [values[1]]))
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64, kind), code
+
+    return write
+
+
+_float_at, _half_at = _reader(types.float32), _reader(types.uint16)
+_set_float, _set_half = _writer(types.float32), _writer(types.uint16)
+
+
+@inlined
+def _wide(half):  # type: ignore[no-untyped-def]
+    """float32 of the bits of a bfloat16."""
+    return uint32(uint32(half) << uint32(16)).view(np.float32)
+
+
+@inlined
+def _half(value):  # type: ignore[no-untyped-def]
+    """Bits of the nearest bfloat16, ties to even."""
+    word = float32(value).view(np.uint32)
+    nearest = uint32(uint32(word + uint32(0x7FFF)) + uint32(uint32(word >> uint32(16)) & uint32(1))) >> uint32(16)
+    return uint16(nearest) if uint32(word & uint32(0x7FFFFFFF)) <= uint32(0x7F800000) else uint16(0x7FC0)
+
+
+@inlined
+def _size(value):  # type: ignore[no-untyped-def]
+    """The magnitude of a float32, as bits."""
+    return uint32(float32(value).view(np.uint32) & uint32(0x7FFFFFFF))
+
+
+@inlined
+def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
+    """float32 of the n numbers from ``first`` on. Args: sources: of each row an address, and 1 for bfloat16, else 0."""
+    at = sources[row, 0]
+    if sources[row, 1]:
+        at += uint64(2) * first
+        for j in range(n):
+            out[j] = _wide(_half_at(at, j))
     else:
-        _widen(carray(_floats(source[0] + uint64(4 * first)), len(out)), out)
+        at += uint64(4) * first
+        for j in range(n):
+            out[j] = _float_at(at, j)
 
 
-@jit
-def _store(values, target, first):  # type: ignore[no-untyped-def]
-    """Rounds as `_narrow`; ``values`` become what was written. Returns: their largest magnitude, as bits."""
-    if target[1]:
-        out = carray(_halves(target[0] + uint64(2 * first)), len(values))
-        _narrow(values, out)
-        _widen(out, values)
+@inlined
+def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
+    """n numbers of a task vector from ``first`` on. Returns: their largest magnitude, as bits."""
+    at, largest = sources[row, 0], uint32(0)
+    if sources[row, 1]:
+        at += uint64(2) * first
+        for j in range(n):
+            value = _wide(_half_at(at, j)) - origin[j]
+            out[j] = value
+            largest = max(largest, _size(value))
     else:
-        _narrow(values, carray(_floats(target[0] + uint64(4 * first)), len(values)))
-    return _largest(values)
-
-
-@jit
-def _largest(values):  # type: ignore[no-untyped-def]
-    bits, largest = values.view(np.uint32), uint32(0)
-    for i in range(len(bits)):
-        largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
+        at += uint64(4) * first
+        for j in range(n):
+            value = _float_at(at, j) - origin[j]
+            out[j] = value
+            largest = max(largest, _size(value))
     return largest
 
 
-@jit
-def _delta(source, first, origin, out):  # type: ignore[no-untyped-def]
-    """The task vector from ``first`` on. Returns: its largest magnitude, as bits."""
-    _load(source, first, out)
-    for i in range(len(out)):
-        out[i] -= origin[i]
-    return _largest(out)
+@inlined
+def _banded_delta(sources, row, first, n, origin, low, width, out, total):  # type: ignore[no-untyped-def]
+    """`_delta`, but 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
+    at, largest = sources[row, 0], uint32(0)
+    if sources[row, 1]:
+        at += uint64(2) * first
+        for j in range(n):
+            value = _wide(_half_at(at, j)) - origin[j]
+            size = _size(value)
+            largest = max(largest, size)
+            value = value if uint32(size - low) < width else float32(0)
+            out[j] = value
+            total[j] += value
+    else:
+        at += uint64(4) * first
+        for j in range(n):
+            value = _float_at(at, j) - origin[j]
+            size = _size(value)
+            largest = max(largest, size)
+            value = value if uint32(size - low) < width else float32(0)
+            out[j] = value
+            total[j] += value
+    return largest
 
 
-@jit
-def _finish(merged, origin, coef, target, first, sums):  # type: ignore[no-untyped-def]
+@inlined
+def _until(splits, position, n):  # type: ignore[no-untyped-def]
+    """At most n, up to the next position at which the band of an expert changes."""
+    for i in range(len(splits)):
+        for k in range(2):
+            left = splits[i, k] - int64(position)
+            if left > 0 and left < int64(n):
+                n = uint64(left)
+    return n
+
+
+@inlined
+def _finish(merged, n, origin, coef, target, first, change, error, sums):  # type: ignore[no-untyped-def]
     """Writes ``origin + coef * merged``, at most a tile. Returns: the largest magnitude that is written, as bits.
 
-    Args: merged: is written to; sums: float64 (2, 64), squares of the rounding error and of the change are added.
+    Args: target: a row as `_load`'s; change, error: float32 (TILE,), are written to; sums: float64 (2, 64), squares of
+        the rounding error and of the change are added.
     """
-    exact, count = np.zeros(TILE, np.float32), len(merged)
-    for i in range(count):
-        merged[i] *= coef
-    _squares(merged, sums[1])
-    for i in range(count):
-        merged[i] += origin[i]
-        exact[i] = merged[i]
-    largest = _store(merged, target, first)
-    if target[1]:
-        for i in range(count):
-            merged[i] = exact[i] - merged[i]
-        _squares(merged, sums[0])
+    largest, at = uint32(0), target[0, 0]
+    if target[0, 1]:
+        at += uint64(2) * first
+        for j in range(n):
+            value = merged[j] * coef
+            change[j] = value
+            value += origin[j]
+            half = _half(value)
+            _set_half(at, j, half)
+            written = _wide(half)
+            error[j] = value - written
+            largest = max(largest, _size(written))
+        _squares(error, n, sums[0])
+    else:
+        at += uint64(4) * first
+        for j in range(n):
+            value = merged[j] * coef
+            change[j] = value
+            value += origin[j]
+            _set_float(at, j, value)
+            largest = max(largest, _size(value))
+    _squares(change, n, sums[1])
     return largest
 
 
 @jit
-def _squares(values, sums):  # type: ignore[no-untyped-def]
-    whole = len(values) // 64 * 64
-    for first in range(0, whole, 64):
-        for i in range(64):
-            value = float64(values[first + i])
-            sums[i] += value * value
-    for i in range(whole, len(values)):
-        value = float64(values[i])
-        sums[i - whole] += value * value
-
-
-@jit
-def _band(values, position, band, splits):  # type: ignore[no-untyped-def]
-    """Zeroes what is outside of a band of magnitudes. Args: position: of the first; band, splits: see `banded`."""
-    count, bits = len(values), values.view(np.uint32)
-    low, high = min(max(splits[0] - position, 0), count), min(max(splits[1] - position, 0), count)
-    _inside(bits[: min(low, high)], band[0], band[2])
-    _inside(bits[low:high], band[1], band[2])
-    _inside(bits[high:low], band[0], band[3])
-    _inside(bits[max(low, high) :], band[1], band[3])
-
-
-@jit
-def _inside(bits, low, high):  # type: ignore[no-untyped-def]
-    width = high - low
-    for i in range(len(bits)):
-        bits[i] = bits[i] if (bits[i] & uint32(0x7FFFFFFF)) - low < width else uint32(0)
+def _squares(values, n, sums):  # type: ignore[no-untyped-def]
+    """Adds the squares of n numbers, of which those behind become 0 up to a multiple of 64."""
+    stop = (n + uint64(63)) // uint64(64) * uint64(64)
+    for j in range(n, stop):
+        values[j] = float32(0)
+    for block in range(stop // uint64(64)):
+        start = block * uint64(64)
+        for lane in range(uint64(64)):
+            value = float64(values[start + lane])
+            sums[lane] += value * value
 
 
 @jit
@@ -406,160 +471,179 @@ def banded(sources, start, size, bands, splits, elect, mean, majority, coef, tar
     Args: sources: uint64 (experts + 1, 2), see `_load`, base first; start: of the window in its leaf; bands: uint32
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
         splits[1] on those below [3]; splits: int64 (experts, 2); elect: TIES, else a sum; majority: of a zero sum;
-        target: as a row of sources.
+        target: (1, 2), as sources.
     Returns: squared norms of rounding error and change, the largest magnitude of a difference and of the result.
     """
     count = len(sources) - 1
-    rows, origin = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
-    merged, sign, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
-    largest, written = uint32(0), uint32(0)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
+    rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sign, agreeing = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        position = uint64(start) + first
+        n = _until(splits, position, min(uint64(TILE), end - first))
+        _load(sources, 0, first, n, origin)
+        for j in range(n):
+            merged[j] = float32(-0.0)  # so that a first -0 stays one
         for i in range(count):
-            largest = max(largest, _delta(sources[i + 1], first, origin[:n], rows[i, :n]))
-            _band(rows[i, :n], start + first, bands[i], splits[i])
-        _sum(rows, merged[:n])
+            low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
+            high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
+            width = uint32(high - low)
+            largest = max(largest, _banded_delta(sources, i + 1, first, n, origin, low, width, rows[i], merged))
         if elect:
             for j in range(n):
                 total = merged[j]
                 sign[j] = float32(1) if total > 0 else float32(-1) if total < 0 else majority
-            _agreeing(rows, sign[:n], mean, merged[:n])
-        written = max(written, _finish(merged[:n], origin, coef, target, first, sums))
+            _agreeing(rows, 0, n, sign, mean, merged, agreeing)
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+        first += n
     return sums[0].sum(), sums[1].sum(), largest, written
 
 
-@jit
-def _sum(rows, out):  # type: ignore[no-untyped-def]
-    for j in range(len(out)):
-        out[j] = rows[0, j]
-    for i in range(1, len(rows)):
-        for j in range(len(out)):
-            out[j] += rows[i, j]
-
-
-@jit
-def _agreeing(rows, sign, mean, out):  # type: ignore[no-untyped-def]
-    """Sum, or mean, of what has the sign; +0 where there is nothing."""
-    for j in range(len(out)):
+@inlined
+def _agreeing(rows, first, n, sign, mean, out, count):  # type: ignore[no-untyped-def]
+    """Sum, or mean, of what has the sign among n numbers of each row from ``first`` on; +0 where there is nothing."""
+    for j in range(n):
         out[j] = float32(0)
-    for i in range(len(rows)):
-        for j in range(len(out)):
-            value = rows[i, j]
-            out[j] += value if value * sign[j] > 0 else float32(0)
+        count[j] = float32(0)
     if mean:
-        count = np.zeros(len(out), np.float32)
         for i in range(len(rows)):
-            for j in range(len(out)):
-                count[j] += float32(1) if rows[i, j] * sign[j] > 0 else float32(0)
-        for j in range(len(out)):
+            row = rows[i, first:]
+            for j in range(n):
+                value = row[j]
+                agrees = value * sign[j] > 0
+                out[j] += value if agrees else float32(0)
+                count[j] += float32(1) if agrees else float32(0)
+        for j in range(n):
             out[j] /= max(count[j], float32(1))
+    else:
+        for i in range(len(rows)):
+            row = rows[i, first:]
+            for j in range(n):
+                value = row[j]
+                out[j] += value if value * sign[j] > 0 else float32(0)
 
 
 @jit
 def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
     """The sum of the signs of sums of task vectors; arguments as `banded`'s."""
     count = len(sources) - 1
-    rows, origin = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
-    total, net = np.empty(TILE, np.float32), 0
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
+    row, origin, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    net, first, end = 0, uint64(0), uint64(size)
+    while first < end:
+        position = uint64(start) + first
+        n = _until(splits, position, min(uint64(TILE), end - first))
+        _load(sources, 0, first, n, origin)
+        for j in range(n):
+            total[j] = float32(-0.0)
         for i in range(count):
-            _delta(sources[i + 1], first, origin[:n], rows[i, :n])
-            _band(rows[i, :n], start + first, bands[i], splits[i])
-        _sum(rows, total[:n])
+            low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
+            high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
+            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), row, total)
         tile = int32(0)
         for j in range(n):
             tile += int32(total[j] > 0) - int32(total[j] < 0)
         net += int(tile)
+        first += n
     return net
+
+
+@inlined
+def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
+    """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32."""
+    _load(sources, 0, first, n, origin)
+    at = sources[1, 0]
+    if sources[1, 1]:
+        at += uint64(2) * first
+        for j in range(n):
+            out[j] = _size(_wide(_half_at(at, j)) - origin[j])
+    else:
+        at += uint64(4) * first
+        for j in range(n):
+            out[j] = _size(_float_at(at, j) - origin[j])
 
 
 @jit
 def count_high(sources, size, counts):  # type: ignore[no-untyped-def]
     """Counts magnitudes of a task vector by their upper 16 bits. Args: sources: base, expert; counts: (2, 65536)."""
-    value, origin = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    bits = value.view(np.uint32)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
-        _delta(sources[1], first, origin[:n], value[:n])
-        for i in range(n):  # two tables: equal neighbours need not wait for each other
-            counts[i & 1, (bits[i] & uint32(0x7FFFFFFF)) >> uint32(15)] += 1
+    sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _sizes(sources, first, n, origin, sizes)
+        for j in range(n):  # two tables: equal neighbours need not wait for each other
+            counts[j & uint64(1), sizes[j] >> uint32(15)] += uint32(1)
+        first += n
 
 
 @jit
-def count_low(sources, size, high, counts):  # type: ignore[no-untyped-def]
-    """Counts by their lower 15 bits the magnitudes whose upper 16 bits are ``high``. Args: counts: (32832,)."""
-    value, origin = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    bits = value.view(np.uint32)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
-        _delta(sources[1], first, origin[:n], value[:n])
-        for part in range(0, n, 64):
-            stop = min(part + 64, n)
-            found, ones, zeros = uint32(0), uint32(0), uint32(0)
-            for i in range(part, stop):
-                word = bits[i] & uint32(0x7FFFFFFF)
-                match = uint32(0xFFFFFFFF) if word >> uint32(15) == high else uint32(0)
-                found += match & uint32(1)
-                ones |= match & word
-                zeros |= match & ~word
-            if found and not (ones & zeros):  # all of them are equal
-                counts[ones & uint32(0x7FFF)] += found
-            elif found:
-                for i in range(part, stop):  # no branch that nothing foretells: others have places behind the table
-                    word = bits[i] & uint32(0x7FFFFFFF)
-                    match = uint32(i & 63) + uint32(32768)
-                    counts[word & uint32(0x7FFF) if word >> uint32(15) == high else match] += 1
+def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
+    """Counts the magnitudes of a task vector from ``low`` on, each in a place of its own.
+
+    Args: sources: base, expert; counts: uint32 (width + 2,): of low to low + width - 1, of all below, of those that are
+        not finite.
+    """
+    sizes, origin, hits = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE + 1, np.uint32)
+    width = uint32(len(counts) - 2)
+    below, infinite, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _sizes(sources, first, n, origin, sizes)
+        found = uint64(0)
+        for j in range(n):
+            below += uint32(sizes[j] < low)
+            infinite += uint32(sizes[j] >= uint32(0x7F800000))
+        for j in range(n):  # no branch, which nothing would foretell
+            place = uint32(sizes[j] - low)
+            hits[found] = place
+            found += uint64(place < width)
+        for j in range(found):
+            counts[hits[j]] += uint32(1)
+        first += n
+    counts[width] += below
+    counts[width + uint32(1)] += infinite
 
 
 @jit
 def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
     """The position of the ``left``-th (from 1) magnitude whose bits are ``wanted``, or -1, and how many were met."""
-    value, origin = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    bits, met = value.view(np.uint32), 0
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
-        _delta(sources[1], first, origin[:n], value[:n])
+    sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
+    met, first, end = int64(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _sizes(sources, first, n, origin, sizes)
         found = uint32(0)
-        for i in range(n):
-            found += uint32((bits[i] & uint32(0x7FFFFFFF)) == wanted)
-        if met + found < left:
-            met += int(found)
-            continue
-        for i in range(n):
-            met += (bits[i] & uint32(0x7FFFFFFF)) == wanted
-            if met == left:
-                return first + i, met
+        for j in range(n):
+            found += uint32(sizes[j] == wanted)
+        if met + int64(found) >= left:
+            for j in range(n):
+                met += int64(sizes[j] == wanted)
+                if met == left:
+                    return int64(first + j), met
+        met += int64(found)
+        first += n
     return -1, met
 
 
 @jit
 def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
     """The bits of a task vector's magnitudes. Args: out: uint32 (size,)."""
-    value, origin = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    bits = value.view(np.uint32)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
-        _delta(sources[1], first, origin[:n], value[:n])
-        part = out[first : first + n]
-        for i in range(n):
-            part[i] = bits[i] & uint32(0x7FFFFFFF)
+    origin, first, end = np.empty(TILE, np.float32), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _sizes(sources, first, n, origin, out[first:])
+        first += n
 
 
 @jit
 def deltas(sources, size, out):  # type: ignore[no-untyped-def]
     """A task vector. Args: sources: base, expert; out: float32 (size,). Returns: its largest magnitude, as bits."""
-    origin, largest = np.empty(TILE, np.float32), uint32(0)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(sources[0], first, origin[:n])
-        largest = max(largest, _delta(sources[1], first, origin[:n], out[first : first + n]))
+    origin, largest, first, end = np.empty(TILE, np.float32), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        largest = max(largest, _delta(sources, 1, first, n, origin, out[first:]))
+        first += n
     return largest
 
 
@@ -574,53 +658,60 @@ def masked(sources, block, skip, size, keys, cutoff, kept, elect, mean, coef, ta
     count = len(sources) - 1
     state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
     halves = words.view(np.uint16).reshape(-1)
-    rows, origin = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
-    merged, sign, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
-    largest, written, first, counter = uint32(0), uint32(0), 0, block
-    while first < size:
-        n = min(TILE - skip, size - first)
-        _load(sources[0], first, origin[:n])
+    rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sign, agreeing = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    counter, ahead = block, uint64(skip)
+    while first < end:
+        n = min(uint64(TILE) - ahead, end - first)
+        _load(sources, 0, first, n, origin)
+        for j in range(n):
+            merged[j] = float32(-0.0)
         for i in range(count):
-            largest = max(largest, _delta(sources[i + 1], first, origin[:n], rows[i, :n]))
-            _draw(keys[i, 0], keys[i, 1] + counter, skip + n, state, words)
-            _keep(rows[i, :n], halves[skip:], cutoff, kept)
-        _sum(rows, merged[:n])
+            row = rows[i]
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
+            _draw(keys[i, 0], keys[i, 1] + counter, int64(ahead + n), state, words)
+            drawn = halves[ahead:]
+            for j in range(n):
+                value = row[j] / kept if int32(drawn[j]) >= cutoff else float32(0)
+                row[j] = value
+                merged[j] += value
         if elect:
-            _elected(merged[:n], sign)
-            _agreeing(rows, sign[:n], mean, merged[:n])
-        written = max(written, _finish(merged[:n], origin, coef, target, first, sums))
+            _elected(merged, n, sign)
+            _agreeing(rows, 0, n, sign, mean, merged, agreeing)
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
         counter += uint64(LANES)
-        skip = 0
+        ahead = uint64(0)
     return sums[0].sum(), sums[1].sum(), largest, written
 
 
-@jit
-def _keep(values, halves, cutoff, kept):  # type: ignore[no-untyped-def]
-    for i in range(len(values)):
-        values[i] = values[i] / kept if int32(halves[i]) >= cutoff else float32(0)
-
-
-@jit
-def _elected(total, sign):  # type: ignore[no-untyped-def]
-    for j in range(len(total)):
+@inlined
+def _elected(total, n, sign):  # type: ignore[no-untyped-def]
+    for j in range(n):
         sign[j] = float32(1) if total[j] >= 0 else float32(-1)
 
 
 @jit
 def elected(vectors, base, size, mean, coef, target):  # type: ignore[no-untyped-def]
     """Merges what has the sign of the sum, + where that is 0. Args: vectors: float32 (experts, size); base, mean, coef,
-    target: as `banded`'s sources[0], mean, coef, target. Returns: as `banded`, the first magnitude 0.
+    target: as `banded`'s sources[:1], mean, coef, target. Returns: as `banded`, the first magnitude 0.
     """
     origin, merged, sign = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    rows, sums, written = np.empty((len(vectors), TILE), np.float32), np.zeros((2, 64)), uint32(0)
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        _load(base, first, origin[:n])
-        for i in range(len(rows)):
-            _widen(vectors[i, first : first + n], rows[i])
-        _sum(rows, merged[:n])
-        _elected(merged[:n], sign)
-        _agreeing(rows, sign[:n], mean, merged[:n])
-        written = max(written, _finish(merged[:n], origin, coef, target, first, sums))
+    agreeing, change, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sums, written, first, end = np.zeros((2, 64)), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(base, 0, first, n, origin)
+        for j in range(n):
+            merged[j] = float32(-0.0)
+        for i in range(len(vectors)):
+            vector = vectors[i, first:]
+            for j in range(n):
+                merged[j] += vector[j]
+        _elected(merged, n, sign)
+        _agreeing(vectors, first, n, sign, mean, merged, agreeing)
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+        first += n
     return sums[0].sum(), sums[1].sum(), uint32(0), written

@@ -26,14 +26,14 @@ CONFIGS = {
     "breadcrumbs kept": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.54, count="kept"),
     "breadcrumbs, none of the largest": Breadcrumbs(coef=0.3, drop_smallest=0.9, drop_largest=0.0),
 }
-LOOPS = "banded", "votes", "count_high", "count_low", "nth_equal", "magnitudes", "masked", "elected"
+LOOPS = "banded", "votes", "count_high", "count_between", "nth_equal", "magnitudes", "masked", "elected"
 USED = {
-    "ties": {"banded", "votes", "count_high", "count_low"},
-    "ties tensor": {"banded", "count_high", "count_low", "magnitudes", "nth_equal"},
+    "ties": {"banded", "votes", "count_high", "count_between"},
+    "ties tensor": {"banded", "count_high", "count_between", "magnitudes", "nth_equal"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"elected"},
-    "breadcrumbs": {"banded", "count_high", "count_low", "magnitudes", "nth_equal"},
+    "breadcrumbs": {"banded", "count_high", "count_between", "magnitudes", "nth_equal"},
 }
 DTYPES = {
     "float32": (torch.float32,) * 3,

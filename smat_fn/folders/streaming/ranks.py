@@ -36,8 +36,8 @@ def orders(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], work
         top = int(upto.searchsorted(rank))
         left = rank - int(upto[top] - high[top])
         if top not in lows:
-            count = _low(loops, top)
-            lows[top] = _pass(job, name, group, workers, (1 << 15) + 64, count)[: 1 << 15]
+            count = _between(loops, top << 15)
+            lows[top] = _pass(job, name, group, workers, (1 << 15) + 2, count)[: 1 << 15]
         within = lows[top].cumsum()
         bottom = int(within.searchsorted(left))
         equal = int(lows[top][bottom])
@@ -58,8 +58,8 @@ def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -
     raise AssertionError("fewer equal magnitudes than counted")
 
 
-def _low(loops: Any, high: int) -> Callable[[Any, int, Any], None]:
-    return lambda read, size, table: loops.count_low(read, size, numpy.uint32(high), table)
+def _between(loops: Any, low: int) -> Callable[[Any, int, Any], None]:
+    return lambda read, size, table: loops.count_between(read, size, numpy.uint32(low), table)
 
 
 def _pass(

@@ -106,7 +106,7 @@ def ranked(window: Window, by_rank: Tensor) -> Merged:
         largest = max(largest, int(loops.deltas(read[[0, i + 1]], size, delta)))
         loops.fields(key[None], *where, fields)
         drop_by_rank(loops, delta, fields, array(by_rank), vector, items)
-    done = loops.elected(vectors, read[0], size, True, *_written(window))
+    done = loops.elected(vectors, read[:1], size, True, *_written(window))
     return _merged((*done[:2], largest, done[3]))
 
 
@@ -123,7 +123,7 @@ def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: 
 
 
 def _written(window: Window) -> tuple[Any, Any]:
-    return numpy.float32(window.coef), sources([window.out])[0]
+    return numpy.float32(window.coef), sources([window.out])
 
 
 def _merged(found: tuple[float, float, int, int]) -> Merged:
