@@ -1,14 +1,17 @@
 """Files by content and by identity: hashes, made beside other work, and checks that a file has not changed."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from typing import NamedTuple
 
 BLOCK = 1 << 16  # bytes that are read at a time
+FOLLOWED = 1 << 18  # the same beside threads that merge: every block waits for the interpreter's lock
 SAMPLES = 256  # blocks that `sampled` reads: the first and the last are among them
 UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 
@@ -85,6 +88,34 @@ class Hashing:
             while not self._stopped.is_set() and (count := opened.readinto(block)):
                 digest.update(block[:count])  # releases the GIL
         return digest.hexdigest()
+
+
+@contextmanager
+def followed(descriptor: int) -> Iterator[tuple[Future[str], Callable[[int], None]]]:
+    """SHA-256 of an open file while it is written from its start on, in a thread.
+
+    Yields: the hash, there once the block ends; and ``reached(end)``, to be called when all bytes below ``end`` are
+        written, the last time with the file's size.
+    """
+    ends = SimpleQueue[int | None]()
+
+    def follow() -> str:
+        digest, block, start = hashlib.sha256(), memoryview(bytearray(FOLLOWED)), 0
+        for end in iter(ends.get, None):
+            while start < end:
+                count = os.preadv(descriptor, [block[: end - start]], start)
+                if not count:
+                    raise OSError(f"a file that is written was cut to {start} bytes by another process")
+                digest.update(block[:count])
+                start += count
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(follow)
+        try:
+            yield found, ends.put
+        finally:
+            ends.put(None)
 
 
 def digests(files: Iterable[Path], workers: int) -> dict[Path, str]:

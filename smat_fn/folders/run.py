@@ -16,7 +16,7 @@ from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
-from .files import Hashing, changed, size_text
+from .files import Hashing, changed, followed, size_text
 from .prepare import Options, prepare
 from .streaming.chunks import Job, Written, in_order, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
@@ -185,10 +185,13 @@ def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) 
     with finished_shards(work) as finish:
         for shard in shards:
             if shard.file not in work.progress["shards"]:
-                with shard_file(work.folder, shard) as descriptor:
+                with shard_file(work.folder, shard) as descriptor, followed(descriptor) as (digest, reached):
                     sums = [0.0, 0.0]
-                    for error, change in in_order(_writes(job, rule, shard, descriptor), job.workers):
+                    for error, change, end in in_order(_writes(job, rule, shard, descriptor), job.workers):
                         sums = [sums[0] + error, sums[1] + change]
+                        reached(end)
+                    reached(shard.size)
+                work.hashing.know(work.folder / shard.file, digest.result())
                 finish(shard.file, sums)
     return {}
 
@@ -285,18 +288,19 @@ def planned(job: Job, shards: Sequence[Shard], out: Path) -> Plan:
     )
 
 
-def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Tasks that merge and write a chunk each, and give the squared norms of its rounding error and change."""
+def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Callable[[], tuple[float, float, int]]]:
+    """Tasks that merge and write a chunk each: squared norms of its rounding error and change, its end in the file."""
 
-    def write(merge: Callable[[], Written], offset: int) -> tuple[float, float]:
+    def write(merge: Callable[[], Written], offset: int) -> tuple[float, float, int]:
         done = merge()
         if path.endswith("running_var") and bool((done.values < 0).any()):
             raise ValueError(
                 f"leaf {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
                 "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
             )
-        write_chunk(descriptor, done.values, offset + done.start * done.values.itemsize)
-        return done.error, done.change
+        begin = offset + done.start * done.values.itemsize
+        write_chunk(descriptor, done.values, begin)
+        return done.error, done.change, begin + done.values.nbytes
 
     for path, offset in shard.offsets.items():
         errors.raise_problems(changed(job.seen))  # a mapped file that was cut kills the process when it is read

@@ -17,7 +17,7 @@ import torch
 
 from smat_fn import merge, random
 from smat_fn.config import Dare, MultiSlerp, Opcm, TaskArithmetic, Ties, WeightAverage
-from smat_fn.folders import merge_folders, plan, run, writing
+from smat_fn.folders import files, merge_folders, plan, run, writing
 from smat_fn.folders.prepare import prepare
 from smat_fn.folders.streaming import survey
 from smat_fn.scripts import cli
@@ -349,3 +349,31 @@ def test_a_plan_writes_nothing_and_tells_the_size_on_disk(inputs, folders, tmp_p
     assert tuple(sorted(sizes)) == planned.shards
     assert sum(sizes.values()) == planned.disk
     assert planned.seconds > 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("shard_size", [150, 1 << 20])
+def test_hashes_made_while_files_are_written_are_those_of_the_files(workers, shard_size, inputs, folders, tmp_path):
+    out, options = tmp_path / "out", {"key": folders.key, "workers": workers, "shard_size": shard_size, "chunk": 64}
+    report = merge_folders(DARE, *inputs, out, **options)
+    found = {file.name: digest for file, digest in report.hashes.items()}
+    assert sum(name.endswith(".safetensors") for name in found) == (1 if shard_size > 150 else 2)
+    assert found.items() <= digests(out).items()
+
+
+def test_a_file_that_is_followed_is_read_only_as_far_as_it_is_written(tmp_path, monkeypatch):
+    content, file = random.bits(random.key(5), 3000).numpy().tobytes(), tmp_path / "file"
+    file.write_bytes(content)
+    asked, read = [], os.preadv
+    monkeypatch.setattr(files, "FOLLOWED", 1000)
+    monkeypatch.setattr(files.os, "preadv", lambda d, b, at: asked.append(at + len(b[0])) or read(d, b, at))
+    with file.open("r+b") as opened, files.followed(opened.fileno()) as (digest, reached):
+        for end in (0, 1, 1, 999, 1001, len(content)):
+            reached(end)
+    assert digest.result() == hashlib.sha256(content).hexdigest()
+    assert asked[:3] == [1, 999, 1001]
+    with file.open("r+b") as opened, files.followed(opened.fileno()) as (digest, reached):
+        opened.truncate(7)
+        reached(len(content))
+    with pytest.raises(OSError, match="cut to 7 bytes"):
+        digest.result()
