@@ -1,5 +1,6 @@
 """Shared command line of the scripts: options from a dataclass, one-line errors. Does not import torch."""
 
+import inspect
 import os
 import re
 import sys
@@ -99,7 +100,7 @@ def _at_home(word: str) -> Path:
 
 
 def _readable(option: StructFieldSpec) -> StructFieldSpec:
-    """The option with a help text without line breaks, and with "none" for a default that is empty or in no preset."""
+    """The option with its help text in one line, and in words a default that is empty, in no preset, or a flag's."""
 
     def text() -> str | None:
         found = option.helptext() if callable(option.helptext) else option.helptext
@@ -110,6 +111,8 @@ def _readable(option: StructFieldSpec) -> StructFieldSpec:
     absent = option.default in ({}, ()) or (option.name in ("coef", "task") and option.default is None)
     if absent and get_origin(kind) is not Annotated:
         kind = Annotated[kind, NONE]
+    if kind is bool and option.default is True:  # a flag --no-NAME
+        kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="(default: not given)")]
     return replace(option, helptext=text, type=kind)
 
 
@@ -259,7 +262,7 @@ def run(
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
-        description = options.__doc__
+        description = inspect.getdoc(options)
     helped, whole = bool(outcome.HELPS & set(words)), "--help-all" in words
     words = ["--help" if word == "--help-all" else word for word in words]
     if not helped or whole or prog != script:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn.config import PRESETS, Mergopt, Smat, Ties
+from smat_fn.config import PRESETS, Della, Mergopt, Smat, Ties
 from smat_fn.mat.msam import Msam
 from smat_fn.scripts import cli
 from smat_fn.scripts.cli import mistyped, spoken
@@ -55,6 +55,14 @@ def test_help_shows_the_defaults_of_a_method_where_a_preset_has_none():
     assert shown[Msam] == Msam(rho=0.5, adaptive=True, along="momentum")
     assert (shown[Smat].rho, shown[Smat].climb, shown[Smat].sigma) == (0.5, None, "auto")
     assert shown[Mergopt].k_max is None, "it is the number of the data's tasks"
+
+
+def test_a_flag_that_switches_off_is_not_given_by_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(Della, description=None, args=["--help"], prog="own")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--no-elect Elect signs; with --no-elect take all entries. (default: not given)" in text
+    assert "(default: True)" not in text
 
 
 def test_values_shown_are_not_those_that_are_parsed():

@@ -48,7 +48,7 @@ class Sweep:
     cluster_options: Annotated[
         dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
     ] = field(default_factory=dict)
-    """Parameters of submitit's executor: slurm_partition gpu timeout_min 600."""
+    """Parameters of submitit's executor, e.g. slurm_partition gpu timeout_min 600."""
     other_code: bool = False
     """Keep experts that another version of this package has trained, and resume its unfinished ones; else an error."""
 
