@@ -302,7 +302,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         (("weighted_average", "--weights", "1"), "weights holds 1 numbers for 2 experts"),
         (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches leaf 'model.embed_tokens.weight'"),
         (("ta", "--coef", "1", "--device", "cuda"), "device is 'cuda', but torch sees no GPU here"),
-        (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32"),
+        (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32 MiB"),
         (("ta", "--coef", "1", "--shard-size", "5GiB"), "size '5GiB' is not a size: write 5GB"),
         (("ta", "--search", "--dry-run"), "--dry-run: not available with --search or --calibrate"),
         (("ta", "--search", "--part", "1/2"), "--part: not available with --search or --calibrate"),

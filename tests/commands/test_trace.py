@@ -127,7 +127,7 @@ def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys)
         assert part in told
     assert "max_grad_norm" not in told
     text = exits("train.py", "ft", *words, "--optimizer", "adam", "--out", tmp_path / "out")
-    assert text.endswith("weight_decay is 0.001, adam has none: choose optimizer adamw, or weight_decay 0")
+    assert text.endswith("--weight-decay is 0.001, adam has none: choose optimizer adamw, or --weight-decay 0")
     text = exits("train.py", "ft", *words, "--out", tmp_path / "out", "--suite-options", "batch_size", "None")
     assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
 

@@ -117,6 +117,27 @@ def test_a_full_gpu_is_a_line_and_other_faults_keep_their_traceback(monkeypatch)
         run(RuntimeError("another"))
 
 
+def test_options_of_several_words_are_said_as_the_command_line_has_them(monkeypatch):
+    names = "config_from", "shard_size", "eval_every", "steps"
+    assert spoken("say whose the output has, by config_from", names).endswith("by --config-from")
+    assert spoken("eval_every is 0, with shard_size", names) == "--eval-every is 0, with --shard-size"
+    for text in ("'shard_size' is 5", "training.eval_every was 5", "my_eval_every", "a/shard_size", "eval_every=5"):
+        assert spoken(text, names) == text
+
+    @dataclass(frozen=True)
+    class Several:
+        """Options."""
+
+        eval_every: int = 0
+
+    def main(args):
+        raise ValueError("eval_every is 0, must be at least 1")
+
+    monkeypatch.setattr(sys, "argv", ["own"])
+    with pytest.raises(SystemExit, match=r"^own: --eval-every is 0, must be at least 1$"):
+        cli.run("own", main, Several, description=None)
+
+
 def test_options_are_said_as_the_command_line_has_them():
     assert spoken("choose offload None or 'recompute', which keep it") == (
         "pass --offload device or recompute, to keep it"
@@ -131,8 +152,7 @@ def test_options_are_said_as_the_command_line_has_them():
     rows = "choose vocabulary pad-with-base (base's rows there), or merge by token (tokenizer_from)"
     by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
     assert spoken(rows) == by_token
-    assert spoken("say whose the output has, by config_from").endswith("by --config-from")
-    options = {"config_from": "--config-from", "heads": "--heads keep", "chat_template auto": "--chat-template auto"}
+    options = {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}
     for option, told in options.items():
         assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
     assert spoken("more than 3; name the leaf in skip") == "more than 3; name the leaf in --skip"
