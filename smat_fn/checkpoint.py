@@ -295,7 +295,7 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
 
 def take_place(fresh: Path, target: Path) -> None:
-    """A finished folder takes the place of ``target``; the one that is there returns if that fails, else it goes."""
+    """Put a finished folder in the place of ``target``; the one there is restored if that fails, else removed."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     if target.exists():
         target.rename(old)

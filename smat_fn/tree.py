@@ -278,7 +278,7 @@ def _reentrant(loss: Tensor) -> bool:
 
 
 def versions(leaves: Mapping[str, Tensor]) -> dict[str, int]:
-    """How often leaves were written to; of none inside transforms, nor of tensors of inference mode."""
+    """How often each leaf was written to (torch's version counter); empty in transforms, without inference tensors."""
     if transformed():
         return {}
     return {path: leaf._version for path, leaf in leaves.items() if not leaf.is_inference()}

@@ -69,7 +69,7 @@ class Attached:
         return self._text if self._active else "SMAT: detached"
 
     def detach(self) -> None:
-        """Back to plain training, whatever was wrapped around the trainer's methods since.
+        """Restores plain training, even if the trainer's methods have been wrapped since.
 
         Raises: ValueError between the micro-batches of a simulated step.
         """
