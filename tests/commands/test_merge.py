@@ -114,7 +114,7 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     printed, code = call(*words, "--dry-run", "--memory-mib", "40")
     assert code is None
     first, memory, disk, time = printed.splitlines()
-    assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
+    assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 tensors, 4,944 parameters"
     assert memory == "  memory: at most 40 MiB beside mapped files"
     assert disk.endswith("kB in 1 file")
     assert re.fullmatch(
@@ -150,7 +150,7 @@ def test_text_experts_are_merged_into_a_model_that_sees(hub, call, tmp_path):
     (tmp_path / "sees/config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
     words = ("ta", "--base", hub / "base", "--experts", f"{tmp_path / 'sees'}@1", f"{hub / 'math'}@0.3", "--coef", 1)
     words = (*words, "--into", "sees", "--out")
-    assert "all checks passed, 21 leaves" in call(*words, tmp_path / "out", "--dry-run")[0]
+    assert "all checks passed, 21 tensors" in call(*words, tmp_path / "out", "--dry-run")[0]
     assert call(*words, tmp_path / "out")[1] is None
     made, folder = load_file(tmp_path / "out/ta/model.safetensors"), tmp_path / "out/ta"
     alone = ("ta", "--base", hub / "base", "--experts", f"{hub / 'code'}@1", f"{hub / 'math'}@0.3", "--coef", 1)

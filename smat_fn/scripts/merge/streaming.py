@@ -212,7 +212,7 @@ def plan_text(folder: Path, found: Plan | None) -> str:
     hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
     return "\n".join(
         [
-            f"{folder}: all checks passed, {found.leaves:,} leaves, {found.parameters:,} parameters",
+            f"{folder}: all checks passed, {found.leaves:,} tensors, {found.parameters:,} parameters",
             f"  memory: at most {found.memory / 2**20:,.0f} MiB beside mapped files",
             f"  disk: {size_text(found.disk)} in {files}",
             f"  time: about {found.seconds:,.1f} s of computation, then {hashing:,.1f} s of hashing in one thread; "

@@ -435,7 +435,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
     if edited:
-        edited.append("put the old files back, or choose another --out, or begin anew with --overwrite")
+        edited.append("put the old files back, or choose another --out, or start over with --overwrite")
     errors.raise_problems(problems + edited)
     for line in moved:
         report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
