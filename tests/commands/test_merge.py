@@ -118,7 +118,7 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     assert memory == "  memory: at most 40 MiB beside mapped files"
     assert disk.endswith("kB in 1 file")
     assert re.fullmatch(
-        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 kB to read, .*", time
+        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 kB to read; .*", time
     )
     _, code = call(*words, "--dry-run", "--window", "3")
     assert "take a smaller window" in code
@@ -303,7 +303,7 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches leaf 'model.embed_tokens.weight'"),
         (("ta", "--coef", "1", "--device", "cuda"), "device is 'cuda', but torch sees no GPU here"),
         (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32 MiB"),
-        (("ta", "--coef", "1", "--shard-size", "5GiB"), "size '5GiB' is not a size: write 5GB"),
+        (("ta", "--coef", "1", "--shard-size", "5GiB"), "--shard-size is '5GiB': write 5GB"),
         (("ta", "--search", "--dry-run"), "--dry-run: not available with --search or --calibrate"),
         (("ta", "--search", "--part", "1/2"), "--part: not available with --search or --calibrate"),
         (("ta", "--coef", "1", "--part", "2"), "part is '2', must be I/N with I from 1 to N, as 2/3"),
