@@ -206,6 +206,7 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     text = re.sub(r"\b(by|name the leaf in) skip\b", r"\1 --skip", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
+    text = text.replace("use fewer workers", "use fewer --threads")
     text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
     text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)

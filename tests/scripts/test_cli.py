@@ -155,6 +155,7 @@ def test_options_are_said_as_the_command_line_has_them():
     options = {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}
     for option, told in options.items():
         assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
+    assert spoken("use fewer workers or a larger machine") == "use fewer --threads or a larger machine"
     assert spoken("more than 3; name the leaf in skip") == "more than 3; name the leaf in --skip"
     assert (
         spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"
