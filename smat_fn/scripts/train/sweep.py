@@ -91,7 +91,11 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
         flags = []
         problems.append(f"--flags={options.flags!r} cannot be split into words ({error}): close every quotation mark")
     own = {"--seed", "--out", "--resume", "--overwrite"}
-    problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
+    problems += [
+        f"flag {flag} is set by the sweep itself: leave it out of --flags"
+        for flag in flags
+        if flag.partition("=")[0] in own
+    ]
     errors.raise_problems(problems)
     found = []
     for seed in options.seeds:
