@@ -149,6 +149,29 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
 
+def test_the_differences_of_mergers_from_task_arithmetic_are_in_the_results():
+    test = json.loads((readme.RESULTS / "digits_onepass.json").read_text(encoding="utf-8"))["test"]
+
+    def gain(name, *, muon):
+        own = [scores for label, scores in test.items() if ("Muon" in label) is muon]
+        return fmean(fmean(scores[name]) - fmean(scores["TA"]) for scores in own)
+
+    names = "tsv_merge", "iso_c", "wudi", "ties", "dare", "della", "wa"
+    said = [f"`{name}` {gain(name.upper(), muon=False):+.1f}" for name in names]
+    said[0] += " points"
+    page = " ".join((ROOT / "docs/merging.md").read_text(encoding="utf-8").split())
+    assert f"averaged over seven methods trained by Adam: {', '.join(said)}. After training by Muon none" in page
+    assert all(gain(name.upper(), muon=True) < 0 for name in names)
+
+
+def test_the_distance_of_spectral_mergers_on_the_vit_is_that_of_the_results():
+    test = json.loads((readme.RESULTS / "vit_blocks_onepass.json").read_text(encoding="utf-8"))["test"]
+    far, others = ("TSV_MERGE", "ISO_C", "WUDI"), ("WA", "TA", "TIES", "DARE", "DELLA")
+    found = [fmean(own[a]) - fmean(own[b]) for own in test.values() for a in far for b in others]
+    sentence = f"The spectral mergers and WUDI are {min(found):.0f} to {max(found):.0f} points above the others."
+    assert sentence in " ".join(STUDIES.split())
+
+
 @pytest.mark.parametrize("file", sorted((readme.RESULTS / "analyses").rglob("*.json")), ids=lambda file: file.stem)
 def test_the_stored_analyses_are_those_of_the_reports(file):
     records = analyses.records(json.loads(file.read_text(encoding="utf-8")))
