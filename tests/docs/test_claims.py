@@ -172,6 +172,35 @@ def test_the_distance_of_spectral_mergers_on_the_vit_is_that_of_the_results():
     assert sentence in " ".join(STUDIES.split())
 
 
+def test_the_instructions_of_kernels_are_those_of_the_results():
+    rows = json.loads((readme.RESULTS / "sass.json").read_text(encoding="utf-8"))["rows"]
+    page = " ".join((ROOT / "docs/kernels.md").read_text(encoding="utf-8").split())
+
+    def row(kernel, dtype="bf16", **flags):
+        wanted = {"kernel": f"{kernel}_kernel", "dtype": dtype, "aligned": "True", "masked": "True"} | flags
+        return next(own for own in rows if wanted.items() <= own.items())
+
+    parts = {"norm": "False", "clip": "False", "store": "True"}
+    lines = {
+        "simulate": (6, row("simulate")),
+        "reweight": (4, row("reweight", **parts)),
+        "finish without a clip": (4, row("reweight", **{**parts, "norm": "True"})),
+        "finish with a clip: norm": (2, row("reweight", **{**parts, "norm": "True", "store": "False"})),
+        "finish with a clip: reweight, clip": (4, row("reweight", **{**parts, "clip": "True"})),
+    }
+    for name, (size, own) in lines.items():
+        assert f"| {name} | {size} | {own['instructions per coordinate']:.1f} | {own['registers']} |" in page
+    at = {name: own["instructions per coordinate"] / (128 * 132 * 1.8) * 1e3 for name, (_, own) in lines.items()}
+    assert (
+        f"`simulate` with {at['simulate']:.1f} against 2.0 ps and `reweight` with {at['reweight']:.1f} against" in page
+    )
+    assert f"with {at['finish with a clip: norm']:.2f} against 0.67 ps" in page
+    wide = [row(kernel, "fp32", **flags) for kernel, flags in (("simulate", {}), ("reweight", parts))]
+    assert "with {:.1f} and {:.1f} instructions".format(*(own["instructions per coordinate"] for own in wide)) in page
+    most = max(own["instructions per coordinate"] for own in rows if own["aligned"] == "True")
+    assert f"take at most {most:.1f} instructions" in page
+
+
 @pytest.mark.parametrize("file", sorted((readme.RESULTS / "analyses").rglob("*.json")), ids=lambda file: file.stem)
 def test_the_stored_analyses_are_those_of_the_reports(file):
     records = analyses.records(json.loads(file.read_text(encoding="utf-8")))
