@@ -232,10 +232,7 @@ class Clip8(EncoderSuite):
         top = top_of(model.module, model.pooled, example.to(next(model.module.parameters()).dtype))
         if isinstance(top, Top):
             return top
-        self.notes += (
-            f"the top layers of {self.options.model} do not run on states alone ({top}): "
-            "the frozen ones run in every step",
-        )
+        self.notes += (f"the frozen layers of {self.options.model} cannot be cached ({top}): they run in every step",)
         return None
 
     def _loss(self, model: clip.Clip | ImageClassifier, head: Tensor) -> LossFn:

@@ -204,9 +204,7 @@ class Trace(BaseSuite):
         rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
         top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
         if isinstance(top, str):
-            self.notes += (
-                f"the top layers of {own.model} do not run on states alone ({top}): the frozen ones run in every step",
-            )
+            self.notes += (f"the frozen layers of {own.model} cannot be cached ({top}): they run in every step",)
             return None, None
         with decoding.evaluating(lm.module):
             found = prompts_of(lm.module, decoding.prompt_tokens(rows, self._device))

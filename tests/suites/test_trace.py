@@ -687,8 +687,8 @@ def test_a_model_whose_layers_need_more_than_states_runs_whole(top, cache, monke
     monkeypatch.setattr(trace, "top_language", lambda *args: "its layers share what the first one made")
     own = top()
     assert own.notes == (
-        f"the top layers of {own.options.model} do not run on states alone (its layers share what the first one "
-        "made): the frozen ones run in every step",
+        f"the frozen layers of {own.options.model} cannot be cached (its layers share what the first one made): they "
+        "run in every step",
     )
     assert "states" not in own.batch("FOMC", random.key(0), 0)
     checkpointed = top(gradient_checkpointing=True)
