@@ -182,7 +182,7 @@ def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp
         assert printed == f"part {part} of {out / merger} is done, unfinished yet: missing part{missing}\n"
         assert not (out / merger).exists()
     _, code = call(*words, out, "--part", "1/3", "--coefs", "*.mlp.*", "0.25")
-    assert "part 1/3 differs from part 2/3 in hyperparameters, coef: call this one alike, or delete" in code
+    assert "part 1/3 differs from part 2/3 in hyperparameters, coef: give this one the same settings, or delete" in code
     _, code = call(*words, out, "--part", "1/3", "--seed", "4")
     assert "part 1/3 differs from part 2/3 in " in code  # the card names the seed of a merge without masks too
     printed, code = call("recipe", tmp_path / "whole" / merger / "recipe.yml", "--out", out, "--part", "1/3")

@@ -199,7 +199,7 @@ def _suites(
 
 
 def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:
-    way = "" if kind == "merged" else ", or name one of them anew: its train.py command with --resume --label NAME"
+    way = "" if kind == "merged" else ", or rename one of them: its train.py command with --resume --label NAME"
     label, model, seed = line
     return f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own --out{way}"
 

@@ -106,7 +106,7 @@ def test_checkpoints_that_cannot_be_scored_are_told_before_any_is(runs, suite, t
         evaluate([runs["ft"] / "rot90", *(tmp_path / name for name in ("foreign", "bare", "twin"))])
     assert "bare names no suite to be scored on: pass --preset lm" in str(error.value)
     twins = f"twin and {runs['ft'] / 'rot90'} are both FT expert:rot90 of seed 21"
-    assert f"{twins}: evaluate each alone, with its own --out, or name one of them anew: its" in str(error.value)
+    assert f"{twins}: evaluate each alone, with its own --out, or rename one of them: its" in str(error.value)
 
 
 def copied(folder, place, **facts):
