@@ -95,7 +95,7 @@ def load_conversations(
     """
     known = ("messages", "prompt", "answer")
     if unknown := sorted(set(columns or {}) - set(known)):
-        raise ValueError(f"columns renames {unknown}, of conversations there are {list(known)}")
+        raise ValueError(f"columns renames {unknown}, conversations have {list(known)}")
     names = {name: (columns or {}).get(name, name) for name in known}
     path = Path(source).expanduser()
     if not path.exists():

@@ -775,7 +775,7 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
     assert told[0].startswith(
         f"note: model was {folders / 'model'}, is {model}: weights and tokens of training rows ar"
     )
-    assert told[1:] == ["FOMC: finished before"]
+    assert told[1:] == ["FOMC: already finished"]
     merger, search = [TaskArithmetic(coef=0.5)], {"out": tmp_path / "merged", "search": True, "seed": 0}
     differ = (
         rf"'FOMC' is of another suite than the first \(model .*, data {tmp_path / 'rows'}, of the first {data}\): --d"

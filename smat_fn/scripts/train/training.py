@@ -254,7 +254,7 @@ def _train_one(
         if world.leads:
             _forget_replaced(run, task)
         code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
-        report(f"{task}: finished before{code}{_relabelled(run, task) if world.leads else ''}")
+        report(f"{task}: already finished{code}{_relabelled(run, task) if world.leads else ''}")
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
