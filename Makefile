@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(PY) merge.py all --run demo/smat --search --out demo/smat/merged --overwrite
 	$(PY) eval.py demo/ft demo/smat --out demo --plot demo/merging.png
 
-# the comparison of all methods on digits: goes on where it was stopped, says how long it takes (hours on 2 cores)
+# the comparison of all methods on digits: resumes where it was stopped, prints the time left (hours on 2 cores)
 report: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks digits-report digits-study --jobs 2
 

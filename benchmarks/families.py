@@ -137,7 +137,7 @@ arithmetic. `merge.py export` writes the result into the model, and loading it a
 `merge.py extract-lora` extracts an adapter of full rank, which peft loads. After peft merges the adapter, its weights
 equal the exported ones; before, its outputs do, where no weight is shared.
 
-"Trained leaves" counts the trained parameters of the class in the second column. "Factors" counts matrices with
+"Trained tensors" counts the trained parameter tensors of the class in the second column. "Factors" counts matrices with
 low-rank factors, "whole" changed parameters that the adapter stores whole (norms, convolutions, the experts of a
 mixture), and "left out" changed parameters that peft cannot store (biases of adapted layers), which `extract-lora`
 lists. "Merge first": an adapted matrix is shared (embeddings and head), and peft changes its other use only by
@@ -152,7 +152,7 @@ parameters could not be exported.
 Made by `python -m benchmarks families`, with transformers {transformers} and peft {peft}; the same checks are tests
 (`tests/benchmarks/test_families.py`).
 
-| family | loaded as | trained leaves | adapter: factors | whole | left out | |
+| family | loaded as | trained tensors | adapter: factors | whole | left out | |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 

@@ -26,7 +26,7 @@ read -r -a tasks <<< "${TASKS:-}"
 read -r -a more <<< "${MORE:-}"
 read -r -a evaluation <<< "${EVAL:-}"
 
-# trained SEED NAME METHOD [OPTION...]: sets run to the folder of these experts, which are trained unless they stand
+# trained SEED NAME METHOD [OPTION...]: sets run to the folder of these experts, which are trained unless they exist
 trained() {
   local seed=$1 name=$2 method=$3
   run=$OUT/seed$seed/$name

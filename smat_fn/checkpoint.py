@@ -295,7 +295,7 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
 
 
 def take_place(fresh: Path, target: Path) -> None:
-    """A finished folder takes the place of ``target``; the one that is there returns if that fails, else it goes."""
+    """Put a finished folder in the place of ``target``; the one there is restored if that fails, else removed."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     if target.exists():
         target.rename(old)
@@ -337,11 +337,13 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, not a folder: move it, or choose another folder")
     if strangers := _strangers(path):
         more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise ValueError(
-            f"{path} holds {', '.join(strangers[:3])}{more}, which no manifest of smat_fn in it names, and only what "
-            "one names is deleted: move it, or choose another folder"
+            f"{path} holds {', '.join(strangers[:3])}{more}, which no manifest of smat_fn in it names, and only files "
+            "that one names are replaced: move it, or choose another folder"
         )
 
 
@@ -357,9 +359,7 @@ def follow(path: Path) -> Path:
 
 
 def _strangers(path: Path) -> list[str]:
-    """Files in a folder that no manifest in it names; a file's own name."""
-    if not path.is_dir():
-        return ["no folder but a file"]
+    """Files in a folder that no manifest in it names."""
     there = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
     try:
         manifest: Any = load_manifest(path)

@@ -33,7 +33,8 @@ def starting(script: str, words: Sequence[str]) -> None:
     """Print to stderr that a script loads its libraries, which takes seconds."""
     if os.environ.get("RANK", "0") != "0" or "--quiet" in words:
         return
-    command = f"{script} {words[0]}" if words and not words[0].startswith("-") else script
+    first = words[0] if words else "-"
+    command = script if first.startswith("-") or os.path.exists(first) else f"{script} {first}"  # not a folder
     say(f"{command}: loading libraries")
 
 

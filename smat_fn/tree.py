@@ -278,7 +278,7 @@ def _reentrant(loss: Tensor) -> bool:
 
 
 def versions(leaves: Mapping[str, Tensor]) -> dict[str, int]:
-    """How often leaves were written to; of none inside transforms, nor of tensors of inference mode."""
+    """How often each leaf was written to (torch's version counter); empty in transforms, without inference tensors."""
     if transformed():
         return {}
     return {path: leaf._version for path, leaf in leaves.items() if not leaf.is_inference()}
@@ -311,7 +311,7 @@ def unchanged(base: Params) -> Callable[[], None]:
 def check_floating(leaves: Mapping[str, Tensor], name: str) -> None:
     """Every leaf is a dense, real floating-point tensor. Raises: ValueError that lists the others (`shortened`)."""
     problems = [
-        f"leaf {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are known, give "
+        f"leaf {path!r} of {name} is {str(leaf.layout).removeprefix('torch.')}: only dense tensors are supported, give "
         "leaf.to_dense(), and an nn.Embedding without sparse=True"
         for path, leaf in leaves.items()
         if leaf.layout != torch.strided

@@ -64,7 +64,7 @@ class Method(NamedTuple):
 
 
 class Suite(Protocol):
-    """A base model, K tasks on it, and how to train and score them; a value: nothing in it changes.
+    """A base model, K tasks on it, and how to train and score them; immutable.
 
     Methods that take a task raise ValueError for a name outside ``tasks``. Only scores and ``dev_batches`` read dev and
     test rows. The properties are optional methods: None where a suite does not have them.

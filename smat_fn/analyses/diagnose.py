@@ -81,7 +81,7 @@ def diagnose(
 
 
 def unmoved(leaves: Mapping[str, Tensor], sigma: float, noise: Noise = "uniform") -> int:
-    """Coordinates that noise of RMS sigma leaves as they are: half the way to the nearest number is more than its peak.
+    """How many coordinates noise of RMS sigma cannot change: its peak is below half the way to the next number.
 
     The number below a power of two is half as far as the one above.
     """

@@ -133,7 +133,7 @@ def _diagnose(result: Result) -> Summary:
             [row["kind"], f"{row['size']:,}", *texts, "-" if row["unmoved"] is None else f"{row['unmoved']:.2%}"]
         )
     return Summary(
-        title, ["Leaves", "Weights", "Update", "Others", "Sigma / update", "Sigma / others", "Not moved"], lines
+        title, ["Kind", "Weights", "Update", "Others", "Sigma / update", "Sigma / others", "Not moved"], lines
     )
 
 

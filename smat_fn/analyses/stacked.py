@@ -49,7 +49,7 @@ def evaluate(
     """``[fn(build()) for build in builds]``, as many models at a time as fit into ``memory``, without gradients.
 
     A batch is ``vmap(fn)(stack(models))``; it equals the loop within rounding. The first model is evaluated alone:
-    twice its weights and four of its largest activations are what each of a batch is taken to need. A batch of one is
+    each model of a batch is assumed to need twice its weights and four times its largest activation. A batch of one is
     the loop; so is a function that vmap refuses or has no batching rule for, after a line in the log.
 
     Args: fn: of a tree, a 0-d tensor; builds: make the trees, called once each, in order; memory: bytes, 0 for a loop,

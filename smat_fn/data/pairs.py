@@ -30,7 +30,7 @@ def encode(
     Raises: ValueError for a tokenizer that does not fit, another ``truncate`` than "right", a max_length below 2, rows
         without a token, and tokens without a row in the embedding.
     """
-    problems = [] if truncate == "right" else [f"truncate {truncate!r} is of causal models, here it is 'right'"]
+    problems = [] if truncate == "right" else [f"truncate {truncate!r} requires a causal model: give 'right'"]
     problems += [] if max_length >= 2 else [f"max_length is {max_length}, must be at least 2: a token and EOS"]
     raise_problems(problems)
     check_tokenizer(tokenizer, vocabulary)

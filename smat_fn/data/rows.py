@@ -95,7 +95,7 @@ def load_conversations(
     """
     known = ("messages", "prompt", "answer")
     if unknown := sorted(set(columns or {}) - set(known)):
-        raise ValueError(f"columns renames {unknown}, of conversations there are {list(known)}")
+        raise ValueError(f"columns renames {unknown}, conversations have {list(known)}")
     names = {name: (columns or {}).get(name, name) for name in known}
     path = Path(source).expanduser()
     if not path.exists():
@@ -309,7 +309,7 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         problems, rows = [f"it holds one {type(rows).__name__}, not a list of objects"], [{}]
     if others := [i for i, row in enumerate(rows) if not isinstance(row, dict)]:
-        problems.append(f"{name_rows(others)}: no JSON object")
+        problems.append(f"{name_rows(others)}: not a JSON object")
     complain(file, problems or ([] if rows else ["there are no rows"]))
     return rows
 

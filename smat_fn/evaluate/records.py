@@ -84,7 +84,7 @@ class Records:
     def _take_answer(self, line: Mapping[str, Any]) -> None:
         row, text = int(line["row"]), line["prediction"]
         if not isinstance(text, str):
-            raise TypeError(f"prediction is {text!r}, no text")
+            raise TypeError(f"prediction is {text!r}, not a text")
         self._answers.setdefault(str(line["key"]), {})[row] = text
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -59,7 +59,7 @@ class Scorer:
         return Scorer(self.suite, self._records, about=about, answers=self._answers, bar=self._bar)
 
     def expect(self, scores: int) -> None:
-        """Tell the bar that so many scores are to come."""
+        """Add to the number of scores that the bar expects."""
         if self._bar is not None:
             self._bar.total = (self._bar.total or 0) + scores
 

@@ -39,7 +39,7 @@ def estimate(values: Iterable[float], *, level: float = 0.95) -> Estimate:
     """
     values = tuple(values)
     if not values or not 0 < level < 1:
-        raise ValueError(f"an interval of level {level} from {len(values)} values: give some, and a level in (0, 1)")
+        raise ValueError(f"level {level} of {len(values)} values: give a level in (0, 1), and some values")
     n = len(values)
     mean = math.fsum(values) / n
     if n == 1:

@@ -250,7 +250,7 @@ def _digest(value: object) -> str:
 
 def _other_problems(folder: Path, part: Part, facts: Mapping[str, Any]) -> list[str]:
     """Errors where the work folder holds another merge, or one in another number of parts."""
-    again = f"call this one alike, or delete {folder} to begin again"
+    again = f"give this one the same settings, or delete {folder} to start over"
     if (folder / PROGRESS).exists():
         return [f"{folder} holds an unfinished merge by one process: finish it without --part, or delete it"]
     problems = []

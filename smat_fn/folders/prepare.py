@@ -202,7 +202,7 @@ def _merger_problems(config: Merger, experts: list[str], rules: Rules | None, ke
 def _absence_problems(config: Merger, start: Folder, found: Mapping[str, Folder]) -> list[str]:
     """Errors for leaves that some experts only hold the place of."""
     if start.absent:
-        return ["base has parts that only hold the place, such as A[0:2]~: give layers of a model"]
+        return ["base has placeholders, such as A[0:2]~: give layers of a model"]
     if not any(folder.absent for folder in found.values()):
         return []
     if not config.uneven:

@@ -102,12 +102,12 @@ def prepare_several(
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of `merge_several`. Raises: ValueError as `prepare`; for options of a single model."""
     if not of_all_tasks(config):
-        raise ValueError(f"{config.name} with these options makes one model: give a merger with a task, without it")
+        raise ValueError(f"{config.name} with these options makes one model: give emr or tall_mask, without a task")
     one: Any = config
     given: Mapping[str, Any] = options
     unfit = [f"{n} {given[n]!r}" for n, usual in _OF_A_MODEL.items() if given.get(n, usual) != usual]
     unfit += ["vocabulary 'pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
-    problems = [f"{what} is of one model: give task, or leave it out for a folder of all tasks" for what in unfit]
+    problems = [f"{what} requires one model: give task, or leave it out for a folder of all tasks" for what in unfit]
     job = None
     with errors.collected(problems):
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)

@@ -31,6 +31,6 @@ def compiled(loss_fn: ModuleLoss) -> Compiled:
 
     Weights stay arguments: one program for all steps, clean or simulated, and for all experts of a shape. It agrees
     with the module itself within rounding. Layers whose hooks come and go (adapters, offload "recompute" and "stream")
-    would be compiled in every step: not for these. Other uses of the module run it as it is.
+    would be compiled anew in every step: do not use it for them. Other uses of the module run it as it is.
     """
     return Compiled(loss_fn)

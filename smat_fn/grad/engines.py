@@ -117,7 +117,7 @@ def _recorded(tensor: Tensor) -> Tensor:
 
 
 class Keyed(NamedTuple):
-    """A batch with what the key of its loss is made of: the run key, the step, the number of the micro-batch."""
+    """A batch with the parts of its loss's key: the run key, the step, the number of the micro-batch."""
 
     batch: Batch
     run_key: Tensor

@@ -123,12 +123,12 @@ def resume_problems(stored: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     ]
     if found and stored is not None and stored.get("theta_0") != now["theta_0"]:
         found.append(
-            "theta_0 is a copy of the weights at attach: build the model as then, from the same pretrained weights and "
-            "not from a checkpoint (call transformers.set_seed before adapters or heads are made), or give base="
+            "theta_0 is a copy of the weights at attach: build the model as before, from the same pretrained weights "
+            "and not from a checkpoint (call transformers.set_seed before adapters or heads are made), or give base="
         )
     if found:
         found.append(
-            "attach with the arguments of then; to resume with others from here on, delete 'smat_fn' in the "
+            "attach with the same arguments; to resume with others from here on, delete 'smat_fn' in the "
             "checkpoint's trainer_state.json"
         )
     return found
@@ -167,14 +167,14 @@ def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: str | No
     """
     if (steps := trainer.state.global_step) and trainer.model_init is None:  # which makes new ones
         return [
-            f"the trainer has trained for {steps} steps, so that the weights of now are not the pretrained ones: "
+            f"the trainer has trained for {steps} steps, so that its weights are no longer the pretrained ones: "
             "attach before train(), or give base="
         ]
     if known is None or (not any(leaf.is_meta for leaf in origin.values()) and known == hash_of(origin)):
         return []
     return [
-        "the model was trained with SMAT before, so that its weights of now are not the pretrained ones: build it anew "
-        "from these (as where a notebook's cell makes the trainer again), or give base="
+        "the model was trained with SMAT before, so that its weights are no longer the pretrained ones: build it "
+        "again from these (as where a notebook's cell makes the trainer again), or give base="
     ]
 
 
@@ -353,20 +353,20 @@ def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
         return []
     return [
         f"{', '.join(errors.shortened(names, '{} more'))}: batch norms in train mode would move their running "
-        "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the statistics "
-        "of now, or keep them in eval mode"
+        "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the "
+        "current statistics, or keep them in eval mode"
     ]
 
 
 def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str) -> list[str]:
     """Errors for trainable parameters that are not those of before."""
-    problems = [f"parameter {path!r} is trained now, and was not at {since}" for path in now if path not in before]
-    problems += [f"parameter {path!r} was trained at {since}, and is not now" for path in before if path not in now]
+    problems = [f"parameter {path!r} is trained now, and was not {since}" for path in now if path not in before]
+    problems += [f"parameter {path!r} was trained {since}, and is not now" for path in before if path not in now]
     for path, p in before.items():
         other = now.get(path)
         if other is not None and (p.shape != other.shape or (isinstance(p, nn.Parameter) and p is not other)):
-            problems.append(f"parameter {path!r} is another tensor than at {since}")
-    return errors.shortened(problems, f"{{}} more trainable parameters are not those of {since}")
+            problems.append(f"parameter {path!r} is another tensor than {since}")
+    return errors.shortened(problems, f"{{}} more trainable parameters are not those {since}")
 
 
 def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[str, Tensor]) -> list[str]:
@@ -388,7 +388,7 @@ def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[
     if shared:
         problems.append(
             f"base shares memory with the model ({', '.join(map(repr, shared[:3]))}{', ...' * (len(shared) > 3)}), so "
-            "that theta_0 would follow theta: clone its tensors, or leave base out for a copy of the weights of now"
+            "that theta_0 would follow theta: clone its tensors, or leave base out for a copy of the current weights"
         )
     return problems
 

@@ -69,7 +69,7 @@ class Attached:
         return self._text if self._active else "SMAT: detached"
 
     def detach(self) -> None:
-        """Back to plain training, whatever was wrapped around the trainer's methods since.
+        """Restores plain training, even if the trainer's methods have been wrapped since.
 
         Raises: ValueError between the micro-batches of a simulated step.
         """
@@ -120,7 +120,7 @@ class Attached:
         if self._given is not None:
             problems += checks.base_problems(self._given, model, leaves)
         else:
-            found = checks.changes(self._own, leaves, "attach")
+            found = checks.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         errors.raise_problems(problems + mask_problems(where, leaves, self._options.drop_prob))
         self._text = checks.describe(self._options, leaves, where)
@@ -224,9 +224,9 @@ class Attached:
         if len(now) != len(self._leaves) or any(
             p is not q for p, q in zip(now.values(), self._leaves.values(), strict=True)
         ):
-            found = checks.changes(self._leaves, leaves_of(self._trainer.model), "training began")
+            found = checks.changes(self._leaves, leaves_of(self._trainer.model), "when training began")
             found = found or ["the model that is trained is not the trainer's"]
-            raise ValueError("; ".join([*found, "SMAT simulates the parameters of then: train again, attached anew"]))
+            raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
 
     def _finish_step(self) -> None:
         if self._now is not None and self._weights is not None:

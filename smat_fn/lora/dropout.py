@@ -113,7 +113,7 @@ def with_dropout(loss_fn: ModuleLoss, base: Mapping[str, Tensor], lora: Lora, p:
     """
     problems = [] if 0 <= p < 1 else [f"dropout of adapters is {p}, must lie in [0, 1)"]
     problems += [
-        f"dropout of adapters is not known for {layer_of(path)!r}, an nn.MultiheadAttention: name other targets"
+        f"dropout of adapters is not supported for {layer_of(path)!r}, an nn.MultiheadAttention: name other targets"
         for path in lora.paths
         if not path.endswith(WEIGHT)
     ]

@@ -79,7 +79,7 @@ def build(
         loss_fn: of the full tree.
         base: theta_0, all leaves.
         where: the masked set.
-        around: made of every loss of the adapters (`smat_fn.parallel.replicated`).
+        around: wraps every loss of the adapters, as `smat_fn.parallel.replicated` does.
         options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (by the paths of the weights and
             of ``lora.saved``), antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
 

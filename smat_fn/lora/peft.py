@@ -86,7 +86,7 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     problems = [*config_problems(str(folder), config)]
     problems += [
-        f"{folder}: option {name} is {config[name]!r}, which is not known here" for name in UNKNOWN if config.get(name)
+        f"{folder}: option {name} is {config[name]!r}, which is not supported" for name in UNKNOWN if config.get(name)
     ]
     errors.raise_problems(problems)
     adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in load_file(folder / WEIGHTS).items()}

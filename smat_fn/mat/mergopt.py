@@ -103,4 +103,4 @@ class Mergopt:
     b: float | None = None
     """Scale of the Laplace noise, in units of the weights."""
     k_max: int | None = None
-    """Number of experts that will be merged: where a preset has none, that of the data's tasks, but at least 2."""
+    """Number of experts that will be merged. Without one in the preset: the number of the data's tasks, at least 2."""

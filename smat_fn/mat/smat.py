@@ -160,7 +160,7 @@ def build(
         alpha_depth: None; (low, high), alpha's factor in the first and in the last block by `smat_fn.where.by_depth`
             (low outside of blocks); a mapping from paths to factors (1 of paths left out); or a function of the path.
         antithetic: draw simulated steps in pairs.
-        offload: where theta_0 and theta~ live, bit-identical: see `smat_fn.mat.simulated.simulated_gradient`.
+        offload: where theta_0 and theta~ are stored, bit-identical: see `smat_fn.mat.simulated.simulated_gradient`.
         engine: as in `smat_fn.value_and_grad`.
         donate: reuse the state's buffers (the state passed in is then spent), bit-identical.
 

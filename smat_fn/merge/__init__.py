@@ -2,9 +2,9 @@
 
 Every merger with a base is ``apply_vector(base, <name>_vector(...), coef=coef)``, so that a search over coef merges
 once; `apply_rules` takes a coefficient for each leaf. Experts are {name: tree} or a list of trees, whose names are
-their positions. ``MERGERS`` holds the option classes of the paper's five; those of ``MORE_MERGERS`` see one leaf at a
-time. The functions have the names of their modules: ``smat_fn.merge.ties`` is the function, and
-``from smat_fn.merge.ties import Ties`` takes from the module. ``parts`` holds what mergers are made of and imports
+their positions. ``MERGERS`` holds the option classes of the paper's five, ``MORE_MERGERS`` those of the others.
+The functions have the names of their modules: ``smat_fn.merge.ties`` is the function, and
+``from smat_fn.merge.ties import Ties`` imports from the module. ``parts`` holds what mergers are made of and imports
 none of them; ``around`` holds what is done with any of them: coefficients, norms, adapters, mixtures of experts.
 """
 

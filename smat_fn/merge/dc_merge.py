@@ -116,9 +116,9 @@ class DcMerge(Spectral):
     elect: bool = True
     """Take the mean of the kept entries that have the sign of their sum; --no-elect takes their sum."""
     smooth: Smooth = "none"
-    """Replace the singular values of each expert by equal or linearly falling ones; for experts of low rank."""
+    """Replace each expert's singular values by equal (mean) or linearly falling ones; for experts of low rank."""
     ratio: float = 5.0
-    """Largest ratio of the first to the last of linearly falling ones."""
+    """With --smooth linear: largest ratio of the first singular value to the last."""
 
     def problems(self, experts: Experts) -> list[str]:
         problems = [] if 0 <= self.share <= 1 else [f"share is {self.share}, must be in [0, 1]"]

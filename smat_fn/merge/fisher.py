@@ -135,7 +135,7 @@ class Fisher(Weighted):
     normalize: bool = True
     """Divide by the RMS of each expert's diagonal; with --no-normalize take them as they are."""
     floor: float = 1e-6
-    """Minimum value of a diagonal."""
+    """Minimum value of a diagonal, after the division by its RMS."""
 
     def statistics(self) -> str:
         return self.weights_from

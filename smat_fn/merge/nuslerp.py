@@ -81,7 +81,7 @@ class NuSlerp(Merger):
         problems = count_problems(experts, "nuslerp", least=2, most=2)
         problems += [] if math.isfinite(self.t) else [f"t is {self.t}, must be finite"]
         known = self.along in ("leaf", "first", "last")
-        return problems + ([] if known else [f"along is {self.along!r}: leaf, first or last"])
+        return problems + ([] if known else [f"along is {self.along!r}, must be 'leaf', 'first' or 'last'"])
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:

@@ -43,7 +43,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
         nuslerp.py.
     """
     problems = [*coef_problems(coef), *count_problems(experts, "slerp", least=2, most=2)]
-    problems += [] if arc in get_args(Arc) else [f"arc is {arc!r}: {', '.join(get_args(Arc))}"]
+    problems += [] if arc in get_args(Arc) else [f"arc is {arc!r}, must be one of {', '.join(get_args(Arc))}"]
     flat = all_at_once(problems, lambda: check_alone(experts))
 
     def fuse(_: str, values: Iterator[Tensor]) -> Tensor:

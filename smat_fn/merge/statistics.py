@@ -120,9 +120,9 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
 
 
 def gram_layers(loss_fn: LossFn, params: Params, *, only: Sequence[str] = ()) -> dict[str, list[nn.Linear]]:
-    """The layers that `input_grams` is of, by the names of their weights: those that share one are together.
+    """The layers whose inputs `input_grams` reads, by the name of their weight, which several may share.
 
-    Raises: ValueError as it does, for none.
+    Raises: ValueError if there are none.
     """
     if not isinstance(loss_fn, ModuleLoss):
         raise ValueError("Gram matrices need the layers of a module: give a smat_fn.grad.ModuleLoss")

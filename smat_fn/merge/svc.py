@@ -58,7 +58,7 @@ class Svc(OfMatrices):
     coef: float = 1.0
     """gamma, a factor of the whole change; 1 is the source's."""
     alpha: float = 1.0
-    """Minimum of each expert's ratio, merged response to its own; a singular value is divided by their mean."""
+    """Minimum of the ratio of the merged response to an expert's; the mean ratio divides a singular value."""
     skip: tuple[str, ...] = ()
     """Globs of matrices that stay as they are, such as embeddings too large for a decomposition: "*embed*"."""
 

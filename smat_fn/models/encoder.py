@@ -109,7 +109,7 @@ def load(
     whole = copy.deepcopy(model)
     for layer in blocks(whole)[first:]:
         layer.requires_grad_(True)
-    note = f"the top layers of {str(source)!r} do not run on states alone ({reason}): the frozen ones run in every step"
+    note = f"the frozen layers of {str(source)!r} cannot be cached ({reason}): they run in every step"
     return made(whole, None, note)
 
 

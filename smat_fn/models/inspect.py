@@ -51,7 +51,7 @@ def describe_leaves(module: nn.Module, where: Where | None) -> list[Leaf]:
 def table(leaves: Iterable[Leaf]) -> str:
     """Leaves as text, one line for those of equal kind in all blocks (``layers.*``), and the sums below."""
     leaves = list(leaves)
-    lines: list[tuple[str, ...]] = [("leaf", "shape", "dtype", "trained", "masked", "parameters")]
+    lines: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "trained", "masked", "parameters")]
 
     def kind(leaf: Leaf) -> tuple[str, ...]:
         shape = " x ".join(map(str, leaf.shape)) or "()"
@@ -69,7 +69,7 @@ def table(leaves: Iterable[Leaf]) -> str:
     parts = {"all": leaves, "trained": trained, "masked": masked}
     total = sum(leaf.size for leaf in leaves)
     text += [
-        f"{name}: {(size := sum(leaf.size for leaf in part)):,} parameters in {len(part)} leaves"
+        f"{name}: {(size := sum(leaf.size for leaf in part)):,} parameters in {len(part)} tensors"
         + (f", {size / total:.1%}" if total and part is not leaves else "")
         for name, part in parts.items()
     ]

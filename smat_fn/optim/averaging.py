@@ -75,7 +75,7 @@ def averaged(optimizer: Optimizer, weight: Schedule) -> Optimizer:
 
 
 def ema(decay: float) -> Schedule:
-    r"""Weights of the exponential moving average over all steps, without the start's share.
+    r"""Weights of the exponential moving average over all steps, normalised so that the start has no share.
 
     ``a_n = sum_s d^(n - s) theta_s / sum_s d^(n - s)``, s = 1..n: ``w_s = (1 - d) / (1 - d^(s + 1))``.
 

@@ -12,7 +12,7 @@ def second_moments(state: Any, *, beta: float = 0.999) -> dict[str, Tensor]:
     r"""The bias-corrected second moments in an optimizer's state: ``nu / (1 - beta^t)``, by parameter name.
 
     The running mean of squared gradients of batches, as they reached the optimizer: clipped, and for SMAT those of
-    simulated states among them. Of one row a batch it estimates the diagonal of the empirical Fisher matrix.
+    simulated states among them. With one row per batch it estimates the diagonal of the empirical Fisher matrix.
 
     Args:
         state: of `adam`, `adamw`, `averaged`, `chain`, `partition` of these; after one update at least.

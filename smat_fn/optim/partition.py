@@ -27,7 +27,7 @@ def partition(where: Where, chosen: Optimizer, rest: Optimizer) -> Optimizer:
         An `Optimizer` whose state is a `PartitionState`.
 
     Raises:
-        ValueError: chosen or rest is no `Optimizer`.
+        ValueError: chosen or rest is not an `Optimizer`.
 
     Example:
         >>> import torch

@@ -66,7 +66,7 @@ def independent_smat(
 ) -> Method:
     r"""SMAT in which process r draws for itself: the gradient ``1/R sum_r alpha_r m_r (.) grad L_r(theta~_r)``.
 
-    The same expectation as one shared draw, over which the variance that comes from the draw is divided by R. Each
+    The expectation is that of one shared draw; the variance due to the draw is divided by R. Each
     process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
 
     Args:

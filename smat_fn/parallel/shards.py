@@ -42,7 +42,7 @@ def starts_in(leaves: Mapping[str, Any]) -> dict[str, int]:
         starts[path] = 0
         placements = [(i, kind) for i, kind in enumerate(getattr(p, "placements", ())) if not kind.is_replicate()]
         if len(placements) > 1 or any(not kind.is_shard(0) for _, kind in placements):
-            problems.append(f"leaf {path!r} is placed as {p.placements}: only shards of the first dimension are known")
+            problems.append(f"leaf {path!r} is placed as {p.placements}: shard its first dimension alone")
         elif placements:
             mesh, (dimension, _) = p.device_mesh, placements[0]
             rows = -(-p.shape[0] // mesh.size(dimension))

@@ -97,7 +97,7 @@ def settings_of(runs: Iterable[Run]) -> dict[str, Setting]:
 
 
 def with_muon(rows: Sequence[Result], runs: Sequence[Run]) -> tuple[list[Result], list[Run]]:
-    """Rows and runs, the labels of those trained with Muon ending in " (Muon)": they meet AdamW's in one report."""
+    """Rows and runs, the labels of those trained with Muon ending in " (Muon)", beside AdamW's in one report."""
     experts = [run for run in runs if run.trains]
     others = {run.label for run in experts if run.training.get("optimizer") != "muon"}
     muon = {run.label for run in experts} - others

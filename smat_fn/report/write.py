@@ -24,7 +24,7 @@ def build_report(
     notes: str = "",
     extra: Iterable[tuple[Any, ...]] = (),
 ) -> list[Section]:
-    """The sections that scores and runs give, in order; without runs there is less to tell.
+    """The sections that scores and runs give, in order; without runs there are fewer.
 
     Args: reference: the label that others are compared with, for Muon's runs its namesake among them; facts: command,
         commit, hardware, versions as of `machine.describe`, and a study's ``dev`` with ``lr`` or ``chosen``;
@@ -130,7 +130,7 @@ def write_full_report(
 def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
     """A self-contained HTML page.
 
-    Args: text: what follows the title, in Markdown (CommonMark and tables; HTML in it is shown, not obeyed); images:
+    Args: text: what follows the title, in Markdown (CommonMark and tables; HTML in it is escaped); images:
         PNGs by the name that the text gives them.
     Raises: ValueError for an image that is none of them.
     """

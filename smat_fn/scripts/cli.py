@@ -1,5 +1,6 @@
 """Shared command line of the scripts: options from a dataclass, one-line errors. Does not import torch."""
 
+import inspect
 import os
 import re
 import sys
@@ -99,7 +100,7 @@ def _at_home(word: str) -> Path:
 
 
 def _readable(option: StructFieldSpec) -> StructFieldSpec:
-    """The option with a help text without line breaks, and with "none" for a default that is empty or in no preset."""
+    """The option with its help text in one line, and in words a default that is empty, in no preset, or a flag's."""
 
     def text() -> str | None:
         found = option.helptext() if callable(option.helptext) else option.helptext
@@ -110,6 +111,8 @@ def _readable(option: StructFieldSpec) -> StructFieldSpec:
     absent = option.default in ({}, ()) or (option.name in ("coef", "task") and option.default is None)
     if absent and get_origin(kind) is not Annotated:
         kind = Annotated[kind, NONE]
+    if kind is bool and option.default is True:  # a flag --no-NAME
+        kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="(default: not given)")]
     return replace(option, helptext=text, type=kind)
 
 
@@ -187,25 +190,30 @@ def suite_options(options: type, words: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def spoken(text: str) -> str:
-    """Rewrite a library error for the command line: options as --heads keep or --suite-options NAME VALUE."""
+def spoken(text: str, names: Sequence[str] = ()) -> str:
+    """Rewrite a library error for the command line: options as --heads keep or --suite-options NAME VALUE.
+
+    Args: names: options of the command, of which those of several words are written as --keep-snapshots.
+    """
     text = text.replace(" (overwrite=True)", "")
     text = text.replace("or None to train everything", "or leave it out to train everything")
     text = text.replace("Give where=, a function (name, parameter) -> bool, or drop_prob=0", "Pass --drop-prob 0")
     text = re.sub(r"\b(choose|give) (vocabulary|heads) (base-rows|pad-with-base|keep)\b", r"pass --\2 \3", text)
     text = re.sub(r"\bgive into\b", "pass --into", text)
-    text = re.sub(r"\b(config|tokenizer)_(from is not available with into)\b", r"--\1-\2", text)
     for name, option in {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}.items():
         text = text.replace(f"{name} is not available with into", f"{option} is not available with into")
     text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
     text = re.sub(r"\b(by|name the leaf in) skip\b", r"\1 --skip", text)
     text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
-    text = text.replace("by config_from", "by --config-from").replace("a smaller shard_size", "a smaller --shard-size")
+    text = text.replace("use fewer workers", "use fewer --threads")
     text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
     text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
-    return re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
+    text = re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
+    several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
+    bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
+    return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text
 
 
 def named(text: str, script: str) -> str:
@@ -259,7 +267,7 @@ def run(
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]
-        description = options.__doc__
+        description = inspect.getdoc(options)
     helped, whole = bool(outcome.HELPS & set(words)), "--help-all" in words
     words = ["--help" if word == "--help-all" else word for word in words]
     if not helped or whole or prog != script:
@@ -294,7 +302,8 @@ def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: 
                 raise ValueError(f"--threads is {threads}, must be at least 1")
         main(parsed)
     except (ValueError, OSError) as error:
-        sys.exit(f"{prog}:{named(spoken(in_lines(error)), script)}")
+        names = [name for name, _ in _values(parsed)]
+        sys.exit(f"{prog}:{named(spoken(in_lines(error), names), script)}")
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which is not imported here
             raise

@@ -70,7 +70,7 @@ class Clip8Options(SuiteOptions):
     batch_size: int = 128
     """Images in a batch."""
     dtype: str = "float32"
-    """Dtype of parameters and computation."""
+    """Dtype of parameters and computation, float32 or bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     train_layers: int | None = None
@@ -84,9 +84,9 @@ class Clip8Options(SuiteOptions):
     rows: int | None = None
     """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
-    """Column names of the source: image=picture,label=class."""
+    """Column names of the source, as image=picture,label=class (default: image and label)."""
     device: str | None = None
-    """Device of model and training (default: the first GPU, or the CPU)."""
+    """Device of model and training, cpu or cuda:0 (default: the first GPU, or the CPU)."""
     eval_batch: int = 256
     """Images scored together."""
 
@@ -232,10 +232,7 @@ class Clip8(EncoderSuite):
         top = top_of(model.module, model.pooled, example.to(next(model.module.parameters()).dtype))
         if isinstance(top, Top):
             return top
-        self.notes += (
-            f"the top layers of {self.options.model} do not run on states alone ({top}): "
-            "the frozen ones run in every step",
-        )
+        self.notes += (f"the frozen layers of {self.options.model} cannot be cached ({top}): they run in every step",)
         return None
 
     def _loss(self, model: clip.Clip | ImageClassifier, head: Tensor) -> LossFn:

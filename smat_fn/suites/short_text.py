@@ -79,15 +79,15 @@ class ShortTextOptions(SuiteOptions):
     max_length: int = 128
     """Maximum number of tokens of a text."""
     dtype: str = "float32"
-    """Dtype of trained parameters and their computation."""
+    """Dtype of trained parameters and their computation, float32 or bfloat16."""
     columns: Any = None
-    """Column names of the source: text=review,label=stars."""
+    """Column names of the source, as text=review,label=stars (default: text and label)."""
     only: tuple[str, ...] | None = None
     """Tasks whose rows are read and checked (train.py: those of --tasks; default: all)."""
     rows: int | None = None
     """Only the first rows of each split, for quick runs; heads are those of all rows (default: all)."""
     device: str | None = None
-    """Device of model and training (default: the first GPU, or the CPU)."""
+    """Device of model and training, cpu or cuda:0 (default: the first GPU, or the CPU)."""
     eval_batch: int = 32
     """Texts scored together."""
     progress: bool | None = None

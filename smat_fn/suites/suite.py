@@ -17,6 +17,7 @@ from ..grad import linearised
 from ..types import Batch, LossFn, Params, Where
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_KINDS: Mapping[Any, str] = MappingProxyType({bool: "True or False", str: "a text"})
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class SuiteOptions:
     def __post_init__(self) -> None:
         problems = count_problems(self, self.LOWEST)
         problems += [
-            f"{field.name} is {value!r}, must be a {field.type.__name__}"
+            f"{field.name} is {value!r}, must be {_KINDS[field.type]}"
             for field in fields(self)
             if field.type in (bool, str) and not isinstance(value := getattr(self, field.name), field.type)
         ]

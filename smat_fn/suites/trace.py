@@ -83,7 +83,7 @@ class TraceOptions(SuiteOptions):
     batch_size: int = 8
     """Rows in a batch."""
     dtype: str = "float32"
-    """Dtype of parameters and computation."""
+    """Dtype of parameters and computation, float32 or bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     train_layers: int | None = None
@@ -97,11 +97,11 @@ class TraceOptions(SuiteOptions):
     rows: int | None = None
     """Only the first rows of each split, for quick runs (default: all)."""
     columns: Any = None
-    """Column names of the source: prompt=question,answer=reply."""
+    """Column names of the source, as prompt=question,answer=reply (default: prompt and answer)."""
     device: str | None = None
-    """Device of model and training (default: the first GPU, or the CPU)."""
+    """Device of model and training, cpu or cuda:0 (default: the first GPU, or the CPU)."""
     device_map: DeviceMap | None = None
-    """Spread the model over devices instead, as accelerate does: auto, balanced, or {module: device}."""
+    """Spread the model over devices, as accelerate does: auto, balanced, or {module: device} (default: one device)."""
     decode_batch: int = 16
     """Rows decoded together; affects speed, and answers only by rounding."""
     engine: str | Engine = "smat_fn.evaluate.decoding:generator"
@@ -204,9 +204,7 @@ class Trace(BaseSuite):
         rows = [(*ids[: 16 - i], lm.tokenizer.eos_token_id) for i, ids in enumerate(prompt_ids(texts, lm.tokenizer))]
         top = top_language(lm, self._collate([text.Example(ids, ids) for ids in rows]))
         if isinstance(top, str):
-            self.notes += (
-                f"the top layers of {own.model} do not run on states alone ({top}): the frozen ones run in every step",
-            )
+            self.notes += (f"the frozen layers of {own.model} cannot be cached ({top}): they run in every step",)
             return None, None
         with decoding.evaluating(lm.module):
             found = prompts_of(lm.module, decoding.prompt_tokens(rows, self._device))

@@ -176,7 +176,7 @@ def test_sizes_are_dots_beside_the_line_of_sigma(figure):
     title, columns, lines = summary(RESULTS["diagnose"])
     start = "RMS of updates, and of 0.3 x the sum of the other experts'; sigma 0.001 (given)"
     assert title == f"{start}; no sigma suggested: it takes two experts that moved"
-    assert columns[0] == "Leaves"
+    assert columns[0] == "Kind"
     assert lines == [
         ["mlp", "10", "0.002", "0.0005", "0.5", "2", "25.00%"],
         ["all", "10", "0.002", "-", "0.5", "-", "25.00%"],

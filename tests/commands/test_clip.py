@@ -41,7 +41,7 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         f"model {inputs / 'model'}", "batch_size 128", "dtype float32",
         "method smat: alpha_min 0.1, drop_prob 0.5, sigma 0.001, period 4, noise uniform",
         "lr 1e-05, optimizer adam, schedule cosine, weight_decay 0.0", "run seed 0",
-        "encoder.layers.0.mlp.fc1.weight", "in 6 leaves", "MNIST: 4000 steps", "8000 steps in all",
+        "encoder.layers.0.mlp.fc1.weight", "in 6 tensors", "MNIST: 4000 steps", "8000 steps in all",
     ):  # fmt: skip
         assert part in told
     assert not (tmp_path / "out").exists()

@@ -114,11 +114,11 @@ def test_a_dry_run_says_what_a_merge_needs_and_writes_nothing(hub, call, tmp_pat
     printed, code = call(*words, "--dry-run", "--memory-mib", "40")
     assert code is None
     first, memory, disk, time = printed.splitlines()
-    assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 leaves, 4,944 parameters"
+    assert first == f"{tmp_path / 'out' / 'della'}: all checks passed, 20 tensors, 4,944 parameters"
     assert memory == "  memory: at most 40 MiB beside mapped files"
     assert disk.endswith("kB in 1 file")
     assert re.fullmatch(
-        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 kB to read, .*", time
+        r"  time: about [\d.]+ s of computation, then [\d.]+ s of hashing .*; 35\.9 kB to read; .*", time
     )
     _, code = call(*words, "--dry-run", "--window", "3")
     assert "take a smaller window" in code
@@ -150,7 +150,7 @@ def test_text_experts_are_merged_into_a_model_that_sees(hub, call, tmp_path):
     (tmp_path / "sees/config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
     words = ("ta", "--base", hub / "base", "--experts", f"{tmp_path / 'sees'}@1", f"{hub / 'math'}@0.3", "--coef", 1)
     words = (*words, "--into", "sees", "--out")
-    assert "all checks passed, 21 leaves" in call(*words, tmp_path / "out", "--dry-run")[0]
+    assert "all checks passed, 21 tensors" in call(*words, tmp_path / "out", "--dry-run")[0]
     assert call(*words, tmp_path / "out")[1] is None
     made, folder = load_file(tmp_path / "out/ta/model.safetensors"), tmp_path / "out/ta"
     alone = ("ta", "--base", hub / "base", "--experts", f"{hub / 'code'}@1", f"{hub / 'math'}@0.3", "--coef", 1)
@@ -182,7 +182,7 @@ def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp
         assert printed == f"part {part} of {out / merger} is done, unfinished yet: missing part{missing}\n"
         assert not (out / merger).exists()
     _, code = call(*words, out, "--part", "1/3", "--coefs", "*.mlp.*", "0.25")
-    assert "part 1/3 differs from part 2/3 in hyperparameters, coef: call this one alike, or delete" in code
+    assert "part 1/3 differs from part 2/3 in hyperparameters, coef: give this one the same settings, or delete" in code
     _, code = call(*words, out, "--part", "1/3", "--seed", "4")
     assert "part 1/3 differs from part 2/3 in " in code  # the card names the seed of a merge without masks too
     printed, code = call("recipe", tmp_path / "whole" / merger / "recipe.yml", "--out", out, "--part", "1/3")
@@ -302,8 +302,8 @@ def test_what_stops_a_merge_is_told_in_one_line(hub, call, tmp_path, monkeypatch
         (("weighted_average", "--weights", "1"), "weights holds 1 numbers for 2 experts"),
         (("ta", "--coefs", "*.mlp.*", "1"), "no rule matches leaf 'model.embed_tokens.weight'"),
         (("ta", "--coef", "1", "--device", "cuda"), "device is 'cuda', but torch sees no GPU here"),
-        (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32"),
-        (("ta", "--coef", "1", "--shard-size", "5GiB"), "size '5GiB' is not a size: write 5GB"),
+        (("ta", "--coef", "1", "--memory-mib", "8"), "8 MiB are too little memory for a merge: give more than 32 MiB"),
+        (("ta", "--coef", "1", "--shard-size", "5GiB"), "--shard-size is '5GiB': write 5GB"),
         (("ta", "--search", "--dry-run"), "--dry-run: not available with --search or --calibrate"),
         (("ta", "--search", "--part", "1/2"), "--part: not available with --search or --calibrate"),
         (("ta", "--coef", "1", "--part", "2"), "part is '2', must be I/N with I from 1 to N, as 2/3"),

@@ -150,7 +150,7 @@ def test_bad_numbers_and_tasks_are_told_together_before_the_suite_is_loaded(refu
     )  # fmt: skip
     assert text.startswith("train.py:\n  ")
     assert all(line.startswith("  ") for line in text.split("\n")[1:])
-    for part in ("steps is 0", "learning rate is nan", "sigma is -1", "period is 0", "log_every is 0", "'rot91'"):
+    for part in ("steps is 0", "learning rate is nan", "sigma is -1", "period is 0", "--log-every is 0", "'rot91'"):
         assert part in text
     assert list(tmp_path.iterdir()) == []
 
@@ -228,7 +228,7 @@ def test_merge_refuses_what_cannot_be_merged_in_one_line(refused, trained, tmp_p
 
 def test_eval_refuses_folders_without_checkpoints_in_one_line(refused, tmp_path):
     text = refused("eval.py", tmp_path / "a", tmp_path / "b")
-    assert text.count("holds no expert or merged checkpoint") == 2
+    assert text.count("is not a folder: give folders of train.py or merge.py") == 2
     assert all(line.startswith("  ") for line in text.split("\n")[1:])
     assert refused("eval.py") == "eval.py: give at least one checkpoint, or a folder that contains some"
 

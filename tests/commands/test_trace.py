@@ -85,10 +85,10 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         f"model {inputs / 'model'}", "max_length 512", "batch_size 8", "dtype bfloat16", "rows 9",
         "method smat: alpha_min 0.2, drop_prob 0.5, sigma 0.001, period 4, noise uniform",
         "lr 2e-05, optimizer adamw, schedule constant, weight_decay 0.001, max_grad_norm 1.0, accumulate 1, run seed 0",
-        "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
+        "model.layers.0.mlp.up_proj.weight", "in 7 tensors", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
         # the gains of the three norms are 1, below which bfloat16 numbers are 2**-8 apart
         "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
-        "cut on the right: EOS 0.0%",
+        "cut on the right: 0.0% lose EOS",
     ):  # fmt: skip
         assert part in told
     # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
@@ -127,7 +127,7 @@ def test_the_presets_training_can_be_overridden(inputs, exits, tmp_path, capsys)
         assert part in told
     assert "max_grad_norm" not in told
     text = exits("train.py", "ft", *words, "--optimizer", "adam", "--out", tmp_path / "out")
-    assert text.endswith("weight_decay is 0.001, adam has none: choose optimizer adamw, or weight_decay 0")
+    assert text.endswith("--weight-decay is 0.001, adam has none: choose optimizer adamw, or --weight-decay 0")
     text = exits("train.py", "ft", *words, "--out", tmp_path / "out", "--suite-options", "batch_size", "None")
     assert text.endswith("trace: batch_size is None, must be an integer of at least 1")
 

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_told_before_training(model, rows, tmp_path):
         given = {"model": str(model), "data": str(rows), "max_new_tokens": 6, "device": "cpu"}
         return load_suite("trace", seed=0, **{**given, **options})
 
-    with pytest.raises(ValueError, match=r"training rows of mine: truncate 'left' is of causal models"):
+    with pytest.raises(ValueError, match=r"training rows of mine: truncate 'left' requires a causal model"):
         load(truncate="left").epoch_steps("mine")
     tokenizer = MODELS["make_tokenizer"]()
     with pytest.raises(ValueError, match=r"the embedding has 10 rows, too few for the tokenizer"):

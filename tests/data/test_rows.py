@@ -250,11 +250,11 @@ def test_files_that_are_not_there(tmp_path):
         ("a.csv", "prompt,prompt\na,b", "column 'prompt' is there twice"),
         ("a.csv", "prompt,answer\na,b\nc\nd,e,f", r"rows 1 and 2: not as many values as the 2 columns"),
         ("a.csv", "prompt;answer\na;b", r"'prompt;answer' has ';' and no comma: separate columns by"),
-        ("a.json", '[{}, 3, "x"]', "rows 1 and 2: no JSON object"),
+        ("a.json", '[{}, 3, "x"]', "rows 1 and 2: not a JSON object"),
         (
             "a.jsonl",
             '{"prompt": "p", "answer": "a"}\n{\n\n[1]\nx',
-            "line 2 is not JSON .* line 5 is not JSON .* row 1: no JSON",
+            "line 2 is not JSON .* line 5 is not JSON .* row 1: not a JSON",
         ),
         (
             "a.json",

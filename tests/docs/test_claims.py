@@ -149,6 +149,58 @@ def test_what_the_readme_says_of_one_pass_is_in_the_results():
     assert steps["FT"]["training"]["steps"] == 2 * steps["SMAT"]["training"]["steps"]
 
 
+def test_the_differences_of_mergers_from_task_arithmetic_are_in_the_results():
+    test = json.loads((readme.RESULTS / "digits_onepass.json").read_text(encoding="utf-8"))["test"]
+
+    def gain(name, *, muon):
+        own = [scores for label, scores in test.items() if ("Muon" in label) is muon]
+        return fmean(fmean(scores[name]) - fmean(scores["TA"]) for scores in own)
+
+    names = "tsv_merge", "iso_c", "wudi", "ties", "dare", "della", "wa"
+    said = [f"`{name}` {gain(name.upper(), muon=False):+.1f}" for name in names]
+    said[0] += " points"
+    page = " ".join((ROOT / "docs/merging.md").read_text(encoding="utf-8").split())
+    assert f"averaged over seven methods trained by Adam: {', '.join(said)}. After training by Muon none" in page
+    assert all(gain(name.upper(), muon=True) < 0 for name in names)
+
+
+def test_the_distance_of_spectral_mergers_on_the_vit_is_that_of_the_results():
+    test = json.loads((readme.RESULTS / "vit_blocks_onepass.json").read_text(encoding="utf-8"))["test"]
+    far, others = ("TSV_MERGE", "ISO_C", "WUDI"), ("WA", "TA", "TIES", "DARE", "DELLA")
+    found = [fmean(own[a]) - fmean(own[b]) for own in test.values() for a in far for b in others]
+    sentence = f"The spectral mergers and WUDI are {min(found):.0f} to {max(found):.0f} points above the others."
+    assert sentence in " ".join(STUDIES.split())
+
+
+def test_the_instructions_of_kernels_are_those_of_the_results():
+    rows = json.loads((readme.RESULTS / "sass.json").read_text(encoding="utf-8"))["rows"]
+    page = " ".join((ROOT / "docs/kernels.md").read_text(encoding="utf-8").split())
+
+    def row(kernel, dtype="bf16", **flags):
+        wanted = {"kernel": f"{kernel}_kernel", "dtype": dtype, "aligned": "True", "masked": "True"} | flags
+        return next(own for own in rows if wanted.items() <= own.items())
+
+    parts = {"norm": "False", "clip": "False", "store": "True"}
+    lines = {
+        "simulate": (6, row("simulate")),
+        "reweight": (4, row("reweight", **parts)),
+        "finish without a clip": (4, row("reweight", **{**parts, "norm": "True"})),
+        "finish with a clip: norm": (2, row("reweight", **{**parts, "norm": "True", "store": "False"})),
+        "finish with a clip: reweight, clip": (4, row("reweight", **{**parts, "clip": "True"})),
+    }
+    for name, (size, own) in lines.items():
+        assert f"| {name} | {size} | {own['instructions per coordinate']:.1f} | {own['registers']} |" in page
+    at = {name: own["instructions per coordinate"] / (128 * 132 * 1.8) * 1e3 for name, (_, own) in lines.items()}
+    assert (
+        f"`simulate` with {at['simulate']:.1f} against 2.0 ps and `reweight` with {at['reweight']:.1f} against" in page
+    )
+    assert f"with {at['finish with a clip: norm']:.2f} against 0.67 ps" in page
+    wide = [row(kernel, "fp32", **flags) for kernel, flags in (("simulate", {}), ("reweight", parts))]
+    assert "with {:.1f} and {:.1f} instructions".format(*(own["instructions per coordinate"] for own in wide)) in page
+    most = max(own["instructions per coordinate"] for own in rows if own["aligned"] == "True")
+    assert f"take at most {most:.1f} instructions" in page
+
+
 @pytest.mark.parametrize("file", sorted((readme.RESULTS / "analyses").rglob("*.json")), ids=lambda file: file.stem)
 def test_the_stored_analyses_are_those_of_the_reports(file):
     records = analyses.records(json.loads(file.read_text(encoding="utf-8")))

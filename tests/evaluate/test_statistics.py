@@ -73,5 +73,5 @@ def test_paired_is_the_estimate_as_json_values():
 
 @pytest.mark.parametrize(("values", "level"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0), ([1.0], math.nan)])
 def test_no_values_and_levels_that_are_none_are_refused(values, level):
-    with pytest.raises(ValueError, match=rf"level {level} from {len(values)} values"):
+    with pytest.raises(ValueError, match=rf"level {level} of {len(values)} values"):
         estimate(values, level=level)

@@ -97,7 +97,7 @@ def test_llama_main_has_all_methods_by_itself_and_goes_on_where_it_stopped(exper
     methods = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][2:]
     assert methods == ["FT", "ASAM", "MERGOPT", "ORTHOREG", "SMAT"]
     again = experiment("llama_main.sh", METHODS="ft", **few)
-    assert "FOMC: finished before" in again
+    assert "FOMC: already finished" in again
     assert not any(line.startswith("merged: ") for line in again)
 
 
@@ -150,11 +150,11 @@ def test_the_analyses_take_the_runs_that_stand(experiment, inputs):
     gains = json.loads((out / "experts-curve" / "gains.json").read_text())
     assert all(row["expert"] > 0 for row in gains["rows"])
     lines = experiment("replacement.sh", METHODS="smat", COEF="0.4")
-    assert lines.count("FOMC: finished before") == 2
+    assert lines.count("FOMC: already finished") == 2
     rows = json.loads((out / "replacement" / "replacement.json").read_text())["rows"]
     assert {row["experts"] for row in rows} == {0, 1, 2}
     lines = experiment("landscape.sh", METHODS="smat", LANDSCAPE="--points 2 --batches 1 --tasks FOMC")
-    assert lines.count("FOMC: finished before") == 2
+    assert lines.count("FOMC: already finished") == 2
     landscape = json.loads((out / "landscape" / "landscape.json").read_text())
     assert {row["method"] for row in landscape["rows"]} == {"FT", "SMAT"}
     assert json.loads((out / "landscape" / "diagnose.json").read_text())["rows"]

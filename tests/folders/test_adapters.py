@@ -406,7 +406,7 @@ def test_files_that_are_no_adapter(base, adapter, folders, tmp_path):
     for part in (
         f"{pickled / 'adapter_model.bin'} holds pickled weights that cannot be read safely",
         f"expert 'broken': {broken} is not a readable adapter",
-        f"expert 'headless': {headless} is not a readable adapter",
+        f"expert 'headless': {headless} holds no adapter_config.json: give the folder of a LoRA adapter",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match=r"base: .* holds an adapter, not a whole model: only experts can be adapters"):

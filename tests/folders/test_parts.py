@@ -185,9 +185,9 @@ def test_what_contradicts_the_parts_before_is_refused_by_name(inputs, folders, t
     out, options = tmp_path / "out", {"shard_size": 30}
     merge_part(TA, base, experts, out, Part(1, 3), **options)
     work = {file: file.read_bytes() for file in (tmp_path / ".out.merging").iterdir()}
-    with pytest.raises(ValueError, match=r"part is 2/4, but .*\.out\.merging holds part 1/3: call this one alike"):
+    with pytest.raises(ValueError, match=r"part is 2/4, but .*\.out\.merging holds part 1/3: give this one the same"):
         merge_part(TA, base, experts, out, Part(2, 4), **options)
-    with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in hyperparameters, coef: call"):
+    with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in hyperparameters, coef: give"):
         merge_part(TaskArithmetic(coef=0.25), base, experts, out, Part(2, 3), **options)
     with pytest.raises(ValueError, match=r"part 2/3 differs from part 1/3 in files of the output: "):
         merge_part(TA, base, experts, out, Part(2, 3), shard_size=50)

@@ -463,7 +463,7 @@ def replace(model):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (freeze, "'model.layers.0.self_attn.q_proj.weight' was trained at training began, and is not now"),
+        (freeze, "'model.layers.0.self_attn.q_proj.weight' was trained when training began, and is not now"),
         (unfreeze, "'model.embed_tokens.weight' is trained now, and was not"),
         (replace, "'model.norm.weight' is another tensor"),
     ],

@@ -51,7 +51,7 @@ def test_a_resumed_run_has_the_theta_0_of_the_one_that_was_stopped(whole, tmp_pa
     def later():
         return transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
 
-    with pytest.raises(ValueError, match=r"hash of theta_0 was .*build the model as then.*or give base="):
+    with pytest.raises(ValueError, match=r"hash of theta_0 was .*build the model as before.*or give base="):
         resume(folder, tmp_path, later())
     assert same(resume(folder, tmp_path, later(), base=copies(tiny_llama())), weights)
     wide = {name: leaf.double() for name, leaf in copies(tiny_llama()).items()}

@@ -699,7 +699,7 @@ def test_options_out_of_range():
         merge.iso_cts(one, [one], coef=float("nan"), common=1.5)
     with raises("ridge is -1.0, must be a finite number of at least 0"):
         merge.wudi(one, [one], coef=1.0, ridge=-1.0)
-    with raises("coef is nan", "t is inf, must be finite", "along is 'row': leaf, first or last"):
+    with raises("coef is nan", "t is inf, must be finite", "along is 'row', must be 'leaf', 'first' or 'last'"):
         merge.nuslerp(one, [one, one], coef=float("nan"), t=float("inf"), along="row")
     with raises("max_iter is -1, must be at least 0", "tol is 0, must be above 0 and finite"):
         merge.karcher([one], max_iter=-1, tol=0)

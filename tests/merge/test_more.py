@@ -240,7 +240,7 @@ def test_slerp_takes_a_zero_leaf_as_mergekit_does_where_it_is_asked():
     # mergekit 0.1.5, slerp.py: norms below 1e-8 count as 1, so the cosine is 0
     merged = merge.slerp([tree(0.0, 0.0), tree(4.0, 8.0)], coef=1 / 3, zeros=True)["w"]
     torch.testing.assert_close(merged, torch.tensor([2.0, 4.0]))
-    with pytest.raises(ValueError, match="arc is 'row': slerp, leaf, first, last"):
+    with pytest.raises(ValueError, match="arc is 'row', must be one of slerp, leaf, first, last"):
         merge.slerp([tree(0.0), tree(1.0)], coef=0.5, arc="row")
 
 

@@ -42,16 +42,16 @@ def test_the_table_joins_equal_leaves_of_all_blocks_and_adds_up():
     module = Model()
     text = inspect.table(inspect.describe_leaves(module, where.block_linear(module)))
     assert [line.split() for line in text.splitlines()] == [
-        ["leaf", "shape", "dtype", "trained", "masked", "parameters"],
+        ["tensor", "shape", "dtype", "trained", "masked", "parameters"],
         ["gain", "()", "float32", "-", "-", "1"],
         ["embed.weight", "=", "head.weight", "5", "x", "2", "float32", "yes", "-", "10"],
         ["layers.*.fc.weight", "(2)", "2", "x", "2", "float32", "yes", "yes", "8"],
         ["layers.*.fc.bias", "(2)", "2", "float32", "yes", "-", "4"],
         ["layers.*.norm.weight", "(2)", "2", "float32", "yes", "-", "4"],
         ["layers.*.norm.bias", "(2)", "2", "float32", "yes", "-", "4"],
-        ["all:", "31", "parameters", "in", "10", "leaves"],
-        ["trained:", "30", "parameters", "in", "9", "leaves,", "96.8%"],
-        ["masked:", "8", "parameters", "in", "2", "leaves,", "25.8%"],
+        ["all:", "31", "parameters", "in", "10", "tensors"],
+        ["trained:", "30", "parameters", "in", "9", "tensors,", "96.8%"],
+        ["masked:", "8", "parameters", "in", "2", "tensors,", "25.8%"],
     ]
 
 
@@ -67,5 +67,5 @@ def test_a_block_that_differs_has_its_own_line():
 
 def test_no_leaves():
     assert inspect.table([]).splitlines()[1:] == [
-        f"{name}: 0 parameters in 0 leaves" for name in ("all", "trained", "masked")
+        f"{name}: 0 parameters in 0 tensors" for name in ("all", "trained", "masked")
     ]

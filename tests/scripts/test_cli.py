@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smat_fn.config import PRESETS, Mergopt, Smat, Ties
+from smat_fn.config import PRESETS, Della, Mergopt, Smat, Ties
 from smat_fn.mat.msam import Msam
 from smat_fn.scripts import cli
 from smat_fn.scripts.cli import mistyped, spoken
@@ -55,6 +55,14 @@ def test_help_shows_the_defaults_of_a_method_where_a_preset_has_none():
     assert shown[Msam] == Msam(rho=0.5, adaptive=True, along="momentum")
     assert (shown[Smat].rho, shown[Smat].climb, shown[Smat].sigma) == (0.5, None, "auto")
     assert shown[Mergopt].k_max is None, "it is the number of the data's tasks"
+
+
+def test_a_flag_that_switches_off_is_not_given_by_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(Della, description=None, args=["--help"], prog="own")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--no-elect Elect signs; with --no-elect take all entries. (default: not given)" in text
+    assert "(default: True)" not in text
 
 
 def test_values_shown_are_not_those_that_are_parsed():
@@ -109,6 +117,27 @@ def test_a_full_gpu_is_a_line_and_other_faults_keep_their_traceback(monkeypatch)
         run(RuntimeError("another"))
 
 
+def test_options_of_several_words_are_said_as_the_command_line_has_them(monkeypatch):
+    names = "config_from", "shard_size", "eval_every", "steps"
+    assert spoken("say whose the output has, by config_from", names).endswith("by --config-from")
+    assert spoken("eval_every is 0, with shard_size", names) == "--eval-every is 0, with --shard-size"
+    for text in ("'shard_size' is 5", "training.eval_every was 5", "my_eval_every", "a/shard_size", "eval_every=5"):
+        assert spoken(text, names) == text
+
+    @dataclass(frozen=True)
+    class Several:
+        """Options."""
+
+        eval_every: int = 0
+
+    def main(args):
+        raise ValueError("eval_every is 0, must be at least 1")
+
+    monkeypatch.setattr(sys, "argv", ["own"])
+    with pytest.raises(SystemExit, match=r"^own: --eval-every is 0, must be at least 1$"):
+        cli.run("own", main, Several, description=None)
+
+
 def test_options_are_said_as_the_command_line_has_them():
     assert spoken("choose offload None or 'recompute', which keep it") == (
         "pass --offload device or recompute, to keep it"
@@ -123,10 +152,10 @@ def test_options_are_said_as_the_command_line_has_them():
     rows = "choose vocabulary pad-with-base (base's rows there), or merge by token (tokenizer_from)"
     by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
     assert spoken(rows) == by_token
-    assert spoken("say whose the output has, by config_from").endswith("by --config-from")
-    options = {"config_from": "--config-from", "heads": "--heads keep", "chat_template auto": "--chat-template auto"}
+    options = {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}
     for option, told in options.items():
         assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
+    assert spoken("use fewer workers or a larger machine") == "use fewer --threads or a larger machine"
     assert spoken("more than 3; name the leaf in skip") == "more than 3; name the leaf in --skip"
     assert (
         spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"

@@ -351,7 +351,7 @@ def test_what_is_no_draw_no_dense_leaf_and_no_start_is_named():
     theta, drawn = {"a": torch.ones(3)}, draw(random.key(1), alpha_min=0.2, drop_prob=0.5, sigma=0.1)
     with pytest.raises(ValueError, match=r"draw is a Tensor, must be what smat_fn\.draw returns"):
         simulate(theta, theta, random.key(1))
-    with pytest.raises(ValueError, match="leaf 'a' of grads is sparse_coo: only dense tensors are known"):
+    with pytest.raises(ValueError, match="leaf 'a' of grads is sparse_coo: only dense tensors are supported"):
         reweight({"a": torch.eye(3).to_sparse()}, drawn)
     with pytest.raises(ValueError, match=r"starts\['a'\] is 1.5, must be an integer and not negative"):
         simulate(theta, theta, drawn, starts={"a": 1.5})

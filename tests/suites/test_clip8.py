@@ -482,7 +482,7 @@ def test_tasks_that_come_later_join_a_run_and_other_class_names_do_not(load, tmp
     write_task(rows, "shapes", NAMES["shapes"])
     train()
     suite = (write_task(rows, "MNIST", NAMES["MNIST"]), train())[1]
-    assert "shapes: finished before" in told
+    assert "shapes: already finished" in told
     found = find_inputs(out)
     merge_run([TaskArithmetic(coef=0.5)], *found, out=tmp_path / "merged", search=True, seed=0)
     recipe = checkpoint.load_manifest(tmp_path / "merged/ta")["suite"]

@@ -313,8 +313,8 @@ def test_a_model_whose_layers_need_more_than_states_runs_whole(load, monkeypatch
     monkeypatch.setattr(clip8, "top_of", lambda *args: "its layers share what the first one made")
     own = load(train_layers=1)
     assert own.notes == (
-        f"the top layers of {own.options.model} do not run on states alone (its layers share what the first one "
-        "made): the frozen ones run in every step",
+        f"the frozen layers of {own.options.model} cannot be cached (its layers share what the first one made): they "
+        "run in every step",
     )
     assert own.batch("shapes", random.key(0), 0)[0].dtype == torch.uint8
     assert load(train_layers=1, gradient_checkpointing=True).batch("shapes", random.key(0), 0)[0].dtype == torch.uint8

@@ -468,7 +468,7 @@ def test_top_layers_that_need_more_than_states_run_with_the_whole_model(kind, lo
     write_model(tmp_path / "model", kind, **options)
     suite, whole = (load(model=str(tmp_path / "model"), train_layers=layers) for layers in (2, None))
     assert len(suite.notes) == 1 > len(whole.notes)
-    assert "do not run on states alone" in suite.notes[0]
+    assert "cannot be cached" in suite.notes[0]
     assert 0 < len(suite.base) < len(whole.base)
     assert {name.partition("layer")[2].split(".")[1] for name in suite.base} == {"1", "2"}
     params = moved(suite.base)

@@ -687,8 +687,8 @@ def test_a_model_whose_layers_need_more_than_states_runs_whole(top, cache, monke
     monkeypatch.setattr(trace, "top_language", lambda *args: "its layers share what the first one made")
     own = top()
     assert own.notes == (
-        f"the top layers of {own.options.model} do not run on states alone (its layers share what the first one "
-        "made): the frozen ones run in every step",
+        f"the frozen layers of {own.options.model} cannot be cached (its layers share what the first one made): they "
+        "run in every step",
     )
     assert "states" not in own.batch("FOMC", random.key(0), 0)
     checkpointed = top(gradient_checkpointing=True)
@@ -775,7 +775,7 @@ def test_a_task_that_comes_later_joins_a_run_whose_model_and_data_have_moved(loa
     assert told[0].startswith(
         f"note: model was {folders / 'model'}, is {model}: weights and tokens of training rows ar"
     )
-    assert told[1:] == ["FOMC: finished before"]
+    assert told[1:] == ["FOMC: already finished"]
     merger, search = [TaskArithmetic(coef=0.5)], {"out": tmp_path / "merged", "search": True, "seed": 0}
     differ = (
         rf"'FOMC' is of another suite than the first \(model .*, data {tmp_path / 'rows'}, of the first {data}\): --d"

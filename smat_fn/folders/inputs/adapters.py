@@ -306,6 +306,8 @@ def read_adapter(label: str, path: Path) -> Held:
 
 def _opened(label: str, path: Path, *, whole: bool = False) -> tuple[dict[str, Any], Store | Pickled, list[str]]:
     """Configuration and weights of an adapter, and problems. Raises: ValueError where there is nothing else to say."""
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{label}: {path} holds no {CONFIG}: give the folder of a LoRA adapter, or download it again")
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         file = weights_of(path)

@@ -38,9 +38,9 @@ def repository_of(path: Path) -> str | None:
 def local_folder(label: str, path: Path, *, fetch: bool = True) -> Path:
     """The folder itself, or that of a hub repository ``owner/name`` or ``owner/name@revision`` in the hub's cache.
 
-    Only safetensors, configuration, tokenizer files and README.md are fetched, and a broken connection is resumed;
-    HF_HUB_OFFLINE, and ``fetch`` off, take them from the cache alone. Private repositories need the token of the hub's
-    own client.
+    Weights (pickled ones where there are no safetensors), configuration, tokenizer, code, which is never run, and
+    README.md are fetched; a broken connection is resumed. HF_HUB_OFFLINE, and ``fetch`` off, take them from the cache
+    alone. Private repositories need the token of the hub's own client.
 
     Raises: ValueError if there is neither a folder nor a repository of this name, or the hub cannot be reached.
     """

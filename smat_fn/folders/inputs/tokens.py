@@ -181,7 +181,9 @@ def _place_tokens(
             continue
         giver, row = _giver(own, i, models, before, donors, known)
         if not own.get("zero") and not 0 <= row < rows.get(giver, 0):
-            what = f"has no row in {giver}" if giver in donors else "is of no model" if giver else "names no source"
+            what = (
+                f"has no row in {giver}" if giver in donors else "names no merged model" if giver else "names no source"
+            )
             need = "force needs one" if own.get("force") else f"{lacking[0]} lacks it"
             problems.append(f"tokens: {token!r} {what}, but {need}: name a model that has it, or zero")
             continue

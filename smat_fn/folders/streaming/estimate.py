@@ -20,7 +20,7 @@ FIXED = 32 << 20  # histograms, headers, allocator
 def chunk_of(memory: int) -> int:
     """The chunk of `merge_folders` whose bound is ``memory`` bytes. Raises: ValueError where they are too few."""
     if memory <= FIXED:
-        raise ValueError(f"{memory >> 20} MiB are too little memory for a merge: give more than {FIXED >> 20}")
+        raise ValueError(f"{memory >> 20} MiB are too little memory for a merge: give more than {FIXED >> 20} MiB")
     return (memory - FIXED) // BYTES_PER_COORDINATE
 
 

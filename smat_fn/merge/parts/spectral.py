@@ -173,9 +173,9 @@ class Spectral(OfMatrices):
     coef: float | None = None
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
     others: Others = "mean"
-    """Leaves that are not matrices: the mean of the task vectors, or no change."""
+    """Parameters that are not matrices: the mean of the task vectors, or no change."""
     skip: tuple[str, ...] = ()
-    """Globs of matrices that are treated like these, such as embeddings too large to decompose: "*embed*"."""
+    """Globs of matrices to treat in the same way, such as embeddings too large to decompose: "*embed*"."""
 
     def mix(self) -> Mix:
         """The arithmetic on one matrix."""

@@ -25,7 +25,7 @@ class Shared:
     out: Annotated[Path | None, NONE] = None
     """Folder for the numbers (JSON, CSV) and the figure (PNG); the files have the command's name."""
     suite_options: Annotated[Values, SUITE] = field(default_factory=dict)
-    """Other options of model and data: model FOLDER device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
+    """Other options of model and data: model FOLDER, device cpu, decode_batch 64 (texts), eval_batch 64 (images)."""
     memory: Annotated[int | None, arg(help_behavior_hint="(default: 8 on a CPU, 1024 on a GPU)")] = None
     """Memory, in MiB, for models that torch.func.vmap evaluates together; 0: one by one."""
     threads: int = 1

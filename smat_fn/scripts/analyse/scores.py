@@ -97,7 +97,7 @@ def replacement(options: Replacement) -> "Result":
     runs = load_runs([*options.ft, *options.other], options=options.suite_options)
     ft, rest = standard_runs(runs), runs[count:]
     wrong = [run for run in runs[:count] if run.method != "ft"]
-    errors.raise_problems([f"{run.path} is of method {run.method}, not ft" for run in wrong])
+    errors.raise_problems([f"{run.path} is of method {run.method}, not ft: give runs of ft as --ft" for run in wrong])
     reference = _reference(ft, split)
     rows = []
     total = sum(len(analyses.replacement_sets(run.tasks)) * len(run.tasks) for run in rest)

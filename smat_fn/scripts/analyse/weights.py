@@ -145,7 +145,7 @@ class Diagnose(Shared):
     coef: float = 0.3
     """gamma of the other experts' updates."""
     sigma: Annotated[float | None, arg(help_behavior_hint="(default: the run's, else the suggested one)")] = None
-    """Noise level (RMS) to compare with."""
+    """RMS of the noise to compare with, in units of the weights."""
 
 
 def diagnose(options: Diagnose) -> "Result":

@@ -47,7 +47,7 @@ class Eval:
     model: Annotated[str | None, AS_TRAINED] = None
     """Base model."""
     data: Annotated[str | None, AS_TRAINED] = None
-    """Data, as that of train.py."""
+    """Data, as in train.py --data."""
     suite_options: Annotated[cli.Values, SUITE] = field(default_factory=dict)
     """Other options of model and data, e.g. device cpu; train.py ft --preset NAME --help-all lists them."""
     threads: int = 1

@@ -11,11 +11,11 @@
     python merge.py extract-lora --base MODEL --expert EXPERT --rank 16 --out adapter
     python merge.py adapters --experts ADAPTER ADAPTER@0.5 --rank 16 --out adapter
 
-`merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the folder
---out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored on
-the dev data of train.py's experts. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by chunk,
-with bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and kept.
-Options with "default: preset" take the value of --preset.
+`merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the
+folder --out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored
+on the dev data of train.py's experts. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by
+chunk, with bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and
+kept. Options with "default: preset" take the value of --preset.
 """
 
 import faulthandler
@@ -85,7 +85,8 @@ class Inputs:
     FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, weighted_average). A[0:3]+B[1:4] stacks
     layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
-    """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
+    """If embeddings have more or fewer rows than the base's: error; cut to its rows (fewer stay an error); or cut and
+    pad with its rows."""
     heads: Literal["error", "keep"] = "error"
     """If an expert's head differs from the base's: error, or merge the rest and write heads/EXPERT.safetensors."""
     into: Annotated[str | None, NONE] = None
@@ -104,7 +105,7 @@ class Choices:
     widen: bool = False
     """Extend the grid, by ten values at most, while the best coefficient is its smallest or largest."""
     per_layer: int = 0
-    """With --search: sweeps over the blocks; each block in turn gets its coefficient with the best dev score."""
+    """With --search: number of sweeps over the blocks, each of which gets the coefficient with the best dev score."""
     snapshots: bool = False
     """With --run and --search: also choose among the run's snapshots (train.py --keep-snapshots), one for all tasks."""
     calibrate: bool = False
@@ -126,7 +127,7 @@ class Choices:
     seed: int = 0
     """Seed of random masks."""
     data: Annotated[str | None, arg(help_behavior_hint="(default: as they were trained)")] = None
-    """With --search: data, as that of train.py, e.g. of downloaded experts; name each expert after its task."""
+    """With --search: data, as in train.py --data, e.g. for downloaded experts; name each expert after its task."""
     suite_options: Annotated[cli.Values, cli.SUITE] = field(default_factory=dict)
     """With --search: other options of the suite, e.g. device cpu; train.py ft --preset NAME --help-all lists all."""
 
@@ -169,7 +170,7 @@ class Machine:
     memory_mib: int = 72
     """Working memory of a merge without --search, in MiB, besides mapped files; --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that merges chunks; cuda is untested on a GPU, and some mergers have other last bits there."""
+    """Device that merges chunks; cuda has not been run on a GPU, where some mergers have other last bits."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
     """Merge one of N parts, on machines that share the disk of --out; the part that ends last completes the folder."""
 

@@ -8,9 +8,9 @@
     python train.py sweep --methods ft smat --seeds 0 1 2 --devices 0 1 --flags="--preset llama-3.2-1b" --out runs
     python train.py status runs
 
-`train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder in
---out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base.
-The defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`.
+`train.py smat --help` explains the main options, --help-all all of them. Each task's expert is written to a folder
+in --out (model.safetensors, manifest.json), with a JSON-lines log beside it; the common base is --out/base. The
+defaults that --help shows are those of --preset: `train.py smat --preset NAME --help`.
 The same command with --resume continues an interrupted run; the result is bit-identical.
 """
 

@@ -49,10 +49,11 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
         folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in SCORED]
         if not folders:
-            way = "give folders of train.py or merge.py" if path.is_dir() else "there is no such folder"
+            way = "give folders of train.py or merge.py"
             if (path / "config.json").is_file() or is_adapter(path):
                 way += f", or name the task of an expert of another tool: TASK={path}"
-            problems.append(f"{path} holds no expert or merged checkpoint: {way}")
+            lack = "holds no expert or merged checkpoint" if path.is_dir() else "is not a folder"
+            problems.append(f"{path} {lack}: {way}")
         found.update(dict.fromkeys(folders))
     errors.raise_problems(problems)
     return list(found)
@@ -198,7 +199,7 @@ def _suites(
 
 
 def _both(folder: Path, other: Path, line: tuple[Any, ...], kind: str) -> str:
-    way = "" if kind == "merged" else ", or name one of them anew: its train.py command with --resume --label NAME"
+    way = "" if kind == "merged" else ", or rename one of them: its train.py command with --resume --label NAME"
     label, model, seed = line
     return f"{folder} and {other} are both {label} {model} of seed {seed}: evaluate each alone, with its own --out{way}"
 

@@ -38,7 +38,7 @@ def card(manifest: Mapping[str, Any]) -> str:
     ]
     if stacks:
         said = ", ".join(f"{name} is `{parts}`" for name, parts in stacks.items())
-        lines += ["", f"Its layers are those of several models one after another, [first:behind the last]: {said}."]
+        lines += ["", f"Its layers are those of several models one after another, [first:last + 1]: {said}."]
     if whose := {name: manifest[f"{name}_from"] for name in ("config", "tokenizer") if manifest.get(f"{name}_from")}:
         lines += ["", f"Not base's: {', '.join(f'{name} of {place}' for name, place in whose.items())}."]
     if scales := manifest.get("scales"):

@@ -139,7 +139,7 @@ def _beside_problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"tokenizer_source is {source!r}: must be base, union or a model"
     template = found.get("chat_template")
     if template is not None and (not isinstance(template, str) or (template != "auto" and "{" not in template)):
-        yield f"chat_template is {template!r}: must be auto or a template; mergekit's names are unknown here"
+        yield f"chat_template is {template!r}: must be auto or a template, not the name of one of mergekit's"
 
 
 def _token_problems(given: Mapping[str, Any]) -> Iterator[str]:
@@ -178,9 +178,9 @@ def _entry_problems(place: int, entry: Any, adapted: Any, method: Method | None,
         yield f"{name} of model {ref} is not supported"
     layers = entry.get("layer_range")
     if sliced and not (isinstance(layers, list) and len(layers) == 2 and all(type(layer) is int for layer in layers)):
-        yield f"layer_range of model {ref} is {layers!r}: must be two numbers, [first, behind the last]"
+        yield f"layer_range of model {ref} is {layers!r}: must be two numbers, [first, last + 1]"
     if "+" in ref and ref.partition("+")[0] != adapted:
-        yield f"model {ref}: an adapter must be one of base_model, or of the first model: merge.py export writes others"
+        yield f"model {ref}: an adapter must be of base_model, else of the first model: merge.py export applies others"
     own = () if method is None else method.per_model
     yield from _scope_problems(entry.get("parameters"), own, f" of model {ref}", method is None)
 
@@ -243,7 +243,7 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     ]
     problems += [f"{name} is missing" for name in ("base", "experts", "options") if name not in found]
     problems += [
-        f"{name} is {value!r}: see the recipe.yml of a merged model"
+        f"{name!r} is {value!r}: see the recipe.yml of a merged model"
         for name, value in found.items()
         if name in kinds and not _fits(value, kinds[name])
     ]
@@ -262,7 +262,7 @@ def _own(found: Mapping[str, Any], file: Path) -> Recipe:
     missing = [place for place in (base, *experts.values()) if _gone(place)]
     if missing:
         lost = ", ".join(dict.fromkeys(map(str, missing)))
-        raise ValueError(f"{file} names {lost}, no folder here or where it was: write where it is, or call from there")
+        raise ValueError(f"{file} names {lost}, neither here nor at its old path: write its path into the file")
     rest = {name: found[name] for name in OWN[3:] if name in found}
     for name in places.keys() & {"config_from", "tokenizer_from"}:
         rest[name] = str(places[name][0])

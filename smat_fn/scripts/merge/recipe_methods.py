@@ -146,7 +146,7 @@ def _linear(found: Resolved) -> MergerConfig:
     weights, normalize = found.ordered("weight", 1.0), found.flag("normalize", True)
     empty = [path for path in found.paths if no_sum([coef_of(path, rules) for rules in weights])]
     if normalize and empty:
-        raise ValueError(f"parameters.weight: the sum is 0 at leaf {empty[0]!r}: set normalize to false, or others")
+        raise ValueError(f"parameters.weight: the sum is 0 at leaf {empty[0]!r}: give others, or normalize: false")
     return WeightedAverage(weights, normalize=normalize)
 
 

@@ -126,10 +126,12 @@ class FromRecipe:
     shard_size: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else 5GB)")] = None
     """Maximum size of a weight file, e.g. 500MB or 5GB."""
     vocabulary: Annotated[
-        Literal["error", "base-rows", "pad-with-base"] | None, arg(help_behavior_hint="(default: the file's)")
+        Literal["error", "base-rows", "pad-with-base"] | None,
+        arg(help_behavior_hint="(default: the file's, else error)"),
     ] = None
-    """If embeddings have more or fewer rows than the base's: error, cut to these, or cut and pad with the base's."""
-    config_from: Annotated[str | None, arg(help_behavior_hint="(default: the file's)")] = None
+    """If embeddings have more or fewer rows than the base's: error; cut to its rows (fewer stay an error); or cut and
+    pad with its rows."""
+    config_from: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else none)")] = None
     """Source of config.json where those of models differ: base, a model's name, or a folder."""
     heads: Annotated[Literal["error", "keep"] | None, arg(help_behavior_hint="(default: the file's, else error)")] = (
         None

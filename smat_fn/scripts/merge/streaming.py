@@ -162,7 +162,7 @@ def bytes_of(size: str) -> int:
     """ "5GB", "200MB", "4kB" or a number of bytes. Raises: ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]B)?", size.strip().upper().replace("K", "k"))
     if not found:
-        raise ValueError(f"size {size!r} is not a size: write 5GB, 200MB or a number of bytes")
+        raise ValueError(f"shard_size is {size!r}: write 5GB, 200MB or a number of bytes")
     return int(float(found[1]) * UNITS.get(found[2] or "", 1))
 
 
@@ -212,11 +212,11 @@ def plan_text(folder: Path, found: Plan | None) -> str:
     hashing = seconds_to_hash(found.read + 3 * found.disk)  # files, and the fingerprints of base and result
     return "\n".join(
         [
-            f"{folder}: all checks passed, {found.leaves:,} leaves, {found.parameters:,} parameters",
+            f"{folder}: all checks passed, {found.leaves:,} tensors, {found.parameters:,} parameters",
             f"  memory: at most {found.memory / 2**20:,.0f} MiB beside mapped files",
             f"  disk: {size_text(found.disk)} in {files}",
             f"  time: about {found.seconds:,.1f} s of computation, then {hashing:,.1f} s of hashing in one thread; "
-            f"{size_text(found.read)} to read, a disk slower than that adds to it",
+            f"{size_text(found.read)} to read; a slow disk takes longer",
             *(f"  note: {note}" for note in found.notes),
         ]
     )

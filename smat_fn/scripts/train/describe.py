@@ -108,8 +108,8 @@ def _task_line(suite: Suite, task: str, training: Training) -> str:
         return line
     cut = suite.cuts(task)
     return (
-        f"{line}, {cut.rows} rows of up to {cut.longest} tokens; cut on the right: EOS {cut.eos:.1%}, "
-        f"of the answer a part {cut.answer:.1%}, all {cut.whole_answer:.1%}"
+        f"{line}, {cut.rows} rows of up to {cut.longest} tokens; cut on the right: {cut.eos:.1%} lose EOS, "
+        f"{cut.answer:.1%} a part of the answer, {cut.whole_answer:.1%} all of it"
     )
 
 

@@ -113,7 +113,7 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
             chosen.append((first["seed"] != run.seed, rate != training.lr, folder.name, rate, folder))
     if not chosen:
         of = ", ".join(others[:3]) + (f", {len(others) - 3} more" if len(others) > 3 else "")
-        return None, f"{parent} holds no run of ft like this one" + (f" ({of})" if of else "")
+        return None, f"{parent} holds no matching run of ft" + (f" ({of})" if of else "")
     *_, rate, folder = min(chosen)
     experts = {task: lora.load_expert(folder / task, suite.base)[0] for task in suite.tasks}
     base = {path: leaf.cpu() for path, leaf in suite.base.items()}
@@ -157,8 +157,8 @@ def _estimated(
         lengths.append(long)
         if task == run.tasks[0]:
             report(
-                f"sigma auto: {beside}; so ft trains {long + long // 2} steps a task for an estimate (to have it "
-                "measured, train ft on all tasks into a folder there, with the same settings, and begin anew)"
+                f"sigma auto: {beside}; estimating it from {long + long // 2} steps of ft a task (to measure it, "
+                "first train ft on all tasks with the same settings, in a folder beside --out)"
             )
         half, full = (_moved(suite, task, whole, steps, run.seed) for steps in (long // 2, long))
         if not full or not half:

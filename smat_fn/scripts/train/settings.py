@@ -40,7 +40,7 @@ class DataSettings:
     suite_options: Annotated[
         cli.Values, arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: preset, or the suite's)")
     ] = field(default_factory=dict)
-    """Options of model and data: batch_size 4 gradient_checkpointing True device cpu. --help-all lists them."""
+    """Options of model and data, e.g. batch_size 4 device cpu. --help-all lists them."""
     suite_seed: Annotated[int | None, arg(help_behavior_hint="(default: --seed)")] = None
     """Seed of the suite (splits, base). Experts to be merged need the same one."""
 

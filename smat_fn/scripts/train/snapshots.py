@@ -147,7 +147,7 @@ def restore(path: Path, state: Any) -> Any:
         wanted = {pytree.keystr(place): leaf for place, leaf in flat}
         tensors = {name for name, leaf in wanted.items() if isinstance(leaf, Tensor)}
         if tensors != stored or set(wanted) - tensors != set(numbers):
-            raise ValueError(f"{path} is the state of another optimizer or model: start anew with --overwrite")
+            raise ValueError(f"{path} is the state of another optimizer or model: start over with --overwrite")
         with torch.no_grad():
             leaves = [leaf.copy_(store.get_tensor(n)) if n in tensors else numbers[n] for n, leaf in wanted.items()]
     return pytree.tree_unflatten(leaves, spec)

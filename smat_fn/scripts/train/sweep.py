@@ -48,7 +48,7 @@ class Sweep:
     cluster_options: Annotated[
         dict[str, int | str], arg(metavar="[NAME VALUE ...]", help_behavior_hint="(default: none)")
     ] = field(default_factory=dict)
-    """Parameters of submitit's executor: slurm_partition gpu timeout_min 600."""
+    """Parameters of submitit's executor, e.g. slurm_partition gpu timeout_min 600."""
     other_code: bool = False
     """Keep experts that another version of this package has trained, and resume its unfinished ones; else an error."""
 
@@ -91,7 +91,11 @@ def jobs(options: Sweep, *, script: Sequence[str]) -> list[Job]:
         flags = []
         problems.append(f"--flags={options.flags!r} cannot be split into words ({error}): close every quotation mark")
     own = {"--seed", "--out", "--resume", "--overwrite"}
-    problems += [f"flag {flag} is set by the sweep itself" for flag in flags if flag.partition("=")[0] in own]
+    problems += [
+        f"flag {flag} is set by the sweep itself: leave it out of --flags"
+        for flag in flags
+        if flag.partition("=")[0] in own
+    ]
     errors.raise_problems(problems)
     found = []
     for seed in options.seeds:

@@ -190,7 +190,7 @@ def planned(
     errors.raise_problems([f"{task}: {text}" for task, own in budgets.items() for text in problems_of(schedules, own)])
     losses = {task: loss_of(suite, task, training) for task in run.tasks}
     if training.shard and suite.recipe.get("linearised"):
-        raise ValueError("shard is not known for linearised: leave one of them out")
+        raise ValueError("shard is not supported with linearised: leave one of them out")
     errors.raise_problems(problems_of(curve_of, suite, run.tasks[0], training, None))
     if "gram" in run.statistics:
         found = problems_of(gram_layers, losses[run.tasks[0]], suite.base)
@@ -254,7 +254,7 @@ def _train_one(
         if world.leads:
             _forget_replaced(run, task)
         code = _other_code(checkpoint.load_manifest(run.out / task)) if world.leads else ""
-        report(f"{task}: finished before{code}{_relabelled(run, task) if world.leads else ''}")
+        report(f"{task}: already finished{code}{_relabelled(run, task) if world.leads else ''}")
         return
     if last is not None:
         report(f"{task}: resumes after step {last.step} of {training.steps}{_other_code(last._asdict())}")
@@ -435,7 +435,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
     if edited:
-        edited.append("put the old files back, or choose another --out, or begin anew with --overwrite")
+        edited.append("put the old files back, or choose another --out, or start over with --overwrite")
     errors.raise_problems(problems + edited)
     for line in moved:
         report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")

@@ -134,7 +134,7 @@ NAMED = (
     "tokens.t5.source is", "tokens.t6.source is 5", "tokenizer.width is not supported",
     "tokenizer and tokenizer_source are both", "chat_template is 'chatml'", "dtype is 'int8'", "colour is not a field",
     "merge_method is 'evolve'", "slices.residual_weight", "'much'", "weight of model C+ADAPTER mixes",
-    "model C+ADAPTER: an adapter must be one of base_model", "layer_range of model C+ADAPTER is [2]",
+    "model C+ADAPTER: an adapter must be of base_model", "layer_range of model C+ADAPTER is [2]",
     "sources of every slice, must be",
 )  # fmt: skip
 
@@ -229,7 +229,7 @@ REFUSALS = {
     },
     "parameters.epsilon of A is 0.15, density 0.9: density - epsilon": SHARED
     | {"merge_method": "della", "parameters": {"density": 0.9}},
-    "ADAPTER: an adapter must be one of base_model, or of the first model": {
+    "ADAPTER: an adapter must be of base_model, else of the first model": {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": 1}} for name in ("A", "C+ADAPTER")],
     },
@@ -348,21 +348,21 @@ def test_a_seed_of_the_command_line_is_taken_before_that_of_the_file(models, tmp
 OWN = {"merger": "ties", "options": {"coef": 0.3, "keep": 0.5}, "base": "BASE", "experts": {"A": "A"}}
 OWN_BAD = {
     "options is missing": {"options": ...},
-    "options is [1]": {"options": [1]},
-    "experts is ['A']": {"experts": ["A"]},
-    "experts is {'A': 3}": {"experts": {"A": 3}},
-    "base is 3": {"base": 3},
-    "coef is 'x'": {"coef": "x"},
-    "coef is {'*': None}": {"coef": {"*": None}},
-    "seed is 0.5": {"seed": 0.5},
-    "shard_size is '5GB'": {"shard_size": "5GB"},
-    "out_dtype is 'int8'": {"out_dtype": "int8"},
+    "'options' is [1]": {"options": [1]},
+    "'experts' is ['A']": {"experts": ["A"]},
+    "'experts' is {'A': 3}": {"experts": {"A": 3}},
+    "'base' is 3": {"base": 3},
+    "'coef' is 'x'": {"coef": "x"},
+    "'coef' is {'*': None}": {"coef": {"*": None}},
+    "'seed' is 0.5": {"seed": 0.5},
+    "'shard_size' is '5GB'": {"shard_size": "5GB"},
+    "'out_dtype' is 'int8'": {"out_dtype": "int8"},
     "merger is ['ties']: one of": {"merger": ["ties"]},
     "options.keep is 'x': see merge.py ties --help": {"options": {"keep": "x"}},
     "options.kep is not an option of ties": {"options": {"kep": 0.5}},
     "options.weights is [0.5]": {"options": {"weights": [0.5]}},
     "options.t is missing": {"merger": "nearswap", "options": {}},
-    "names BASE, A, no folder here or where it was": {},
+    "names BASE, A, neither here nor at its old path": {},
 }
 
 

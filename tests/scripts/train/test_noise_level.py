@@ -50,7 +50,7 @@ def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
     told = []
     train(tmp_path / "smat", method=SMAT, tasks=("rot90", "mirror"), report=told.append)
     stored = manifest(tmp_path / "smat/rot90")
-    assert told[0].startswith(f"sigma auto: {tmp_path} holds no run of ft like this one; so ft trains 9 steps a task")
+    assert told[0].startswith(f"sigma auto: {tmp_path} holds no matching run of ft; estimating it from 9 steps of ft")
     # others: the suite's tasks, not the run's
     expected = noise_level.COEF * (len(suite.tasks) - 1) ** 0.5 * stored["sigma_from"]["update"]
     assert stored["hyperparameters"]["sigma"] == float(f"{expected:.2g}") > 0
@@ -74,8 +74,8 @@ def test_runs_of_ft_that_do_not_fit_say_why(suite, runs, train, tmp_path):
     told = []
     train(tmp_path / "smat", method=SMAT, tasks=("rot90",), report=told.append)
     assert told[0].startswith(
-        f"sigma auto: {tmp_path} holds no run of ft like this one (another has another base, partly lacks mirror, "
-        "steps trained rot90 for 7 steps, here 6); so ft trains 9 steps a task"
+        f"sigma auto: {tmp_path} holds no matching run of ft (another has another base, partly lacks mirror, "
+        "steps trained rot90 for 7 steps, here 6); estimating it from 9 steps of ft a task"
     )
 
 

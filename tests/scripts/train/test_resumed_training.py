@@ -278,9 +278,9 @@ def test_finished_experts_are_left_alone_and_other_settings_listed(train, tmp_pa
     assert not (tmp_path / "stripes").exists()
     told = []
     train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
-    assert told[:2] == ["rot90: finished before", "mirror: resumes after step 4 of 6"]
+    assert told[:2] == ["rot90: already finished", "mirror: resumes after step 4 of 6"]
     train(tmp_path, tasks=("rot90", "mirror"), resume=True, label="NEW", report=told.append)
-    assert told[-2:] == [f"{task}: finished before, label SMAT is now NEW" for task in ("rot90", "mirror")]
+    assert told[-2:] == [f"{task}: already finished, label SMAT is now NEW" for task in ("rot90", "mirror")]
     assert checkpoint.load_manifest(tmp_path / "mirror")["label"] == "NEW"
     with pytest.raises(ValueError, match=r"mirror in .* was trained with other settings: label was NEW, is SMAT; g"):
         train(tmp_path, tasks=("mirror",), resume=True)
@@ -296,7 +296,7 @@ def test_a_resumed_run_tells_what_other_code_has_made(train, tmp_path, monkeypat
     monkeypatch.setattr(machine, "code", lambda: "0.2.0+new")
     train(tmp_path, "ft", tasks=("rot90", "mirror"), resume=True, report=told.append)
     other = f", by other code ({before}, now 0.2.0+new)"
-    assert told == [f"rot90: finished before{other}", f"mirror: resumes after step 4 of 6{other}"]
+    assert told == [f"rot90: already finished{other}", f"mirror: resumes after step 4 of 6{other}"]
     assert [checkpoint.load_manifest(tmp_path / task)["code"] for task in ("rot90", "mirror")] == [before, "0.2.0+new"]
 
 
@@ -330,7 +330,7 @@ def test_an_interrupted_overwrite_resumes_and_replaces_the_experts_of_before(run
         all_inputs(tmp_path)
     told = []
     train(tmp_path, tasks=("rot90", "mirror"), resume=True, report=told.append)
-    assert not any("finished before" in line for line in told)
+    assert not any("already finished" in line for line in told)
     for task in ("rot90", "mirror"):
         assert weights_of(tmp_path, task) == weights_of(runs["smat"], task)
     assert all_inputs(tmp_path)[1] == [tmp_path / "mirror", tmp_path / "rot90"]
