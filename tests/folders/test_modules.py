@@ -159,3 +159,42 @@ def test_a_component_keeps_the_name_of_its_file(tmp_path):
     name = "diffusion_pytorch_model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
     assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merged(tmp_path):
+    names = {
+        "routed": ("", "2_Router/query_0_Dense/", "2_Router/document_0_Dense/"),
+        "asym": ("", "2_Asym/140244_Dense/"),  # as it was called before
+        "whole": ("query_0_Transformer/", "document_0_Transformer/"),
+        "numbered": ("0_Transformer/", "2_Dense/"),
+    }
+    routers = {"routed": "2_Router/router_config.json", "asym": "2_Asym/config.json", "whole": "router_config.json"}
+    for kind, places in names.items():
+        folders = []
+        for seed in range(3):
+            files = {f"{p}model.safetensors": tree(9 * seed + i, w=(3, 2), b=(3,)) for i, p in enumerate(places)}
+            files |= {f"{place}config.json": "{}" for place in places} | {
+                "modules.json": "[]",
+                "1_Pooling/x.json": "{}",
+            }
+            if kind in routers:
+                types = {place.split("/")[-2]: "Dense" for place in places if place}
+                files[routers[kind]] = json.dumps({"types": types})
+            folders.append(written(tmp_path / f"{kind}{seed}", files))
+        base, one, two = folders
+        (base / "unknown/checkpoint").mkdir(parents=True)
+        (base / "unknown/checkpoint/model.safetensors").write_text("of something else")
+        out = tmp_path / f"{kind}-out"
+        merge_folders(WeightAverage(), base, {"one": one, "two": two}, out)
+        for name in (f"{place}model.safetensors" for place in places):
+            made, left, right = (load_file(folder / name) for folder in (out, one, two))
+            assert made.keys() == {"w", "b"}
+            assert all(torch.equal(leaf, (left[path] + right[path]) / 2) for path, leaf in made.items())
+        found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+        assert found == {str(file.relative_to(two)) for file in two.rglob("*") if file.is_file()} | {"manifest.json"}
+    file = two / "0_Transformer/model.safetensors"
+    file.rename(file.with_name("openvino.safetensors"))
+    with pytest.raises(
+        ValueError, match=r"0_Transformer holds its weights in openvino.safetensors, of sentence-transf"
+    ):
+        plan(TA, base, {"two": two}, tmp_path / "none")

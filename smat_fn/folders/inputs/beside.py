@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import problems_of
-from .reading import PIPELINE, SUFFIXES, config_of, load_config
+from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, load_config, module_folders
 from .towers import compared
 from .vocabulary import FITTED
 
@@ -31,12 +31,7 @@ TOKENIZER = (
     "normalizer.json",
     *("*.codes", "dict.txt", "emoji.json", "byte_maps.json", "*_vocab.json", "word_*.json", "*.tokenizer"),
 )
-OTHERS = (
-    "*processor_config.json",
-    "modules.json",  # of sentence-transformers, and the files in the folders that it names
-    "*sentence*.json",
-    "[0-9]_*/*",
-)
+OTHERS = "*processor_config.json", PIPELINE, MODULES, ROUTER, "*sentence*.json"  # and of `module_folders` all
 WEIGHT_FILES = (*SUFFIXES, ".safetensors.index.json", ".bin", ".msgpack", ".h5", ".onnx")  # merged, or of base alone
 TEMPLATE = "chat_template.jinja"
 
@@ -92,7 +87,9 @@ def beside(
         dtype: of the weights, None: as ``base`` says.
         chat_template: text of another one.
     """
-    files = files_of(base, (*OTHERS, *((PIPELINE, "*/*") if (base / PIPELINE).is_file() else ())))
+    files = files_of(base, OTHERS)
+    for folder in module_folders(base):
+        files |= {str(Path(folder.relative_to(base), name)): file for name, file in files_of(folder, ["*"]).items()}
     files = {name: file for name, file in files.items() if not name.endswith(WEIGHT_FILES)} | files_of(config, CONFIG)
     files |= tokenizer if isinstance(tokenizer, dict) else files_of(tokenizer, TOKENIZER)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
