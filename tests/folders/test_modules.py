@@ -198,3 +198,70 @@ def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merg
         ValueError, match=r"0_Transformer holds its weights in openvino.safetensors, of sentence-transf"
     ):
         plan(TA, base, {"two": two}, tmp_path / "none")
+
+
+def test_settings_of_modules_and_components_that_differ_are_noted(tmp_path):
+    of_sentences = {
+        "modules.json": '[{"type": "a.Transformer"}, {"type": "a.b.Pooling"}]',
+        "1_Pooling/config.json": '{"pooling_mode": "mean", "size": 3, "include_prompt": true}',
+        "config_sentence_transformers.json": '{"__version__": {"a": "1"}, "similarity_fn_name": "cosine"}',
+        "preprocessor_config.json": '{"image_mean": [0.5], "image_processor_type": "A"}',
+    }
+    other = {
+        "modules.json": '[{"type": "c.Transformer"}, {"type": "c.Pooling"}, {"type": "c.Normalize"}]',
+        "1_Pooling/config.json": '{"pooling_mode": "cls", "size": 3}',
+        "config_sentence_transformers.json": '{"__version__": {"a": "2"}, "similarity_fn_name": "dot"}',
+        "preprocessor_config.json": '{"image_mean": [0.4], "image_processor_type": "B"}',
+    }
+    base, one, two = (sentence(tmp_path / str(seed), seed) for seed in range(3))
+    for folder, files in (base, of_sentences), (one, of_sentences), (two, other):
+        written(folder, files)
+    said = [
+        "1_Pooling/config.json (pooling_mode cls, base's is mean)",
+        "config_sentence_transformers.json (similarity_fn_name dot, base's is cosine)",
+        "modules.json (modules Transformer Pooling Normalize, base's is Transformer Pooling)",
+        "preprocessor_config.json (image_mean [0.4], base's is [0.5])",
+    ]
+    found = plan(TA, base, {"one": one, "two": two}, tmp_path / "none").notes
+    assert sorted(found) == [f"expert 'two' has another {text}: the output has that of base" for text in said]
+    plain = written(
+        tmp_path / "plain", {"model.safetensors": load_file(base / "model.safetensors"), "config.json": "{}"}
+    )
+    for folder in (one, two):
+        (folder / "2_Dense/model.safetensors").unlink()
+    (note,) = plan(TA, plain, {"one": one}, tmp_path / "none").notes
+    assert note.startswith(
+        "expert 'one' is a model of sentence-transformers, base is not: the output has no pooling, c"
+    )
+
+    base, one = (pipeline(tmp_path / f"p{seed}", seed) for seed in range(2))
+    written(base, {"model_index.json": '{"_class_name": "A", "scheduler": ["d", "DDIM"], "tokenizer": [null, null]}'})
+    written(one, {"model_index.json": '{"_class_name": "B", "scheduler": ["d", "PNDM"], "tokenizer": ["t", "C"]}'})
+    written(base, {"scheduler/scheduler_config.json": '{"_version": "1", "prediction_type": "epsilon"}'})
+    written(one, {"scheduler/scheduler_config.json": '{"_version": "2", "prediction_type": "v_prediction"}'})
+    written(base, {"text_encoder/config.json": '{"hidden_act": "gelu"}', "tokenizer/vocab.json": '{"a": 1}'})
+    written(one, {"text_encoder/config.json": '{"hidden_act": "relu"}', "tokenizer/vocab.json": '{"a": 2}'})
+    said = [
+        "model_index.json (scheduler PNDM, base's is DDIM)",
+        "scheduler/scheduler_config.json (prediction_type v_prediction, base's is epsilon)",
+        "text_encoder/config.json (hidden_act relu, base's is gelu)",
+    ]
+    found = plan(TA, base, {"one": one}, tmp_path / "none").notes
+    assert sorted(found) == [f"expert 'one' has another {text}: the output has that of base" for text in said]
+
+
+def test_a_pipeline_without_a_component_has_bases_and_a_component_alone_is_refused(tmp_path):
+    base, one = (pipeline(tmp_path / str(seed), seed) for seed in range(2))
+    checker = tree(7, **{"conv.weight": (2, 2), "special": (3,)})
+    written(base, {"safety_checker/model.safetensors": checker})
+    report = merge_folders(WeightAverage(), base, {"one": one}, tmp_path / "out")
+    assert list(report.notes) == ["expert 'one' has no safety_checker/: it has base's"]
+    made = load_file(tmp_path / "out/safety_checker/model.safetensors")
+    assert all(torch.equal(made[path], leaf) for path, leaf in checker.items())
+    name = "unet/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
+    written(base, {"unet/diffusion_pytorch_model.safetensors": tree(0, **{"conv.weight": (3, 2), "own": (2,)})})
+    for whole, part in (base, base / "unet"), (base, base / "safety_checker"):
+        for left, right, told in (whole, part, "expert 'one' is a part of base"), (part, whole, "base is a part of ex"):
+            with pytest.raises(ValueError, match=f"{told}.*: give {part}, and merge this part alone"):
+                plan(TA, left, {"one": right}, tmp_path / "none")
