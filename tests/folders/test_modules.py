@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import TaskArithmetic, WeightAverage
-from smat_fn.folders import merge_folders, open_folder, plan
+from smat_fn.folders import extract_lora, merge_folders, open_folder, plan
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -265,3 +265,19 @@ def test_a_pipeline_without_a_component_has_bases_and_a_component_alone_is_refus
         for left, right, told in (whole, part, "expert 'one' is a part of base"), (part, whole, "base is a part of ex"):
             with pytest.raises(ValueError, match=f"{told}.*: give {part}, and merge this part alone"):
                 plan(TA, left, {"one": right}, tmp_path / "none")
+
+
+def test_an_extracted_adapter_leaves_out_further_modules_and_is_of_one_component(tmp_path):
+    base, one = (sentence(tmp_path / str(seed), seed) for seed in range(2))
+    for seed, folder in enumerate((base, one)):
+        written(folder, {"model.safetensors": tree(seed, **{"layer.0.query.weight": (4, 3), "norm.weight": (3,)})})
+    made = extract_lora(base, one, tmp_path / "out", rank=2)
+    assert made.left_out == ("2_Dense/linear.bias", "2_Dense/linear.weight")
+    assert made.whole == ("norm.weight",)
+    names = load_file(tmp_path / "out/adapter_model.safetensors").keys()
+    assert {name.removeprefix("base_model.model.").partition(".")[0] for name in names} == {"layer", "norm"}
+    base, one = (pipeline(tmp_path / f"p{seed}", seed) for seed in range(2))
+    with pytest.raises(
+        ValueError, match=r"p0 holds its weights in text_encoder/, unet/: give one of them, and the exp"
+    ):
+        extract_lora(base, one, tmp_path / "none", rank=2)
