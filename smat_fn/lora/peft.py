@@ -104,7 +104,8 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
         if not any(own in name for own in saved)
     ]
     problems += [
-        f"{folder}: {name!r} is of shape {tuple(leaf.shape)}, not a matrix: convolutions are not read here"
+        f"{folder}: {name!r} is of shape {tuple(leaf.shape)}, not a matrix: convolutions are not read here, merge "
+        "it into its base with peft"
         for name, leaf in adapters.items()
         if name.endswith((A, B)) and leaf.ndim != 2
     ]

@@ -256,7 +256,7 @@ def test_square_weights_of_both_layouts_that_peft_adapted_are_told_by_the_module
             lora.load_peft(folder)
         lora.save_peft(tmp_path / "own", read, adapter, base="x", overwrite=True)
         assert lora.load_peft(tmp_path / "own")[1].transposed == adapter.transposed
-        with pytest.raises(ValueError, match=r"module has no layer '\w+'.*; .*module has no layer 'query'"):
+        with pytest.raises(ValueError, match="module has no layer 'query': is it the model that was adapted"):
             lora.load_peft(folder, torch.nn.Linear(4, 4))
     linear = lora.Lora(("c_proj.weight", "query.weight"), rank=2)  # layers are named c_proj in other models too
     lora.save_peft(tmp_path / "linear", lora.init(KEY, base, linear), linear, base="x")
