@@ -30,7 +30,7 @@ class Extracted(NamedTuple):
     errors: dict[str, float]  # ‖Δ − B A‖ / ‖Δ‖ of every changed leaf; 0 where it is stored whole
     error: float  # of all of them together
     whole: tuple[str, ...]  # changed leaves that are stored as the expert has them, since they are of no linear layer
-    left_out: tuple[str, ...]  # changed leaves beside or above adapted ones, which peft has no place for: biases
+    left_out: tuple[str, ...]  # changed leaves that peft has no place for: biases of adapted layers, other modules
     tied: tuple[str, ...]  # adapted leaves that are other modules' too: peft changes those as well only when it merges
     bytes: int
 
@@ -47,7 +47,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     Args: base, expert: folders or hub names, leaves of the same names and shapes; rank: at least 1; a leaf has at most
         its own.
     Raises: ValueError that lists every problem of options and headers; for values that are not finite; if no matrix
-        that peft can adapt has changed, as in a model of convolutions.
+        that peft can adapt has changed, as in a model of convolutions; for a pipeline, whose components are models.
     Source: Eckart & Young, 1936; Hu et al., "LoRA", 2022.
     """
     problems = [] if rank >= 1 else [f"rank is {rank}, must be at least 1"]
@@ -55,12 +55,15 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
     start, found = open_inputs(base, {"expert": expert}, "error", problems, options=False)
     errors.raise_problems(problems)
     assert start is not None
+    beside = _of_modules(start)
     naming = next(namings(start), None)
-    base_leaves, expert_leaves = (
-        folder if naming is None else naming.seen(folder) for folder in (start, found["expert"])
-    )
+    pair = [folder.without(*beside) for folder in (start, found["expert"])]
+    base_leaves, expert_leaves = pair if naming is None else map(naming.seen, pair)
     kinds, modules = _modules(base_leaves, None if naming is None else naming.model)
     stored, rests, ranks = _factors(base_leaves, expert_leaves, rank, kinds)
+    others = [path for path in rests if path.removesuffix(".weight") not in ranks]
+    sizes = ((path, _square(_delta(path, start, found["expert"]))) for path in beside)
+    rests |= {path: (size, size) for path, size in sizes if size}
     if not rests:
         raise ValueError(f"no leaf of {expert} differs from {base}: an adapter would be empty, give another expert")
     if not ranks:
@@ -68,7 +71,7 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
             f"none of the {len(rests)} leaves of {expert} that differ from base (first: {next(iter(rests))}) is the "
             "weight of a linear layer or embedding, and peft loads no adapter without one: publish the expert itself"
         )
-    saved = _saved([path for path in rests if path.removesuffix(".weight") not in ranks], ranks)
+    saved = _saved(others, ranks)
     # peft reads all leaves of such a module, changed or not
     for path in base_leaves.leaves:
         if _inside(path, saved):
@@ -77,15 +80,13 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
                 rests[path] = 0.0, rests[path][1]
     whole = tuple(path for path in rests if _inside(path, saved))
     left_out = tuple(path for path in rests if path not in whole and path.removesuffix(".weight") not in ranks)
-    # peft takes every module whose path ends with such a name
-    unique = (name if sum(other.endswith(name) for other in modules) == 1 else PREFIX + name for name in saved)
-    config = _config(base, rank, ranks, sorted(unique))
+    config = _config(base, rank, ranks, saved, modules)
     config["fan_in_fan_out"] = any(kinds[module] == "conv1d" for module in ranks)
     out = checkpoint.follow(out)
     with exclusive(out):
         checkpoint.sweep(out)  # what a killed call has left
         _write(out, stored, config, left_out, overwrite)
-    rest, size = (sum(pair[i] for pair in rests.values()) for i in (0, 1))
+    rest, size = (sum(sizes[i] for sizes in rests.values()) for i in (0, 1))
     return Extracted(
         {path: math.sqrt(rest / size) for path, (rest, size) in rests.items()},
         math.sqrt(rest / size) if size else 0.0,
@@ -94,6 +95,15 @@ def extract_lora(base: Path, expert: Path, out: Path, *, rank: int, overwrite: b
         () if naming is None else _tied(naming.model, ranks),
         sum(tensor.nbytes for tensor in stored.values()),
     )
+
+
+def _of_modules(base: Folder) -> list[str]:
+    """The leaves of further modules of sentence-transformers, which are not in the model that peft adapts."""
+    prefixes = tuple(filter(None, base.outputs))
+    found = [path for path in base.leaves if path.startswith(prefixes)] if prefixes else []
+    if len(found) == len(base.leaves):
+        raise ValueError(f"{base.root} holds its weights in {', '.join(prefixes)}: give one of them, and the expert's")
+    return found
 
 
 def _factors(
@@ -151,11 +161,15 @@ def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return (left / share.where(share > 0, 1)).float(), (vectors * share).T.float()
 
 
-def _config(base: Path, rank: int, ranks: Mapping[str, int], saved: Sequence[str]) -> dict[str, Any]:
+def _config(
+    base: Path, rank: int, ranks: Mapping[str, int], saved: Collection[str], modules: Sequence[str]
+) -> dict[str, Any]:
     low = [module for module, r in ranks.items() if r < rank]
     # peft takes the first expression that a module's path ends with, so that longer ones must come first
     named = [module for module in ranks if any(f".{module}".endswith(f".{own}") for own in low)]
     lower = {module: ranks[module] for module in sorted(named, key=len, reverse=True)}
+    # peft takes every module whose path ends with such a name
+    unique = (name if sum(other.endswith(name) for other in modules) == 1 else PREFIX + name for name in saved)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": str(base),
@@ -164,7 +178,7 @@ def _config(base: Path, rank: int, ranks: Mapping[str, int], saved: Sequence[str
         "rank_pattern": lower,
         "alpha_pattern": lower,
         "target_modules": sorted(ranks),
-        "modules_to_save": saved or None,
+        "modules_to_save": sorted(unique) or None,
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,

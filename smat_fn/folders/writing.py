@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ PROGRESS = "progress.json"
 NOTE = ".part-"  # begins the names of notes of parts: see `parts`
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 FLUSH = 0.05  # seconds between two flushes of a shard that is being written
+_NUMBERED = re.compile(r"(^|_)\d+_[^/]*/$")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -60,7 +62,7 @@ def layout(leaves: Mapping[str, Tensor], shard_size: int, outputs: Mapping[str, 
     name = outputs.get("", WEIGHTS)
     shards = _cut({path: leaf for path, leaf in leaves.items() if path not in beside}, shard_size, name)
     for prefix, own in modules.items():
-        if prefix[0].isdigit():  # of sentence-transformers, which reads no shards there
+        if _NUMBERED.search(prefix):  # of sentence-transformers, which reads no shards there
             shards.append(_shard(outputs[prefix], _ordered(own), prefix))
         else:
             shards += _cut(own, shard_size, outputs[prefix], prefix)
@@ -133,7 +135,7 @@ def write_chunk(descriptor: int, values: Tensor, offset: int) -> None:
 def shard_file(folder: Path, shard: Shard) -> Iterator[int]:
     """A descriptor of a file that has its full size and header, and its name once the block ends well."""
     part = folder / f"{shard.file}.part"
-    part.parent.mkdir(exist_ok=True)
+    part.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         os.ftruncate(descriptor, shard.size)
@@ -274,7 +276,7 @@ def fill(folder: Path, beside: Mapping[str, Path | bytes], shards: Sequence[Shar
         write_text(made[-1], json.dumps(index, indent=2) + "\n")
     for name, source in beside.items():
         made.append(folder / name)
-        made[-1].parent.mkdir(exist_ok=True)
+        made[-1].parent.mkdir(parents=True, exist_ok=True)
         if isinstance(source, Path):
             shutil.copyfile(source, made[-1])
         else:

@@ -172,16 +172,27 @@ def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lor
     Arithmetic in float32 (float64 stays float64), one rounding to the weight's dtype.
 
     Returns: the leaves of ``lora.paths`` and ``lora.saved`` alone.
-    Raises: ValueError that lists leaves that adapters and base lack.
+    Raises: ValueError that lists leaves that adapters and base lack, and adapters of another shape than the weight.
     """
     named = *lora.paths, *lora.saved
     absent = [f"the base has no leaf {path!r}" for path in named if path not in base]
     errors.raise_problems(absent + [f"adapters lack leaf {name!r}" for name in names_of(lora) if name not in adapters])
+    errors.raise_problems(_unlike(adapters, base, lora))
     merged = {path: adapters[path].to(base[path].dtype) for path in lora.saved}
     for path in lora.paths:
         delta = delta_of(adapters, path, base[path], lora)
         merged[path] = (base[path].to(delta.dtype) + delta).to(base[path].dtype)
     return merged
+
+
+def _unlike(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lora) -> list[str]:
+    way = "is it of another base, or does lora.transposed not name just the Conv1D layers?"
+    problems = []
+    for path in lora.paths:
+        shape = adapters[layer_of(path) + B].shape[0], adapters[layer_of(path) + A].shape[1]
+        shape, wanted = shape[::-1] if path in lora.transposed else shape, tuple(base[path].shape)
+        problems += [f"B A of {path!r} has shape {shape}, base {wanted}: {way}"] if shape != wanted else []
+    return problems
 
 
 def delta_of(adapters: Mapping[str, Tensor], path: str, leaf: Tensor, lora: Lora) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import errors, random, tree
 from ..checkpoint import MANIFEST, atomic_folder, load_manifest
@@ -16,8 +16,10 @@ from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of, names_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-TRANSPOSED = "transposed"  # in the metadata of the weights, where only some of the layers are
-UNKNOWN = "rank_pattern", "alpha_pattern", "layers_to_transform"  # here; a merge of folders knows them
+TRANSPOSED = "transposed"  # in the metadata of the weights, where only some of the layers are, or could be
+UNKNOWN = "rank_pattern", "alpha_pattern"  # here; a merge of folders knows them
+CONV1D = "c_attn", "q_attn", "c_proj", "c_fc"  # the layers of this class in transformers
+_BY_FOLDERS = "give this folder to merge.py or smat_fn.folders as an expert, they read it"
 
 
 def save_peft(
@@ -59,8 +61,8 @@ def save_peft(
         "target_parameters": [path for path in lora.paths if not path.endswith(WEIGHT)] or None,
     }  # fmt: skip
     stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
-    # PEFT corrects its one fan_in_fan_out by the class of each layer; `load_peft` sees no layers
-    mixed = lora.transposed and not lora.transposed.issuperset(lora.paths)
+    # PEFT corrects its one fan_in_fan_out by the class of each layer; `load_peft` may see no layers
+    mixed = (lora.transposed and not lora.transposed.issuperset(lora.paths)) or len(_by_name(lora.paths)) > 1
     noted = {TRANSPOSED: json.dumps(sorted(lora.transposed))} if mixed else {}
     with atomic_folder(path, overwrite=overwrite) as folder:
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt", **noted})
@@ -70,13 +72,15 @@ def save_peft(
             (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
+def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[str, Tensor], Lora]:
     """Adapters that `save_peft` wrote, or PEFT with these options, and what they are.
 
-    PEFT's one ``fan_in_fan_out`` is taken for all layers, since no module is seen; `smat_fn.folders` reads the base.
+    Args: module: the model of the adapters, whose Conv1D layers store their weights (in, out). Without it PEFT's one
+        ``fan_in_fan_out`` is taken for all layers, unless `save_peft` wrote the folder.
 
-    Raises: ValueError for a folder without adapters, for options of PEFT other than those of `save_peft`, and for
-        tensors of other kinds (adapters of embeddings, trained tokens).
+    Raises: ValueError for a folder without adapters, for options of PEFT other than those of `save_peft`, for tensors
+        of other kinds (adapters of embeddings, trained tokens), for layers that ``module`` lacks, and for square
+        weights in models that have both layouts, without ``module``.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
@@ -86,19 +90,22 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     problems = [*config_problems(str(folder), config)]
     problems += [
-        f"{folder}: option {name} is {config[name]!r}, which is not supported" for name in UNKNOWN if config.get(name)
+        f"{folder}: {name} is {config[name]!r}, adapters have one rank and alpha here: {_BY_FOLDERS}"
+        for name in UNKNOWN
+        if config.get(name)
     ]
     errors.raise_problems(problems)
     adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
     whole = tuple(name for name in adapters if not name.endswith((A, B)))
-    saved = [f"{module}." for module in config.get("modules_to_save") or ()]  # PEFT takes ends of names
+    saved = [f"{own}." for own in config.get("modules_to_save") or ()]  # PEFT takes ends of names
     problems = [
-        f"{folder}: {name!r} belongs neither to an adapter of a linear layer nor to modules_to_save"
+        f"{folder}: {name!r} belongs neither to an adapter of a linear layer nor to modules_to_save: {_BY_FOLDERS}"
         for name in whole
-        if not any(module in name for module in saved)
+        if not any(own in name for own in saved)
     ]
     problems += [
-        f"{folder}: {name!r} is of shape {tuple(leaf.shape)}, not a matrix: convolutions are not read here"
+        f"{folder}: {name!r} is of shape {tuple(leaf.shape)}, not a matrix: convolutions are not read here, merge "
+        "it into its base with peft"
         for name, leaf in adapters.items()
         if name.endswith((A, B)) and leaf.ndim != 2
     ]
@@ -113,9 +120,7 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         problems.append(f"{folder}: adapters have rank {found}, {CONFIG} says {config['r']}: of different adapters?")
     errors.raise_problems(problems)
     paths = _paths(config, [name.removesuffix(A) for name in adapters if name.endswith(A)])
-    with safe_open(folder / WEIGHTS, framework="pt") as store:
-        some = (store.metadata() or {}).get(TRANSPOSED)
-    transposed = json.loads(some) if some else paths if config.get("fan_in_fan_out") else ()
+    transposed = _transposed(folder, config, adapters, paths, module)
     return adapters, Lora(
         paths,
         config["r"],
@@ -125,6 +130,45 @@ def load_peft(path: str | Path) -> tuple[dict[str, Tensor], Lora]:
         whole,
         float(config.get("lora_dropout") or 0.0),
     )
+
+
+def _transposed(
+    folder: Path,
+    config: Mapping[str, Any],
+    adapters: Mapping[str, Tensor],
+    paths: Sequence[str],
+    module: nn.Module | None,
+) -> Sequence[str]:
+    """The weights that are stored (in, out), as `load_peft` takes them."""
+    layers = {path: layer_of(path) for path in paths}
+    if module is not None:
+        kinds = {tree.unwrapped(name): type(own).__name__ for name, own in module.named_modules()}
+        errors.raise_problems(
+            [
+                f"{folder}: module has no layer {layer!r}: is it the model that was adapted?"
+                for layer in layers.values()
+                if layer not in kinds
+            ]
+        )
+        return [path for path, layer in layers.items() if kinds[layer] == "Conv1D"]
+    with safe_open(folder / WEIGHTS, framework="pt") as store:
+        some = (store.metadata() or {}).get(TRANSPOSED)
+    if some:
+        return [*json.loads(some)]
+    square = [layer for layer in layers.values() if adapters[layer + A].shape[1] == len(adapters[layer + B])]
+    named = _by_name(paths)
+    if square and len(named) > 1:
+        raise ValueError(
+            f"{folder}: fan_in_fan_out of {CONFIG} is that of one layer, but {named[True]!r} is named as a Conv1D, "
+            f"{named[False]!r} is not, and the shape of {square[0]!r} does not show its layout: give load_peft the "
+            f"model as module, or {_BY_FOLDERS}"
+        )
+    return paths if config.get("fan_in_fan_out") else ()
+
+
+def _by_name(paths: Sequence[str]) -> dict[bool, str]:
+    """A layer that is named as a Conv1D, and one that is not, where they are among those of ``paths``."""
+    return {layer.rpartition(".")[2] in CONV1D: layer for layer in map(layer_of, paths)}
 
 
 def _paths(config: Mapping[str, Any], layers: Sequence[str]) -> tuple[str, ...]:

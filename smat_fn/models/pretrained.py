@@ -105,6 +105,8 @@ def fetch(
     """
     import transformers
 
+    if _holds_adapter(source):
+        raise ValueError(_adapter(source))
     try:
         name, revision = _pinned(source)
         # no code of the folder is run, and nobody is asked whether it may be
@@ -125,6 +127,18 @@ def fetch(
             f"cache or can be reached{', with HF_TOKEN or hf auth login for a gated one' if gated else ''} "
             f"({shorten(str(error), 300)})"
         ) from error
+    _check_loaded(source, auto, module, info, optional)
+    if getattr(module.config, "rescale_every", None):
+        module.config.rescale_every = 0  # RWKV would halve weights in place, those of the caller, when it first decodes
+    return [module, *rest]
+
+
+def _check_loaded(
+    source: str | Path, auto: str, module: Any, info: Mapping[str, Any], optional: tuple[str, ...]
+) -> None:
+    """Log weights that were left out. Raises: ValueError for missing weights, and for an adapter over its base."""
+    if getattr(module, "_hf_peft_config_loaded", False):  # of the hub: transformers puts it over its base
+        raise ValueError(_adapter(source))
     if names := sorted(name for name in info["missing_keys"] if not name.startswith(optional)):
         encoder = ", or, for an encoder, the preset text of train.py" if auto == "AutoModelForCausalLM" else ""
         raise ValueError(
@@ -136,9 +150,16 @@ def fetch(
             f"{source}: {type(module).__name__} has no place for {len(unused)} of the stored weights (first: "
             f"{unused[0]}): they are left out, as heads of other tasks are; merge.py export keeps them"
         )
-    if getattr(module.config, "rescale_every", None):
-        module.config.rescale_every = 0  # RWKV would halve weights in place, those of the caller, when it first decodes
-    return [module, *rest]
+
+
+def _adapter(source: str | Path) -> str:
+    """Error message for an adapter in place of a model."""
+    merging = f"merge.py wa --base BASE --experts {source} --out OUT"
+    return f"{str(source)!r} holds an adapter: write a whole model, {merging}, and give OUT/wa"
+
+
+def _holds_adapter(folder: str | Path) -> bool:
+    return (Path(folder) / "adapter_config.json").is_file()
 
 
 @contextmanager

@@ -619,3 +619,22 @@ def test_adapters_of_this_library_are_experts(rslora, base, folders, tmp_path):
     lora.save_peft(tmp_path / "adapter", trained, settings, base="tiny")
     expected = {**wide, **lora.expand(trained, wide, settings)}
     folders.assert_same_bits(merged(folders, base, tmp_path / "adapter", tmp_path), expected)
+
+
+def test_errors_for_adapters_of_a_component_and_of_convolutions_name_the_way_out(base, adapter, folders, tmp_path):
+    start = folders.save(tmp_path / "pipeline/unet", base).parent
+    (start / "model_index.json").write_text("{}")
+    of_part = adapter({"model.layers.1.q": factors((6, 6))}, name="of_part")
+    told = rf"'base_model.model.model.layers.1.q.weight', its unet/ has: give {start}/unet as base$"
+    with pytest.raises(ValueError, match=told):
+        plan(TA, start, {"x": of_part}, tmp_path / "none")
+    plan(TA, start / "unet", {"x": of_part}, tmp_path / "none")
+    a, b = factors((6, 6))
+    conv = adapter({"model.layers.1.q": (a[..., None], b[..., None])}, name="conv")
+    told = "convolutions are not read here: merge it into its base with peft, and give the result"
+    with pytest.raises(ValueError, match=f" do not fit, {told}"):
+        plan(TA, start / "unet", {"x": conv}, tmp_path / "none")
+    with pytest.raises(ValueError, match=f" not factors of a matrix, {told}"):
+        merge_adapters({"x": conv}, tmp_path / "none", lambda found: found["x"])
+    with pytest.raises(ValueError, match="convolutions are not read here, merge it into its base with peft"):
+        lora.load_peft(conv)

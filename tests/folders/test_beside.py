@@ -144,6 +144,32 @@ def test_ids_of_tokens_follow_the_tokenizer(models, tmp_path):
     assert torch.equal(made[words.index("n1")], own[words.index("n1")])  # base has no such token
 
 
+@pytest.mark.parametrize("head", ["cls.predictions.bias", "vocab_projector.bias", "decoder.bias"])
+def test_tables_of_segments_are_no_tokens_and_biases_of_heads_are(head, models, tmp_path):
+    for name in "BASE", "B_OTHER_VOCABULARY":
+        rows = json.loads((models / name / "config.json").read_text())["vocab_size"]
+        (models / name / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": rows}))
+        leaves = {"embeddings.word_embeddings.weight": torch.rand(rows, 4), head: torch.rand(rows)}
+        save_file(
+            {**leaves, "embeddings.token_type_embeddings.weight": torch.rand(2, 4)}, models / name / "model.safetensors"
+        )
+    experts = {"other": models / "B_OTHER_VOCABULARY"}
+    merge_folders(WeightAverage(), models / "BASE", experts, tmp_path / "out", tokenizer_from="base")
+    made, base, own = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", models / "BASE", experts["other"])
+    )
+    words = [*make_recipes.OTHER_WORDS, "<|im_end|>"]
+    places = {token: i for i, token in enumerate(make_recipes.WORDS) if token in words}
+    assert len(places) > 3
+    for path in base:
+        if "token_type" in path:
+            assert torch.equal(made[path], own[path])
+            continue
+        assert made[path].shape == base[path].shape
+        for token, i in places.items():
+            assert torch.equal(made[path][i], own[path][words.index(token)])
+
+
 def test_equal_tokenizers_leave_every_bit(models, tmp_path):
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "plain")
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "union", tokenizer_from="union")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import TaskArithmetic, WeightAverage
-from smat_fn.folders import merge_folders, open_folder, plan
+from smat_fn.folders import extract_lora, merge_folders, open_folder, plan
 
 TA = TaskArithmetic(coef=0.5)
 
@@ -159,3 +159,125 @@ def test_a_component_keeps_the_name_of_its_file(tmp_path):
     name = "diffusion_pytorch_model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
     assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_modules_of_a_router_and_of_a_folder_without_weights_of_its_own_are_merged(tmp_path):
+    names = {
+        "routed": ("", "2_Router/query_0_Dense/", "2_Router/document_0_Dense/"),
+        "asym": ("", "2_Asym/140244_Dense/"),  # as it was called before
+        "whole": ("query_0_Transformer/", "document_0_Transformer/"),
+        "numbered": ("0_Transformer/", "2_Dense/"),
+    }
+    routers = {"routed": "2_Router/router_config.json", "asym": "2_Asym/config.json", "whole": "router_config.json"}
+    for kind, places in names.items():
+        folders = []
+        for seed in range(3):
+            files = {f"{p}model.safetensors": tree(9 * seed + i, w=(3, 2), b=(3,)) for i, p in enumerate(places)}
+            files |= {f"{place}config.json": "{}" for place in places} | {
+                "modules.json": "[]",
+                "1_Pooling/x.json": "{}",
+            }
+            if kind in routers:
+                types = {place.split("/")[-2]: "Dense" for place in places if place}
+                files[routers[kind]] = json.dumps({"types": types})
+            folders.append(written(tmp_path / f"{kind}{seed}", files))
+        base, one, two = folders
+        (base / "unknown/checkpoint").mkdir(parents=True)
+        (base / "unknown/checkpoint/model.safetensors").write_text("of something else")
+        out = tmp_path / f"{kind}-out"
+        merge_folders(WeightAverage(), base, {"one": one, "two": two}, out)
+        for name in (f"{place}model.safetensors" for place in places):
+            made, left, right = (load_file(folder / name) for folder in (out, one, two))
+            assert made.keys() == {"w", "b"}
+            assert all(torch.equal(leaf, (left[path] + right[path]) / 2) for path, leaf in made.items())
+        found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+        assert found == {str(file.relative_to(two)) for file in two.rglob("*") if file.is_file()} | {"manifest.json"}
+    file = two / "0_Transformer/model.safetensors"
+    file.rename(file.with_name("openvino.safetensors"))
+    with pytest.raises(
+        ValueError, match=r"0_Transformer holds its weights in openvino.safetensors, of sentence-transf"
+    ):
+        plan(TA, base, {"two": two}, tmp_path / "none")
+
+
+def test_settings_of_modules_and_components_that_differ_are_noted(tmp_path):
+    of_sentences = {
+        "modules.json": '[{"type": "a.Transformer"}, {"type": "a.b.Pooling"}]',
+        "1_Pooling/config.json": '{"pooling_mode": "mean", "size": 3, "include_prompt": true}',
+        "config_sentence_transformers.json": '{"__version__": {"a": "1"}, "similarity_fn_name": "cosine"}',
+        "preprocessor_config.json": '{"image_mean": [0.5], "image_processor_type": "A"}',
+    }
+    other = {
+        "modules.json": '[{"type": "c.Transformer"}, {"type": "c.Pooling"}, {"type": "c.Normalize"}]',
+        "1_Pooling/config.json": '{"pooling_mode": "cls", "size": 3}',
+        "config_sentence_transformers.json": '{"__version__": {"a": "2"}, "similarity_fn_name": "dot"}',
+        "preprocessor_config.json": '{"image_mean": [0.4], "image_processor_type": "B"}',
+    }
+    base, one, two = (sentence(tmp_path / str(seed), seed) for seed in range(3))
+    for folder, files in (base, of_sentences), (one, of_sentences), (two, other):
+        written(folder, files)
+    said = [
+        "1_Pooling/config.json (pooling_mode cls, base's is mean)",
+        "config_sentence_transformers.json (similarity_fn_name dot, base's is cosine)",
+        "modules.json (modules Transformer Pooling Normalize, base's is Transformer Pooling)",
+        "preprocessor_config.json (image_mean [0.4], base's is [0.5])",
+    ]
+    found = plan(TA, base, {"one": one, "two": two}, tmp_path / "none").notes
+    assert sorted(found) == [f"expert 'two' has another {text}: the output has that of base" for text in said]
+    plain = written(
+        tmp_path / "plain", {"model.safetensors": load_file(base / "model.safetensors"), "config.json": "{}"}
+    )
+    for folder in (one, two):
+        (folder / "2_Dense/model.safetensors").unlink()
+    (note,) = plan(TA, plain, {"one": one}, tmp_path / "none").notes
+    assert note.startswith(
+        "expert 'one' is a model of sentence-transformers, base is not: the output has no pooling, c"
+    )
+
+    base, one = (pipeline(tmp_path / f"p{seed}", seed) for seed in range(2))
+    written(base, {"model_index.json": '{"_class_name": "A", "scheduler": ["d", "DDIM"], "tokenizer": [null, null]}'})
+    written(one, {"model_index.json": '{"_class_name": "B", "scheduler": ["d", "PNDM"], "tokenizer": ["t", "C"]}'})
+    written(base, {"scheduler/scheduler_config.json": '{"_version": "1", "prediction_type": "epsilon"}'})
+    written(one, {"scheduler/scheduler_config.json": '{"_version": "2", "prediction_type": "v_prediction"}'})
+    written(base, {"text_encoder/config.json": '{"hidden_act": "gelu"}', "tokenizer/vocab.json": '{"a": 1}'})
+    written(one, {"text_encoder/config.json": '{"hidden_act": "relu"}', "tokenizer/vocab.json": '{"a": 2}'})
+    said = [
+        "model_index.json (scheduler PNDM, base's is DDIM)",
+        "scheduler/scheduler_config.json (prediction_type v_prediction, base's is epsilon)",
+        "text_encoder/config.json (hidden_act relu, base's is gelu)",
+    ]
+    found = plan(TA, base, {"one": one}, tmp_path / "none").notes
+    assert sorted(found) == [f"expert 'one' has another {text}: the output has that of base" for text in said]
+
+
+def test_a_pipeline_without_a_component_has_bases_and_a_component_alone_is_refused(tmp_path):
+    base, one = (pipeline(tmp_path / str(seed), seed) for seed in range(2))
+    checker = tree(7, **{"conv.weight": (2, 2), "special": (3,)})
+    written(base, {"safety_checker/model.safetensors": checker})
+    report = merge_folders(WeightAverage(), base, {"one": one}, tmp_path / "out")
+    assert list(report.notes) == ["expert 'one' has no safety_checker/: it has base's"]
+    made = load_file(tmp_path / "out/safety_checker/model.safetensors")
+    assert all(torch.equal(made[path], leaf) for path, leaf in checker.items())
+    name = "unet/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
+    written(base, {"unet/diffusion_pytorch_model.safetensors": tree(0, **{"conv.weight": (3, 2), "own": (2,)})})
+    for whole, part in (base, base / "unet"), (base, base / "safety_checker"):
+        for left, right, told in (whole, part, "expert 'one' is a part of base"), (part, whole, "base is a part of ex"):
+            with pytest.raises(ValueError, match=f"{told}.*: give {part}, and merge this part alone"):
+                plan(TA, left, {"one": right}, tmp_path / "none")
+
+
+def test_an_extracted_adapter_leaves_out_further_modules_and_is_of_one_component(tmp_path):
+    base, one = (sentence(tmp_path / str(seed), seed) for seed in range(2))
+    for seed, folder in enumerate((base, one)):
+        written(folder, {"model.safetensors": tree(seed, **{"layer.0.query.weight": (4, 3), "norm.weight": (3,)})})
+    made = extract_lora(base, one, tmp_path / "out", rank=2)
+    assert made.left_out == ("2_Dense/linear.bias", "2_Dense/linear.weight")
+    assert made.whole == ("norm.weight",)
+    names = load_file(tmp_path / "out/adapter_model.safetensors").keys()
+    assert {name.removeprefix("base_model.model.").partition(".")[0] for name in names} == {"layer", "norm"}
+    base, one = (pipeline(tmp_path / f"p{seed}", seed) for seed in range(2))
+    with pytest.raises(
+        ValueError, match=r"p0 holds its weights in text_encoder/, unet/: give one of them, and the exp"
+    ):
+        extract_lora(base, one, tmp_path / "none", rank=2)

@@ -222,6 +222,52 @@ def test_square_weights_of_both_layouts_are_read_as_they_were_written(tmp_path):
         assert torch.equal(leaf, lora.expand(trained, base, adapter)[path])
 
 
+class TwoLayouts(torch.nn.Module):
+    """Square weights of a Linear, as of ViT, and of a Conv1D, as of GPT-2: a captioning model has both."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        torch.manual_seed(0)
+        self.query, self.c_proj, self.c_attn = torch.nn.Linear(4, 4), Conv1D(4, 4), Conv1D(12, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning")  # of peft
+def test_square_weights_of_both_layouts_that_peft_adapted_are_told_by_the_module(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = {name: p.detach().clone() for name, p in TwoLayouts().named_parameters()}
+    for targets in ["query", "c_proj"], ["c_proj", "c_attn"], ["query", "c_attn"]:
+        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True)
+        model = peft.get_peft_model(TwoLayouts(), config)
+        folder = tmp_path / "_".join(targets)
+        model.save_pretrained(folder)
+        wanted = dict(model.merge_and_unload().named_parameters())
+        read, adapter = lora.load_peft(folder, TwoLayouts())
+        assert adapter.transposed == {f"{name}.weight" for name in targets if name != "query"}
+        for name, leaf in {**base, **lora.expand(read, base, adapter)}.items():
+            torch.testing.assert_close(leaf, wanted[name].detach(), rtol=1e-5, atol=1e-6)
+        if "query" not in targets:  # PEFT's one value is right
+            assert lora.load_peft(folder)[1] == adapter
+            continue
+        with pytest.raises(
+            ValueError, match=r"'c_\w+' is named as a Conv1D, 'query' is not, .*: give load_peft the mod"
+        ):
+            lora.load_peft(folder)
+        lora.save_peft(tmp_path / "own", read, adapter, base="x", overwrite=True)
+        assert lora.load_peft(tmp_path / "own")[1].transposed == adapter.transposed
+        with pytest.raises(ValueError, match="module has no layer 'query': is it the model that was adapted"):
+            lora.load_peft(folder, torch.nn.Linear(4, 4))
+    linear = lora.Lora(("c_proj.weight", "query.weight"), rank=2)  # layers are named c_proj in other models too
+    lora.save_peft(tmp_path / "linear", lora.init(KEY, base, linear), linear, base="x")
+    assert lora.load_peft(tmp_path / "linear")[1].transposed == frozenset()
+    wide = lora.Lora(("c_attn.weight",), rank=2, transposed=frozenset({"c_attn.weight"}))
+    with pytest.raises(
+        ValueError, match=r"^B A of 'c_attn.weight' has shape \(12, 4\), base \(4, 12\): is it of anoth"
+    ):
+        lora.expand(lora.init(KEY, base, wide), base, dataclasses.replace(wide, transposed=frozenset()))
+
+
 def test_adapters_of_another_lora_are_refused(tmp_path):
     base = {"h.0.up.weight": torch.ones(4, 4), "head.weight": torch.ones(4, 4)}
     own = lora.Lora(("h.0.up.weight",), rank=2, saved=("head.weight",))
@@ -386,8 +432,37 @@ def test_adapters_that_peft_wrote_are_read(tmp_path):
         lora.load_peft(tmp_path / "0")
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["embed_tokens"]))
     model.save_pretrained(tmp_path / "other", save_embedding_layers=False)
-    with pytest.raises(ValueError, match="lora_embedding_A' belongs neither to an adapter of a linear layer nor"):
+    with pytest.raises(
+        ValueError, match=r"lora_embedding_A' belongs neither to an adapter .*: give this folder to merge"
+    ):
         lora.load_peft(tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+def test_peft_adapters_of_some_layers_are_read_and_those_of_several_ranks_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = {name: p.detach().clone() for name, p in llama().named_parameters()}
+    some = {"layers_to_transform": [1], "layers_pattern": "layers"}
+    several = {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"q_proj": 5}}
+    for name, options in {"some": some, "several": several}.items():
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+        model = peft.get_peft_model(llama(), config)
+        model.save_pretrained(tmp_path / name)
+        wanted = model.merge_and_unload().state_dict()
+        if name == "several":
+            with pytest.raises(
+                ValueError, match=r"rank_pattern is {'v_proj': 3}, .*: give this folder to merge.py or .*alp"
+            ):
+                lora.load_peft(tmp_path / name)
+            save_file(base, tmp_path / "model.safetensors")
+            opened = open_adapter("it", tmp_path / name, open_folder("base", tmp_path))
+            found = {path: opened.leaf(path) for path in base}
+        else:
+            read, adapter = lora.load_peft(tmp_path / name)
+            assert {path.split(".")[2] for path in adapter.paths} == {"1"}
+            found = {**base, **lora.expand(read, base, adapter)}
+        for path, leaf in found.items():
+            torch.testing.assert_close(leaf, wanted[path], rtol=1e-5, atol=1e-6)
 
 
 def test_modules_that_peft_would_train_otherwise_are_refused():

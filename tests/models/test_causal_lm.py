@@ -235,6 +235,25 @@ def test_what_cannot_be_reached_is_told_in_one_sentence(tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+def test_an_adapter_is_refused_where_it_lies_and_where_transformers_puts_it_over_its_base(
+    folders, tmp_path, monkeypatch
+):
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path / "base")
+    module = causal_lm.load(folder).module
+    peft.get_peft_model(module, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(folder)}))
+    for seen in True, False:  # a folder; a repository of the hub, which is not one
+        if not seen:
+            monkeypatch.setattr(pretrained, "_holds_adapter", lambda source: False)
+        with pytest.raises(
+            ValueError, match=r"adapter' holds an adapter: write a whole model, merge.py wa --base BASE"
+        ):
+            pretrained.fetch(tmp_path / "adapter", "a language model", "AutoModelForCausalLM")
+
+
 def test_missing_weights_are_told(folders, tmp_path):
     from transformers import LlamaModel
 

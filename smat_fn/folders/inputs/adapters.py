@@ -293,7 +293,8 @@ def read_adapter(label: str, path: Path) -> Held:
         if not (a.is_floating_point() and b.is_floating_point() and a.ndim == b.ndim == 2 and len(a) == b.shape[1]):
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
             problems.append(
-                f"{label}: {shapes} of {module!r} are not factors of a matrix: convolutions are not read here"
+                f"{label}: {shapes} of {module!r} are not factors of a matrix, convolutions are not read here: "
+                f"{_MERGED}"
             )
         elif known:
             with errors.collected(problems):
@@ -413,11 +414,14 @@ def _pair(
     if len(names) < 2:
         raise ValueError(f"{label}: {next(iter(names.values()))!r} has no other factor in {WEIGHTS}: save it again")
     if leaf is None:
-        way = _tied(f"{module}.weight") or ": was it trained from another base?"
+        part = _part(f"{module.removeprefix(PREFIX)}.weight", base)
+        way = part or _tied(f"{module}.weight") or ": was it trained from another base?"
         raise ValueError(f"{label}: it adapts {module!r}, but base has no leaf {module + '.weight'!r}{way}")
     a, b, wanted = shapes[names["A"]], shapes[names["B"]], tuple(base.leaves[leaf].shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise ValueError(f"{label}: A {a} and B {b} of {module!r} do not fit: convolutions are not read here")
+        raise ValueError(
+            f"{label}: A {a} and B {b} of {module!r} do not fit, convolutions are not read here: {_MERGED}"
+        )
     fits = [transposed for transposed in (False, True) if wanted == ((a[1], b[0]) if transposed else (b[0], a[1]))]
     if not fits:
         raise ValueError(
@@ -500,6 +504,11 @@ def _scale(label: str, config: Mapping[str, Any], module: str, rank: int) -> flo
         raise ValueError(f"{label}: {module!r} has rank {rank}, its {CONFIG} says {given}: of different adapters?")
     alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return alpha / math.sqrt(given) if config.get("use_rslora") else alpha / given
+
+
+def _part(name: str, base: Folder) -> str:
+    parts = [prefix for prefix in base.outputs if prefix and prefix + name in base.leaves]
+    return f", its {parts[0]} has: give {base.root / parts[0]} as base" if parts else ""
 
 
 def _tied(name: str) -> str:

@@ -3,13 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from ...errors import problems_of
-from .reading import PIPELINE, SUFFIXES, config_of, load_config
+from .reading import MODULES, PIPELINE, ROUTER, SUFFIXES, config_of, load_config, module_folders
 from .towers import compared
 from .vocabulary import FITTED
 
@@ -31,12 +32,7 @@ TOKENIZER = (
     "normalizer.json",
     *("*.codes", "dict.txt", "emoji.json", "byte_maps.json", "*_vocab.json", "word_*.json", "*.tokenizer"),
 )
-OTHERS = (
-    "*processor_config.json",
-    "modules.json",  # of sentence-transformers, and the files in the folders that it names
-    "*sentence*.json",
-    "[0-9]_*/*",
-)
+OTHERS = "*processor_config.json", PIPELINE, MODULES, ROUTER, "*sentence*.json"  # and of `module_folders` all
 WEIGHT_FILES = (*SUFFIXES, ".safetensors.index.json", ".bin", ".msgpack", ".h5", ".onnx")  # merged, or of base alone
 TEMPLATE = "chat_template.jinja"
 
@@ -58,17 +54,26 @@ NOTES = {
 }
 _KNOWN = {name for names in (*ERRORS.values(), *NOTES.values()) for name in names}
 _UNREAD = {  # of what is left: what weights and tokenizers say, and what no output of the model depends on
-    "_name_or_path", "architectures", "auto_map", "dtype", "finetuning_task", "gradient_checkpointing",
-    "initializer_range", "label2id", "n_layer", "num_hidden_layers", "num_layers", "output_attentions",
-    "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "torch_dtype",
-    "transformers_version", "unsloth_version", "use_cache", "vocab_size",
+    "_name_or_path", "architectures", "auto_map", "dtype", "feature_extractor_type", "finetuning_task",
+    "gradient_checkpointing", "image_processor_type", "initializer_range", "label2id", "n_layer",
+    "num_hidden_layers", "num_layers", "output_attentions", "output_hidden_states", "pretraining_tp",
+    "problem_type", "processor_class", "return_dict", "task_specific_params", "torch_dtype", "transformers_version",
+    "unsloth_version", "use_cache", "vocab_size",
 }  # fmt: skip
 
 
-def files_of(root: Path, patterns: Iterable[str]) -> Files:
+def files_of(root: Path, patterns: Iterable[str]) -> dict[str, Path]:
     """The files of a checkpoint that these patterns name."""
     found = sorted({file for pattern in patterns for file in root.glob(pattern) if file.is_file()})
     return {str(file.relative_to(root)): file for file in found}
+
+
+def _others(root: Path) -> dict[str, Path]:
+    """The files of a checkpoint that are neither weights nor those of the model itself and its tokenizer."""
+    found = files_of(root, OTHERS)
+    for folder in module_folders(root):
+        found |= {str(Path(folder.relative_to(root), name)): file for name, file in files_of(folder, ["*"]).items()}
+    return {name: file for name, file in found.items() if not name.endswith(WEIGHT_FILES)}
 
 
 def beside(
@@ -92,8 +97,7 @@ def beside(
         dtype: of the weights, None: as ``base`` says.
         chat_template: text of another one.
     """
-    files = files_of(base, (*OTHERS, *((PIPELINE, "*/*") if (base / PIPELINE).is_file() else ())))
-    files = {name: file for name, file in files.items() if not name.endswith(WEIGHT_FILES)} | files_of(config, CONFIG)
+    files: Files = {**_others(base), **files_of(config, CONFIG)}
     files |= tokenizer if isinstance(tokenizer, dict) else files_of(tokenizer, TOKENIZER)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name is None and config != base:
@@ -175,6 +179,7 @@ def differences(
             elif found:
                 notes.append(f"{label} has {kind}: {said}" if kind in ERRORS else f"{label} has other {kind}: {said}")
         notes += _texts(label, base, root, chosen=chosen, template=template)
+        notes += _settings(label, base, root)
     return problems, notes
 
 
@@ -247,6 +252,36 @@ def _texts(label: str, base: Path, root: Path, *, chosen: bool, template: bool) 
     # one that transformers made of config.json when it saved the model says nothing more
     if others and not own and not chosen and config_of(base) and not others.get("_from_model_config"):
         yield f"{label} has a generation_config.json, base has none: the output has none"
+
+
+def _settings(label: str, base: Path, root: Path) -> Iterator[str]:
+    """Notes on what comes from base alone: pooling, image processors, schedulers and components of a pipeline."""
+    if (root / MODULES).is_file() and not (base / MODULES).is_file():
+        yield (
+            f"{label} is a model of sentence-transformers, base is not: the output has no pooling, copy {MODULES}, the "
+            "folders that it names and *sentence*.json into it"
+        )
+    for name, file in _others(base).items():
+        if file.suffix != ".json" or any(file.match(pattern) for pattern in TOKENIZER):
+            continue
+        own, other = (_read_settings(path) for path in (file, root / name))
+        found = [
+            f"{field} {_short(other[field])}, base's is {_short(own[field])}"
+            for field in sorted(own.keys() & other.keys() - _UNREAD)
+            if not field.startswith("_") and "drop" not in field and _unlike(own[field], other[field], "settings")
+        ]
+        if found:
+            yield f"{label} has another {name} ({', '.join(found)}): the output has that of base"
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    if file.name == PIPELINE:  # of each component the library and the class, null without it
+        return {name: value[-1] if isinstance(value, list) else value for name, value in _read(file).items() if value}
+    if file.name != MODULES:
+        return _flat(_read(file))
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {"modules": " ".join(entry["type"].rpartition(".")[2] for entry in json.loads(file.read_bytes()))}
+    return {}
 
 
 def _renumbered(config: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .hub import header_problems, local_folder, unavailable
 from .inside import inside
 from .kinship import strangers
 from .naming import Naming, namings
-from .reading import Folder, open_folder
+from .reading import PIPELINE, Folder, open_folder
 from .spare import with_bases
 from .stacks import parts_of, stacked
 from .towers import fitted, prefix_of
@@ -135,11 +135,19 @@ def _opened(
                 found[name] = adapted(label, folder, start, heads=heads)
     if start is None:
         return None, found
-    if modules := [leaf for leaf in start.leaves if leaf.startswith(tuple(filter(None, start.outputs)))]:
-        for name, other in found.items():
-            if not other.outputs and other.leaves.keys().isdisjoint(modules):  # a model without them has base's
-                found[name] = other.with_leaves_of(start, modules)
+    for name, other in found.items():
+        found[name] = _with_modules_of(start, other)
     return start, found
+
+
+def _with_modules_of(base: Folder, other: Folder) -> Folder:
+    """An expert with base's modules of sentence-transformers, or components of a pipeline, where it has none."""
+    gone = [own for own in base.outputs if own and not any(leaf.startswith(own) for leaf in other.leaves)]
+    piped = (base.root / PIPELINE).is_file()
+    if not gone or (other.leaves.keys().isdisjoint(base.leaves) and (piped or other.outputs)):
+        return other
+    found = other.with_leaves_of(base, [leaf for leaf in base.leaves if leaf.startswith(tuple(gone))])
+    return found.noted(f"{other.label} has no {', '.join(gone)}: it has base's") if piped else found
 
 
 def _placed_in(
@@ -238,6 +246,10 @@ def adapted(label: str, path: Path, base: Folder, *, heads: bool = False) -> Fol
 
 def _foreign_names(base: Folder, other: Folder) -> str:
     """Error message for an expert that has none of base's parameter names."""
+    for whole, part in (base, other), (other, base):
+        for prefix in filter(None, whole.outputs):
+            if all(prefix + name in whole.leaves for name in part.leaves):
+                return f"{part.label} is a part of {whole.label}: give {whole.root / prefix}, and merge this part alone"
     for name in other.leaves:
         for path in base.leaves:
             longer, shorter = (name, path) if len(name) > len(path) else (path, name)

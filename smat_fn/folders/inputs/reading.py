@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -36,6 +37,7 @@ DTYPES = {
 }
 DIFFUSION, PIPELINE = "diffusion_pytorch_model.safetensors", "model_index.json"  # of diffusers
 DIFFUSION_INDEX = f"{DIFFUSION}.index.json"
+MODULES, ROUTER = "modules.json", "router_config.json"  # of sentence-transformers
 SUFFIXES = ".safetensors", ".sft"  # of one format
 PICKLES = ".bin", ".pt", ".pth", ".ckpt"  # of torch.save
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # what is read without safetensors
@@ -230,17 +232,33 @@ def _misplaced(where: str, there: Iterable[str], placed: Collection[str]) -> lis
     ]
 
 
-def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
-    """Weight files in subfolders of a checkpoint as of `_files`, by the prefix of their leaves, such as "2_Dense/".
+def module_folders(path: Path) -> list[Path]:
+    """The folders of the components of a pipeline of diffusers, or of further modules of sentence-transformers.
 
-    They are those of further modules of sentence-transformers, and of the components of a pipeline of diffusers.
+    Those of the latter are numbered, or in the folder of a Router (once Asym), whose configuration names them.
     """
-    piped = (path / PIPELINE).is_file()
-    names = [DIFFUSION, DIFFUSION_INDEX, WEIGHTS, INDEX] if piped else [WEIGHTS, PICKLED]
+    if (path / PIPELINE).is_file():
+        return sorted(path.glob("*/"))
+    numbered = sorted(path.glob("[0-9]_*/"))
+    return [*numbered, *(folder for router in (path, *numbered) for folder in _routed(router))]
+
+
+def _routed(router: Path) -> list[Path]:
+    for name in ROUTER, "config.json":
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            types = dict(json.loads((router / name).read_text(encoding="utf-8"))["types"])
+            return [folder for folder in sorted(router.glob("*/")) if folder.name in types]
+    return []
+
+
+def _modules(label: str, path: Path, problems: list[str]) -> dict[str, dict[Path, set[str] | None]]:
+    """Weight files of `module_folders` as of `_files`, by the prefix of their leaves, such as "2_Dense/"."""
+    of_pipeline = DIFFUSION, DIFFUSION_INDEX, WEIGHTS, INDEX
+    names = of_pipeline if (path / PIPELINE).is_file() else (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX)
     found: dict[str, dict[Path, set[str] | None]] = {}
-    for folder in sorted(path.glob("*/" if piped else "[0-9]_*/")):
+    for folder in module_folders(path):
         if name := next((name for name in names if (folder / name).exists()), None):
-            found[f"{folder.name}/"] = _placed(label, folder, problems, name)
+            found[f"{folder.relative_to(path).as_posix()}/"] = _placed(label, folder, problems, name)
     return found
 
 
@@ -272,7 +290,7 @@ def reader_of_tensor(leaf: Tensor) -> Read:
 def _files(label: str, path: Path, problems: list[str], whole: Collection[Path]) -> dict[Path, set[str] | None]:
     """The files of a checkpoint and the leaves that its index places in each; None without an index.
 
-    Args: whole: components of a pipeline whose weights are read.
+    Args: whole: components of a pipeline, or modules, whose weights are read.
     """
     names = WEIGHTS, INDEX, PICKLED, PICKLED_INDEX, DIFFUSION, DIFFUSION_INDEX
     if is_single(path):
@@ -284,11 +302,15 @@ def _files(label: str, path: Path, problems: list[str], whole: Collection[Path])
         problems.append(f"{label}: {path} is not a {'file' if file else 'folder: give the folder of a checkpoint'}")
     elif name := next((name for name in names if (path / name).exists()), None):
         return _placed(label, path, problems, name)
-    elif (path / PIPELINE).exists():
-        others = {file.parent: file for kind in ("bin", "safetensors") for file in sorted(path.glob(f"*/*.{kind}"))}
+    elif (piped := (path / PIPELINE).exists()) or (whole and (path / MODULES).exists()):
+        kinds = "*.bin", "*.safetensors"
+        others = {
+            file.parent: file for own in module_folders(path) for kind in kinds for file in sorted(own.glob(kind))
+        }
+        what = f"a pipeline only {DIFFUSION}" if piped else f"sentence-transformers only {PICKLED}"
         problems += [
-            f"{label}: {folder} holds its weights in {file.name}, of a pipeline only {DIFFUSION} or {WEIGHTS} of each "
-            "component, or their shards with an index, is read: save it again, or merge it as a folder of its own"
+            f"{label}: {folder} holds its weights in {file.name}, of {what} or {WEIGHTS} of each component, or their "
+            "shards with an index, is read: save it again, or merge it as a folder of its own"
             for folder, file in others.items()
             if folder not in whole
         ]

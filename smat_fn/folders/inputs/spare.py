@@ -39,7 +39,7 @@ def predicts_ahead(path: str, config: Mapping[str, Any]) -> bool:
 
 def may_be_spare(path: str, leaf: Tensor, config: Mapping[str, Any]) -> bool:
     """Whether one model may store a leaf that another one of its kind lacks, as far as its name says."""
-    return computed(path, leaf) or _may_be_copy(path) or predicts_ahead(path, config)
+    return computed(path, leaf) or may_be_copy(path) or predicts_ahead(path, config)
 
 
 def copy_of(path: str, folder: Folder, among: Collection[str]) -> str | None:
@@ -83,7 +83,7 @@ def with_bases(base: Folder, expert: Folder) -> Folder:
     return expert.without(*spare)
 
 
-def _may_be_copy(path: str) -> bool:
+def may_be_copy(path: str) -> bool:
     """Whether a leaf may be a copy of embeddings, or of a head's bias, by its name."""
     return by_token(path) or path.endswith((*_TIED, *_BIAS))
 
@@ -93,7 +93,7 @@ def _twin(path: str, folder: Folder, among: Collection[str]) -> str | None:
 
     Only leaves that are named as embeddings and heads: small ones, such as other biases, may be equal by chance.
     """
-    if path == HEAD or not _may_be_copy(path):
+    if path == HEAD or not may_be_copy(path):
         return None
     own = folder.leaves[path]
     bias = f"{path.removesuffix('decoder.bias')}bias" if path.endswith(_BIAS) else None

@@ -13,9 +13,12 @@ from torch import Tensor
 from ... import errors
 from .beside import TOKENIZER, Files, files_of
 from .reading import Folder, Read, config_of
+from .spare import may_be_copy
 from .vocabulary import by_token
 
 Tokens: TypeAlias = Mapping[str, Mapping[str, Any]]  # by token: "model" (and "token" or "id" there) or "zero"; "force"
+
+_BIASES = "predictions.bias", "vocab_projector.bias", "decoder.bias"  # of heads that `by_token` does not know: of BERT
 
 
 class Aligned(NamedTuple):
@@ -84,7 +87,7 @@ def aligned(
     donors = _donors(table, taking, anchor, size)
     known = {name: tokenizer.get_vocab() for name, tokenizer in own.items()}
     _place_tokens(tokens, models, wanted, table, donors, known, rows)
-    paths = [path for path, leaf in base.leaves.items() if by_token(path) and leaf.ndim and len(leaf) == rows["base"]]
+    paths = [path for path, leaf in base.leaves.items() if _of_tokens(path) and leaf.ndim and len(leaf) == rows["base"]]
     fitted = dict(models)
     for name, folder in models.items():
         for path in paths:
@@ -245,9 +248,17 @@ def _tokenizer(root: Path) -> Any:
         raise ValueError(f"the tokenizer of {root} cannot be read ({errors.first_line(error)})") from error
 
 
+def _of_tokens(path: str) -> bool:
+    return may_be_copy(path) or path.endswith(_BIASES)
+
+
 def _rows(folder: Folder) -> int:
     """Rows of the embeddings. Raises: ValueError where no leaf, or leaves of several sizes, hold them."""
     sizes = {len(leaf) for path, leaf in folder.leaves.items() if by_token(path) and leaf.ndim == 2}
+    config = config_of(folder.root) | dict(folder.config)
+    known = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    if known in sizes:  # others may be those of segments (BERT) or of a projection
+        return int(known)
     if len(sizes) != 1:
         raise ValueError(f"{folder.label}: embeddings and heads have {sorted(sizes)} rows, must have one number")
     return sizes.pop()
