@@ -151,6 +151,30 @@ def test_equal_tokenizers_leave_every_bit(models, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_padding_rows_are_kept_where_all_models_have_as_many(models, tmp_path):
+    def pad(name, rows):
+        own = load_file(models / name / "model.safetensors")
+        for path in "model.embed_tokens.weight", "lm_head.weight":
+            own[path] = torch.cat([own[path], torch.full((rows, own[path].shape[1]), 7.0)])
+        save_file(own, models / name / "model.safetensors", metadata={"format": "pt"})
+        change(models / name, vocab_size=make_recipes.ROWS + rows)
+
+    def merged(out, **options):
+        merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / out, **options)
+        made = load_file(tmp_path / out / "model.safetensors")
+        assert json.loads((tmp_path / out / "config.json").read_text())["vocab_size"] == len(made["lm_head.weight"])
+        return made
+
+    plain = merged("plain")
+    pad("A", 2)
+    found = merged("one", tokenizer_from="base")
+    assert all(torch.equal(leaf, found[path]) for path, leaf in plain.items())
+    pad("BASE", 2)
+    by_row, found = merged("by-row"), merged("both", tokenizer_from="base")
+    assert all(torch.equal(leaf, found[path]) for path, leaf in by_row.items())
+    assert len(merged("multiple", tokenizer_from="base", pad_to_multiple_of=5)["lm_head.weight"]) == 15
+
+
 def test_an_expert_may_be_named_as_base_is(models, tmp_path):
     change(models / "BASE", rms_norm_eps=1e-5)
     change(models / "A", rms_norm_eps=3e-3)
