@@ -73,11 +73,11 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     if whole := _is_whole(slices):
         base = Path(origin or first_of(found))
         experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
-        by_row = not (found.get("tokenizer") or found.get("tokenizer_source"))
+        by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
         labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
         errors.raise_problems(header_problems(labelled, rows=by_row))
     else:
-        base = _stack([part.base or part.experts[0] for part in slices])
+        base = _stack([part.base or _base_of(part.experts, origin) for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}
     start = open_input("base", base)
     paths = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()]
@@ -215,6 +215,11 @@ def _is_whole(slices: Sequence[Slice]) -> bool:
     return False
 
 
+def _base_of(sources: Sequence[Source], origin: str | None) -> Source:
+    """The source of base_model, where it is merged like the others, else the first one."""
+    return next((source for source in sources if source.ref == origin and not source.absent), sources[0])
+
+
 def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
     """Args: uneven: the merger leaves out absent models; else their weight is 0."""
     parts = [(source, *(source.layers or (0, 0))) for source in sources]
@@ -342,7 +347,7 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
     """Whose configuration, tokenizer and chat template the output has; mergekit's are those of ``origin``."""
     here = local_folder("base_model", Path(origin))
     given = found.get("tokenizer")
-    source = found.get("tokenizer_source") or (given.get("source", "union") if given else None)
+    source = found.get("tokenizer_source") or (None if given is None else given.get("source", "union"))
     own = "base" if here == root else names.get(origin, origin)
     if source is None and here != root and files_of(here, TOKENIZER):
         source = "base"

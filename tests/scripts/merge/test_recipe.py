@@ -315,6 +315,24 @@ def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
     assert all(torch.equal(leaf, base[path]) for path, leaf in found.items())
 
 
+def test_base_gives_the_rows_that_a_model_lacks_at_any_place_in_slices(models, tmp_path):
+    """``tokenizer: {}`` is a union in mergekit."""
+    weights = {"A": 0.5, "B_OTHER_VOCABULARY": 0.4, "BASE": 0.2}
+    own = [{"model": name, "parameters": {"weight": weight}} for name, weight in weights.items()]
+    asked = {"merge_method": "linear", "base_model": "BASE", "dtype": "float32"}
+    halves = [{"sources": [{**model, "layer_range": part} for model in own]} for part in ([0, 2], [2, 4])]
+    recipes = {
+        "whole": asked | {"models": own, "tokenizer": {"source": "union"}},
+        "sliced": asked | {"slices": halves, "tokenizer": {}},
+    }
+    found = {}
+    for name, recipe in recipes.items():
+        (tmp_path / name).mkdir()
+        found[name] = load_file(merged(recipe, models, tmp_path / name) / "model.safetensors")
+    assert found["whole"].keys() == found["sliced"].keys()
+    assert all(torch.equal(leaf, found["sliced"][path]) for path, leaf in found["whole"].items())
+
+
 def test_what_is_printed_and_written_is_what_a_recipe_says(models, tmp_path, capsys):
     recipe = {
         "merge_method": "slerp",
