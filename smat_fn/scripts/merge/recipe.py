@@ -19,6 +19,7 @@ from ...folders import Options
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
+from .recipe_forms import plain
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
 from .recipe_write import OWN
@@ -27,7 +28,7 @@ FIELDS = (
     "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source",
     "tokenizer", "chat_template",
 )  # fmt: skip
-REFUSED = {"modules": "only models with one list of layers can be merged by a recipe, give models or slices"}
+REFUSED = {"modules": "only the module default is read, with slices or models alone: give models or slices"}
 VARIANTS = {
     "filter_wise": False,
     "normalize_weights": True,
@@ -79,6 +80,7 @@ def load(file: Path) -> Recipe:
         raise ValueError(
             f"{file} names experts and no merge_method: if it is a mixture of experts, merge.py moe {file}"
         )
+    found = plain(found)
     try:
         errors.raise_problems(list(_problems(found)))
         return resolve(found)

@@ -333,6 +333,36 @@ def test_base_gives_the_rows_that_a_model_lacks_at_any_place_in_slices(models, t
     assert all(torch.equal(leaf, found["sliced"][path]) for path, leaf in found["whole"].items())
 
 
+def test_recipes_in_the_forms_that_mergekit_writes(models, tmp_path):
+    def loaded(recipe):
+        (tmp_path / "asked.yml").write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
+        return load(tmp_path / "asked.yml")
+
+    def nested(name, lora=None):
+        own = {"path": str(models / name), "revision": None}
+        return {"model": own, "lora": lora and {"path": str(models / lora)}}
+
+    sources = [{"model": nested("BASE"), "layer_range": [0, 2]}]
+    sources += [{"model": nested(name), "layer_range": [1, 3], "parameters": {"weight": 0.5}} for name in "AB"]
+    told = {"source": {"kind": "model_token", "model": nested("A"), "token_id": 4}}
+    written = {"merge_method": "ties", "base_model": nested("BASE")}
+    written |= {"modules": {"default": {"slices": [{"sources": sources}]}}}
+    written |= {"tokenizer": {"source": nested("A"), "tokens": {"new": told, "t4": {"source": nested("B")}}}}
+    names = iter(["BASE", "A", "B"])
+    usual = {"merge_method": "ties", "base_model": "BASE"}
+    usual |= {"slices": [{"sources": [own | {"model": next(names)} for own in sources]}]}
+    told = {"source": told["source"] | {"model": "A"}}
+    usual |= {"tokenizer": {"source": "A", "tokens": {"new": told, "t4": {"source": "B"}}}}
+    assert loaded(written) == loaded(usual)
+    alone = {"default": {"models": [{"model": nested("BASE", "ADAPTER")}]}}
+    assert loaded({"merge_method": "passthrough", "modules": alone}) == loaded(
+        {"merge_method": "passthrough", "models": [{"model": "BASE+ADAPTER"}]}
+    )
+    several = usual | {"modules": written["modules"]}
+    with pytest.raises(ValueError, match="modules is not supported: only the module default is read"):
+        loaded(several)
+
+
 def test_what_is_printed_and_written_is_what_a_recipe_says(models, tmp_path, capsys):
     recipe = {
         "merge_method": "slerp",
