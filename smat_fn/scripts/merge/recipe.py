@@ -26,7 +26,7 @@ from .recipe_write import OWN
 
 FIELDS = (
     "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source",
-    "tokenizer", "chat_template",
+    "tokenizer", "chat_template", "name",
 )  # fmt: skip
 REFUSED = {"modules": "only the module default is read, with slices or models alone: give models or slices"}
 VARIANTS = {

@@ -13,7 +13,7 @@ from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
-from .recipe_methods import METHODS, Method, Resolved, nuslerp
+from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone
 from .recipe_write import folder_name
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves
@@ -83,8 +83,11 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     paths = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()]
     resolver = _Resolver(_whole_spots(paths) if whole else _spots(paths, slices), slices, found.get("parameters") or {})
     resolved = _resolved(method, names, resolver)
-    config = nuslerp(resolved, based=False) if alone else method.make(resolved)
     coef: Any = None
+    if alone:
+        config, coef = nuslerp_alone(resolved)
+    else:
+        config = method.make(resolved)
     if method.gamma in method.shared:
         coef = resolver.rules(method.gamma, None, 1.0 if method.gamma == "lambda" else None, every=True)
         alike = not isinstance(coef, Mapping)

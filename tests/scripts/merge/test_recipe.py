@@ -155,6 +155,7 @@ THREE = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for
 EXCEPT_MLP = [{"filter": "mlp", "value": 0}, {"value": 1}]
 NEAR = {"merge_method": "nearswap", "base_model": "BASE", "models": [{"model": "A"}]}
 OTHER = {"model": "BASE", "layer_range": [0, 2], "parameters": {"weight": 1}}
+NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
 REFUSALS = {
     "parameters is 3: must be parameters by name": SHARED | {"parameters": 3},
     "parameters of model": SHARED | {"models": [{"model": "A", "parameters": [1]}]},
@@ -185,6 +186,14 @@ REFUSALS = {
     "slices[1] has 2 models: passthrough takes one": SLICED | {"slices": [ONE, TWO]},
     "nuslerp takes two models beside base_model": SLICED
     | {"merge_method": "nuslerp", "base_model": "C", "slices": [{"sources": THREE}, {"sources": [*THREE, OTHER]}]},
+    "weight of nuslerp with base_model must be one number per model": NUSLERP
+    | {
+        "base_model": "BASE",
+        "parameters": {"weight": 1},
+        "models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B"}],
+    },
+    "parameters.weight: the sum is 0 at leaf 'lm_head.weight': give nuslerp others": NUSLERP
+    | {"models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B", "parameters": {"weight": 0}}]},
     "tokenizer.tokens: ": SHARED | {"tokenizer": {"tokens": {"t3": {"source": "B"}}}},
     "slices[0] has ranges of several lengths": SLICED
     | {
@@ -252,7 +261,6 @@ def test_what_a_recipe_cannot_say_is_one_error(text, models, tmp_path):
         load(tmp_path / "bad.yml")
 
 
-NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
 ROWS = {
     "leaf": {},
     "last": {"nuslerp_flatten": False},
@@ -268,6 +276,19 @@ def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
     found = load_file(made / "model.safetensors")
     for path, leaf in merge.nuslerp(zeros, [a, b], t=0.75, along=along).items():
         assert torch.equal(found[path], leaf)
+
+
+@pytest.mark.parametrize("along", ROWS)
+def test_nuslerp_without_a_base_has_weights_by_layer(along, models, tmp_path):
+    own = [{"model": "A", "parameters": {"weight": [0, 3]}}, {"model": "B", "parameters": {"weight": 1}}]
+    recipe = {"name": "any", "merge_method": "nuslerp", "models": own, "parameters": ROWS[along]}
+    made = merged(recipe, models, tmp_path)
+    a, b = (load_file(models / name / "model.safetensors") for name in "AB")
+    found = load_file(made / "model.safetensors")
+    for path, leaf in found.items():
+        layer = int(path.split(".")[2]) if ".layers." in path else 0
+        zero, both = {path: torch.zeros_like(leaf)}, [{path: a[path]}, {path: b[path]}]
+        assert torch.equal(leaf, merge.nuslerp(zero, both, t=1 / (layer + 1), along=along)[path])
 
 
 def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
