@@ -106,7 +106,7 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield "models or slices must be given, but not both"
     origin = found.get("base_model")
     if not (origin is None or isinstance(origin, str)) or "+" in str(origin):
-        yield f"base_model is {origin!r}: must be a folder or a hub name"
+        yield f"base_model is {origin!r}: must be a folder or a hub name; merge.py export writes one of an adapter"
     if method and origin is None and (method.pair or (method.based and found.get("merge_method") != "nuslerp")):
         yield f"base_model is missing: {found['merge_method']} needs one"
     slices = found.get("slices") or []

@@ -242,6 +242,7 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": 1}} for name in ("A", "C+ADAPTER")],
     },
+    "/A': must be a folder or a hub name; merge.py export writes one of an adapter": SHARED | {"base_model": "BASE+A"},
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
