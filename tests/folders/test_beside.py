@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
+from smat_fn.folders.inputs.beside import template_of
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
@@ -129,7 +130,9 @@ def test_ids_of_tokens_follow_the_tokenizer(models, tmp_path):
     change(models / "BASE", bos_token_id=1, eos_token_id=[2, 5])
     change(models / "BASE", "generation_config.json", eos_token_id=2)
     experts = {"other": models / "B_OTHER_VOCABULARY"}
-    merge_folders(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from="other")
+    report = merge_folders(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from="other")
+    assert not any("chat template" in note for note in report.notes)  # it comes with the tokenizer
+    assert template_of(tmp_path / "out") == make_recipes.TEMPLATES["B_OTHER_VOCABULARY"]
     words = [*make_recipes.OTHER_WORDS, "<|im_end|>"]
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert [words[config["bos_token_id"]], words[config["eos_token_id"][0]]] == ["<s>", "</s>"]

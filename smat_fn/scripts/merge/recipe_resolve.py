@@ -352,8 +352,9 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
     given = found.get("tokenizer")
     source = found.get("tokenizer_source") or (None if given is None else given.get("source", "union"))
     own = "base" if here == root else names.get(origin, origin)
+    rows = None if found.get("base_model") else "mean"
     if source is None and here != root and files_of(here, TOKENIZER):
-        source = "base"
+        source, rows = "base", "by-row"
     if source is not None and source != "union":
         source = source.removeprefix("model:")  # as older versions of mergekit write it
         source = own if source in ("base", origin) else names.get(source, source)
@@ -370,7 +371,7 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
         "config_from": None if here == root else own,
         "tokenizer_from": source,
         "chat_template": found.get("chat_template"),
-        "token_rows": None if source is None or found.get("base_model") else "mean",
+        "token_rows": None if source is None else rows,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

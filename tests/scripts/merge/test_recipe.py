@@ -549,6 +549,22 @@ def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):
     assert "no parameter differs" not in (made / "README.md").read_text()  # from a base that the recipe does not have
 
 
+def test_base_model_gives_the_tokenizer_of_layers_without_one(models, tmp_path):
+    """Without a tokenizer in the recipe rows are merged as they are."""
+    place = shutil.copytree(models, tmp_path / "models")
+    for file in (place / "A").glob("tokenizer*"):
+        file.unlink()
+    make_recipes.write_tokenizer(place / "C", make_recipes.WORDS[::-1])
+    (tmp_path / "out").mkdir()
+    made = merged(RECIPES["passthrough-of-another-base"], place, tmp_path / "out")
+    assert (made / "tokenizer.json").read_bytes() == (place / "C/tokenizer.json").read_bytes()
+    a = load_file(place / "A" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(load_file(made / "model.safetensors")["model.embed_tokens.weight"], a)
+    commands.from_recipe(settings.FromRecipe(made / RECIPE, tmp_path / "again"))
+    for file in "model.safetensors", "tokenizer.json", RECIPE:
+        assert (tmp_path / "again" / made.name / file).read_bytes() == (made / file).read_bytes()
+
+
 @pytest.mark.slow
 def test_stacks_and_tokenizers_on_the_command_line(models, golden, tmp_path):
     def run(*words):
