@@ -280,7 +280,7 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
                 problems.append(f"parameters.{name} differs by leaf: give one value")
             elif value is not ...:
                 shared[name] = value
-    if shared.get("rescale", True) is False and method.drops:
+    if not shared.get("rescale", True) and method.drops:
         problems.append("parameters.rescale: what is dropped at random is always rescaled here, leave it out")
     errors.raise_problems(problems)
     return Resolved(names, per_model, shared, resolver.spots)

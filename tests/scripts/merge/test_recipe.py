@@ -175,6 +175,7 @@ REFUSALS = {
     "parameters.rescale: what is dropped at random": SHARED
     | {"merge_method": "della", "parameters": {"rescale": False}},
     "at random is always rescaled": SHARED | {"merge_method": "dare_linear", "parameters": {"rescale": False}},
+    "is always rescaled here, leave it out": SHARED | {"merge_method": "dare_ties", "parameters": {"rescale": 0.0}},
     "layer_range of A is [3, 9]: it has layers [0, 4]": SLICED
     | {"slices": [{"sources": [{"model": "A", "layer_range": [3, 9]}]}]},
     "slices[0] lacks base_model": SLICED
