@@ -23,7 +23,7 @@ from .inputs.stacks import folders_of
 from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
 from .inputs.vocabulary import Vocabulary
-from .inputs.whose import Whose
+from .inputs.whose import TokenRows, Whose
 from .streaming.chunks import Job, Scratch, target, unlike, written
 from .writing import Shard, layout
 
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     config_from: str | None
     tokenizer_from: str | None
     chat_template: str | None
-    token_rows: Literal["base", "mean"]
+    token_rows: TokenRows
     tokens: Tokens | None
     pad_to_multiple_of: int
     heads: Literal["error", "keep"]
@@ -82,7 +82,7 @@ def prepare(
     config_from: str | None = None,
     tokenizer_from: str | None = None,
     chat_template: str | None = None,
-    token_rows: Literal["base", "mean"] = "base",
+    token_rows: TokenRows = "base",
     tokens: Tokens | None = None,
     pad_to_multiple_of: int = 1,
     heads: Literal["error", "keep"] = "error",

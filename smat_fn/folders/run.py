@@ -114,7 +114,7 @@ def merge_folders(
         tokenizer_from: whose tokenizer it has: "base", "union", an expert's name or a folder; embeddings and heads are
             then merged by token (`tokens.aligned`), without it by row.
         token_rows: what a model that lacks a token has there: base's row where base is merged too, or the "mean" of the
-            models that have it.
+            models that have it; "by-row" merges by row, and only writes the tokenizer.
         tokens: with tokenizer_from, rows of single tokens (`tokens.aligned`): {token: {"model": NAME}}, {"zero": True},
             and with {"force": True} for models that have the token too.
         pad_to_multiple_of: with tokenizer_from, of the number of rows; further ones are a model's mean row.

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smat_fn.config import ModelStock, TaskArithmetic, WeightAverage
 from smat_fn.folders import merge_folders, open_folder, plan, read_inputs
+from smat_fn.folders.inputs.beside import template_of
 from smat_fn.folders.inputs.stacks import parts_of, stack_of, stacked
 
 _file = Path(__file__).parents[1] / "scripts/merge/make_recipes.py"
@@ -129,7 +130,9 @@ def test_ids_of_tokens_follow_the_tokenizer(models, tmp_path):
     change(models / "BASE", bos_token_id=1, eos_token_id=[2, 5])
     change(models / "BASE", "generation_config.json", eos_token_id=2)
     experts = {"other": models / "B_OTHER_VOCABULARY"}
-    merge_folders(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from="other")
+    report = merge_folders(TA, models / "BASE", experts, tmp_path / "out", tokenizer_from="other")
+    assert not any("chat template" in note for note in report.notes)  # it comes with the tokenizer
+    assert template_of(tmp_path / "out") == make_recipes.TEMPLATES["B_OTHER_VOCABULARY"]
     words = [*make_recipes.OTHER_WORDS, "<|im_end|>"]
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert [words[config["bos_token_id"]], words[config["eos_token_id"][0]]] == ["<s>", "</s>"]
@@ -175,6 +178,30 @@ def test_equal_tokenizers_leave_every_bit(models, tmp_path):
     merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / "union", tokenizer_from="union")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "union")]
     assert weights[0] == weights[1]
+
+
+def test_padding_rows_are_kept_where_all_models_have_as_many(models, tmp_path):
+    def pad(name, rows):
+        own = load_file(models / name / "model.safetensors")
+        for path in "model.embed_tokens.weight", "lm_head.weight":
+            own[path] = torch.cat([own[path], torch.full((rows, own[path].shape[1]), 7.0)])
+        save_file(own, models / name / "model.safetensors", metadata={"format": "pt"})
+        change(models / name, vocab_size=make_recipes.ROWS + rows)
+
+    def merged(out, **options):
+        merge_folders(TA, models / "BASE", {"A": models / "A"}, tmp_path / out, **options)
+        made = load_file(tmp_path / out / "model.safetensors")
+        assert json.loads((tmp_path / out / "config.json").read_text())["vocab_size"] == len(made["lm_head.weight"])
+        return made
+
+    plain = merged("plain")
+    pad("A", 2)
+    found = merged("one", tokenizer_from="base")
+    assert all(torch.equal(leaf, found[path]) for path, leaf in plain.items())
+    pad("BASE", 2)
+    by_row, found = merged("by-row"), merged("both", tokenizer_from="base")
+    assert all(torch.equal(leaf, found[path]) for path, leaf in by_row.items())
+    assert len(merged("multiple", tokenizer_from="base", pad_to_multiple_of=5)["lm_head.weight"]) == 15
 
 
 def test_an_expert_may_be_named_as_base_is(models, tmp_path):

@@ -77,7 +77,8 @@ def aligned(
     files, wanted = _chosen(source, models, own, words)
     files, wanted = _with_tokens(files, wanted, [token for token in tokens if token not in wanted])
     padded = -(-(1 + max(wanted.values())) // pad) * pad
-    if all(table == wanted for table in words.values()) and not tokens and padded == rows["base"]:
+    alike = all(table == wanted for table in words.values()) and not tokens and len(set(rows.values())) == 1
+    if alike and (pad == 1 or padded == rows["base"]):  # padding rows are merged as they are
         return Aligned(base, dict(experts), files, {})
     taking = [name for name in models if name != "base" or based]
     anchor = "base" if based else next((name for name in experts if models[name].root == base.root), None)

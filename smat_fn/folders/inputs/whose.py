@@ -16,6 +16,7 @@ from .reading import Folder, config_of, load_config, refused_by_config
 from .tokens import Aligned, Tokens, aligned
 from .vocabulary import tokenizer_notes
 
+TokenRows: TypeAlias = Literal["base", "mean", "by-row"]
 Align: TypeAlias = Callable[[Folder, dict[str, Folder]], tuple[Folder, dict[str, Folder]]]
 
 
@@ -26,16 +27,16 @@ class Whose(NamedTuple):
     config_from: str | None
     tokenizer_from: str | None
     chat_template: str | None
-    token_rows: Literal["base", "mean"]
+    token_rows: TokenRows
     rows: list[Aligned]
     heads: dict[str, dict[str, Tensor]]  # by expert
     tokens: Tokens
     pad: int
 
     def align(self, *, based: bool) -> Align | None:
-        """Function that reorders embedding rows to one tokenizer; None if no tokenizer was named."""
+        """Function that reorders embedding rows to one tokenizer; None if none was named, or only for its files."""
         source = self.tokenizer_from
-        if source is None:
+        if source is None or self.token_rows == "by-row":
             return None
 
         def align(start: Folder, found: dict[str, Folder]) -> tuple[Folder, dict[str, Folder]]:
@@ -49,6 +50,12 @@ class Whose(NamedTuple):
             return rows.base, dict(zip(found, rows.experts.values(), strict=True))
 
         return align
+
+    def _tokenizer(self, base: Path, roots: Mapping[str, Path]) -> Path:
+        """The folder of a tokenizer whose rows are not aligned."""
+        if self.tokenizer_from is None:
+            return base
+        return roots.get(self.tokenizer_from) or local_folder("tokenizer_from", Path(self.tokenizer_from))
 
     def files(
         self,
@@ -67,8 +74,8 @@ class Whose(NamedTuple):
         if not self.rows and start.within is None:  # else `inside` has notes of its own
             notes += tokenizer_notes(start.root, others)
         if not partial and start.within is None:
-            own = {"chosen": self.config_from is not None, "template": self.chat_template is not None}
-            wrong, unlike = differences(start.root, others, **own)
+            template = self.chat_template is not None or self.tokenizer_from not in (None, "base", "union")
+            wrong, unlike = differences(start.root, others, chosen=self.config_from is not None, template=template)
             problems += wrong
             notes += unlike
         for row in self.rows:
@@ -86,7 +93,7 @@ class Whose(NamedTuple):
             return head_files(self.heads, {name: roots[key_of(name)] for name in self.heads}) | beside(
                 start.root,
                 config,
-                self.rows[0].tokenizer if self.rows else start.root,
+                self.rows[0].tokenizer if self.rows else self._tokenizer(start.root, roots),
                 changes=start.config,
                 numbers=self.rows[0].numbers if self.rows and config == start.root else {},
                 dtype=dtype,

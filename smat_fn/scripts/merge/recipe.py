@@ -19,15 +19,16 @@ from ...folders import Options
 from ...folders.inputs.hub import repository_of
 from ...folders.inputs.reading import is_single
 from ...folders.inputs.stacks import parts_of, stack_of
+from .recipe_forms import plain
 from .recipe_methods import METHODS, Method
 from .recipe_resolve import Recipe, entries, first_of, resolve
 from .recipe_write import OWN
 
 FIELDS = (
     "merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source",
-    "tokenizer", "chat_template",
+    "tokenizer", "chat_template", "name",
 )  # fmt: skip
-REFUSED = {"modules": "only models with one list of layers can be merged by a recipe, give models or slices"}
+REFUSED = {"modules": "only the module default is read, with slices or models alone: give models or slices"}
 VARIANTS = {
     "filter_wise": False,
     "normalize_weights": True,
@@ -79,6 +80,7 @@ def load(file: Path) -> Recipe:
         raise ValueError(
             f"{file} names experts and no merge_method: if it is a mixture of experts, merge.py moe {file}"
         )
+    found = plain(found)
     try:
         errors.raise_problems(list(_problems(found)))
         return resolve(found)
@@ -104,7 +106,7 @@ def _problems(found: Mapping[str, Any]) -> Iterator[str]:
         yield "models or slices must be given, but not both"
     origin = found.get("base_model")
     if not (origin is None or isinstance(origin, str)) or "+" in str(origin):
-        yield f"base_model is {origin!r}: must be a folder or a hub name"
+        yield f"base_model is {origin!r}: must be a folder or a hub name; merge.py export writes one of an adapter"
     if method and origin is None and (method.pair or (method.based and found.get("merge_method") != "nuslerp")):
         yield f"base_model is missing: {found['merge_method']} needs one"
     slices = found.get("slices") or []

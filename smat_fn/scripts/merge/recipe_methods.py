@@ -1,5 +1,6 @@
 """Map each `merge_method` of mergekit, and its parameters, to a merger and its options."""
 
+import glob
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -114,18 +115,42 @@ def _ties(found: Resolved) -> MergerConfig:
     )
 
 
-def nuslerp(found: Resolved, *, based: bool) -> MergerConfig:
-    """NuSLERP of two models, with a base or alone. Raises: ValueError for weights that no one share stands for."""
+def nuslerp(found: Resolved) -> MergerConfig:
+    """NuSLERP of two models with a base. Raises: ValueError for weights that no one share stands for."""
+    share = _share(found)
+    if isinstance(share, dict):
+        raise ValueError("parameters.weight of nuslerp with base_model must be one number per model")
+    return NuSlerp(t=share, along=_along(found))
+
+
+def nuslerp_alone(found: Resolved) -> tuple[MergerConfig, dict[str, float] | None]:
+    """NuSLERP of two models without a base, and its shares by leaf where they differ. Raises: as `nuslerp`."""
+    share = _share(found)
+    if isinstance(share, dict):
+        return Slerp(coef=None, arc=_along(found)), share  # type: ignore[arg-type]
+    return Slerp(coef=share, arc=_along(found)), None
+
+
+def _along(found: Resolved) -> Along:
+    if found.flag("nuslerp_flatten", True):
+        return "leaf"
+    return "first" if found.flag("nuslerp_row_wise", False) else "last"
+
+
+def _share(found: Resolved) -> float | dict[str, float]:
+    """The second model's share, or that of every leaf."""
     if len(found.names) != 2:
         raise ValueError(f"nuslerp takes two models beside base_model, here are {len(found.names)}")
-    one, two = found.ordered("weight", 1.0)
-    if isinstance(one, dict) or isinstance(two, dict) or abs(one + two) < 1e-6:
-        raise ValueError("parameters.weight of nuslerp must be one number per model, with a sum other than 0")
-    along: Along = "leaf" if found.flag("nuslerp_flatten", True) else "last"
-    if along == "last" and found.flag("nuslerp_row_wise", False):
-        along = "first"
-    share = two / (one + two)
-    return NuSlerp(t=share, along=along) if based else Slerp(coef=share, arc=along)
+    rules = found.ordered("weight", 1.0)
+    by_leaf = any(isinstance(own, dict) for own in rules)
+    shares = dict[str, float]()
+    for path in found.paths if by_leaf else [""]:
+        one, two = (coef_of(path, own) for own in rules)
+        if abs(one + two) < 1e-6:
+            where = f" at leaf {path!r}" if by_leaf else ""
+            raise ValueError(f"parameters.weight: the sum is 0{where}: give nuslerp others")
+        shares[glob.escape(path)] = two / (one + two)
+    return shares if by_leaf else shares[""]
 
 
 def _nearswap(found: Resolved) -> MergerConfig:
@@ -190,9 +215,7 @@ METHODS = {
         lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)
     ),
     "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",), gamma="t"),
-    "nuslerp": Method(
-        partial(nuslerp, based=True), ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)
-    ),
+    "nuslerp": Method(nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
     "multislerp": Method(_multislerp, ("weight",), required=("weight",)),
     "karcher": Method(_karcher, (), ("max_iter", "tol"), based=False, uneven=True),
     "model_stock": Method(lambda f: ModelStock(clamp=False), uneven=True),

@@ -13,7 +13,7 @@ from ...folders.inputs.beside import TOKENIZER, files_of
 from ...folders.inputs.hub import header_problems, local_folder, unavailable
 from ...folders.inputs.opening import key_of, open_input
 from ...folders.inputs.stacks import Part, is_first, layer_of, layers_of, stack_of
-from .recipe_methods import METHODS, Method, Resolved, nuslerp
+from .recipe_methods import METHODS, Method, Resolved, nuslerp_alone
 from .recipe_write import folder_name
 
 DEFAULTS = {"weight": 1.0, "density": 1.0, "gamma": 0.01, "epsilon": 0.15, "scale": 1.0}  # mergekit's, of some leaves
@@ -73,18 +73,21 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
     if whole := _is_whole(slices):
         base = Path(origin or first_of(found))
         experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
-        by_row = not (found.get("tokenizer") or found.get("tokenizer_source"))
+        by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
         labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
         errors.raise_problems(header_problems(labelled, rows=by_row))
     else:
-        base = _stack([part.base or part.experts[0] for part in slices])
+        base = _stack([part.base or _base_of(part.experts, origin) for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}
     start = open_input("base", base)
     paths = [path for path, leaf in start.leaves.items() if leaf.is_floating_point()]
     resolver = _Resolver(_whole_spots(paths) if whole else _spots(paths, slices), slices, found.get("parameters") or {})
     resolved = _resolved(method, names, resolver)
-    config = nuslerp(resolved, based=False) if alone else method.make(resolved)
     coef: Any = None
+    if alone:
+        config, coef = nuslerp_alone(resolved)
+    else:
+        config = method.make(resolved)
     if method.gamma in method.shared:
         coef = resolver.rules(method.gamma, None, 1.0 if method.gamma == "lambda" else None, every=True)
         alike = not isinstance(coef, Mapping)
@@ -215,6 +218,11 @@ def _is_whole(slices: Sequence[Slice]) -> bool:
     return False
 
 
+def _base_of(sources: Sequence[Source], origin: str | None) -> Source:
+    """The source of base_model, where it is merged like the others, else the first one."""
+    return next((source for source in sources if source.ref == origin and not source.absent), sources[0])
+
+
 def _stack(sources: Sequence[Source], uneven: bool = False) -> Path:
     """Args: uneven: the merger leaves out absent models; else their weight is 0."""
     parts = [(source, *(source.layers or (0, 0))) for source in sources]
@@ -272,7 +280,7 @@ def _resolved(method: Method, names: list[str], resolver: "_Resolver") -> Resolv
                 problems.append(f"parameters.{name} differs by leaf: give one value")
             elif value is not ...:
                 shared[name] = value
-    if shared.get("rescale", True) is False and method.drops:
+    if not shared.get("rescale", True) and method.drops:
         problems.append("parameters.rescale: what is dropped at random is always rescaled here, leave it out")
     errors.raise_problems(problems)
     return Resolved(names, per_model, shared, resolver.spots)
@@ -342,10 +350,11 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
     """Whose configuration, tokenizer and chat template the output has; mergekit's are those of ``origin``."""
     here = local_folder("base_model", Path(origin))
     given = found.get("tokenizer")
-    source = found.get("tokenizer_source") or (given.get("source", "union") if given else None)
+    source = found.get("tokenizer_source") or (None if given is None else given.get("source", "union"))
     own = "base" if here == root else names.get(origin, origin)
+    rows = None if found.get("base_model") else "mean"
     if source is None and here != root and files_of(here, TOKENIZER):
-        source = "base"
+        source, rows = "base", "by-row"
     if source is not None and source != "union":
         source = source.removeprefix("model:")  # as older versions of mergekit write it
         source = own if source in ("base", origin) else names.get(source, source)
@@ -362,7 +371,7 @@ def _beside(found: Mapping[str, Any], origin: str, root: Path, names: Mapping[st
         "config_from": None if here == root else own,
         "tokenizer_from": source,
         "chat_template": found.get("chat_template"),
-        "token_rows": None if source is None or found.get("base_model") else "mean",
+        "token_rows": None if source is None else rows,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -155,6 +155,7 @@ THREE = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for
 EXCEPT_MLP = [{"filter": "mlp", "value": 0}, {"value": 1}]
 NEAR = {"merge_method": "nearswap", "base_model": "BASE", "models": [{"model": "A"}]}
 OTHER = {"model": "BASE", "layer_range": [0, 2], "parameters": {"weight": 1}}
+NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
 REFUSALS = {
     "parameters is 3: must be parameters by name": SHARED | {"parameters": 3},
     "parameters of model": SHARED | {"models": [{"model": "A", "parameters": [1]}]},
@@ -174,6 +175,7 @@ REFUSALS = {
     "parameters.rescale: what is dropped at random": SHARED
     | {"merge_method": "della", "parameters": {"rescale": False}},
     "at random is always rescaled": SHARED | {"merge_method": "dare_linear", "parameters": {"rescale": False}},
+    "is always rescaled here, leave it out": SHARED | {"merge_method": "dare_ties", "parameters": {"rescale": 0.0}},
     "layer_range of A is [3, 9]: it has layers [0, 4]": SLICED
     | {"slices": [{"sources": [{"model": "A", "layer_range": [3, 9]}]}]},
     "slices[0] lacks base_model": SLICED
@@ -185,6 +187,14 @@ REFUSALS = {
     "slices[1] has 2 models: passthrough takes one": SLICED | {"slices": [ONE, TWO]},
     "nuslerp takes two models beside base_model": SLICED
     | {"merge_method": "nuslerp", "base_model": "C", "slices": [{"sources": THREE}, {"sources": [*THREE, OTHER]}]},
+    "weight of nuslerp with base_model must be one number per model": NUSLERP
+    | {
+        "base_model": "BASE",
+        "parameters": {"weight": 1},
+        "models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B"}],
+    },
+    "parameters.weight: the sum is 0 at leaf 'lm_head.weight': give nuslerp others": NUSLERP
+    | {"models": [{"model": "A", "parameters": {"weight": [0, 1]}}, {"model": "B", "parameters": {"weight": 0}}]},
     "tokenizer.tokens: ": SHARED | {"tokenizer": {"tokens": {"t3": {"source": "B"}}}},
     "slices[0] has ranges of several lengths": SLICED
     | {
@@ -233,6 +243,7 @@ REFUSALS = {
         "merge_method": "linear",
         "models": [{"model": name, "parameters": {"weight": 1}} for name in ("A", "C+ADAPTER")],
     },
+    "/A': must be a folder or a hub name; merge.py export writes one of an adapter": SHARED | {"base_model": "BASE+A"},
     "base_model is missing": {"merge_method": "ties", "models": SHARED["models"]},
     "models or slices must be given": {"merge_method": "linear"},
     "cannot be read as YAML": "models: [",
@@ -252,7 +263,6 @@ def test_what_a_recipe_cannot_say_is_one_error(text, models, tmp_path):
         load(tmp_path / "bad.yml")
 
 
-NUSLERP = {"merge_method": "nuslerp", "models": [{"model": name, "parameters": {"weight": w}} for name, w in WEIGHTS]}
 ROWS = {
     "leaf": {},
     "last": {"nuslerp_flatten": False},
@@ -268,6 +278,19 @@ def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
     found = load_file(made / "model.safetensors")
     for path, leaf in merge.nuslerp(zeros, [a, b], t=0.75, along=along).items():
         assert torch.equal(found[path], leaf)
+
+
+@pytest.mark.parametrize("along", ROWS)
+def test_nuslerp_without_a_base_has_weights_by_layer(along, models, tmp_path):
+    own = [{"model": "A", "parameters": {"weight": [0, 3]}}, {"model": "B", "parameters": {"weight": 1}}]
+    recipe = {"name": "any", "merge_method": "nuslerp", "models": own, "parameters": ROWS[along]}
+    made = merged(recipe, models, tmp_path)
+    a, b = (load_file(models / name / "model.safetensors") for name in "AB")
+    found = load_file(made / "model.safetensors")
+    for path, leaf in found.items():
+        layer = int(path.split(".")[2]) if ".layers." in path else 0
+        zero, both = {path: torch.zeros_like(leaf)}, [{path: a[path]}, {path: b[path]}]
+        assert torch.equal(leaf, merge.nuslerp(zero, both, t=1 / (layer + 1), along=along)[path])
 
 
 def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
@@ -313,6 +336,54 @@ def test_an_adapter_may_be_of_the_first_model(models, tmp_path):
     path = "model.layers.1.self_attn.q_proj.weight"
     torch.testing.assert_close(found.pop(path), base.pop(path) + 2 * (b @ a))
     assert all(torch.equal(leaf, base[path]) for path, leaf in found.items())
+
+
+def test_base_gives_the_rows_that_a_model_lacks_at_any_place_in_slices(models, tmp_path):
+    """``tokenizer: {}`` is a union in mergekit."""
+    weights = {"A": 0.5, "B_OTHER_VOCABULARY": 0.4, "BASE": 0.2}
+    own = [{"model": name, "parameters": {"weight": weight}} for name, weight in weights.items()]
+    asked = {"merge_method": "linear", "base_model": "BASE", "dtype": "float32"}
+    halves = [{"sources": [{**model, "layer_range": part} for model in own]} for part in ([0, 2], [2, 4])]
+    recipes = {
+        "whole": asked | {"models": own, "tokenizer": {"source": "union"}},
+        "sliced": asked | {"slices": halves, "tokenizer": {}},
+    }
+    found = {}
+    for name, recipe in recipes.items():
+        (tmp_path / name).mkdir()
+        found[name] = load_file(merged(recipe, models, tmp_path / name) / "model.safetensors")
+    assert found["whole"].keys() == found["sliced"].keys()
+    assert all(torch.equal(leaf, found["sliced"][path]) for path, leaf in found["whole"].items())
+
+
+def test_recipes_in_the_forms_that_mergekit_writes(models, tmp_path):
+    def loaded(recipe):
+        (tmp_path / "asked.yml").write_text(yaml.safe_dump(make_recipes.at(recipe, models)))
+        return load(tmp_path / "asked.yml")
+
+    def nested(name, lora=None):
+        own = {"path": str(models / name), "revision": None}
+        return {"model": own, "lora": lora and {"path": str(models / lora)}}
+
+    sources = [{"model": nested("BASE"), "layer_range": [0, 2]}]
+    sources += [{"model": nested(name), "layer_range": [1, 3], "parameters": {"weight": 0.5}} for name in "AB"]
+    told = {"source": {"kind": "model_token", "model": nested("A"), "token_id": 4}}
+    written = {"merge_method": "ties", "base_model": nested("BASE")}
+    written |= {"modules": {"default": {"slices": [{"sources": sources}]}}}
+    written |= {"tokenizer": {"source": nested("A"), "tokens": {"new": told, "t4": {"source": nested("B")}}}}
+    names = iter(["BASE", "A", "B"])
+    usual = {"merge_method": "ties", "base_model": "BASE"}
+    usual |= {"slices": [{"sources": [own | {"model": next(names)} for own in sources]}]}
+    told = {"source": told["source"] | {"model": "A"}}
+    usual |= {"tokenizer": {"source": "A", "tokens": {"new": told, "t4": {"source": "B"}}}}
+    assert loaded(written) == loaded(usual)
+    alone = {"default": {"models": [{"model": nested("BASE", "ADAPTER")}]}}
+    assert loaded({"merge_method": "passthrough", "modules": alone}) == loaded(
+        {"merge_method": "passthrough", "models": [{"model": "BASE+ADAPTER"}]}
+    )
+    several = usual | {"modules": written["modules"]}
+    with pytest.raises(ValueError, match="modules is not supported: only the module default is read"):
+        loaded(several)
 
 
 def test_what_is_printed_and_written_is_what_a_recipe_says(models, tmp_path, capsys):
@@ -477,6 +548,22 @@ def test_the_card_of_a_stack_says_what_it_is(models, tmp_path):
     (tmp_path / "alone").mkdir()
     made = merged(RECIPES["passthrough-stack"], models, tmp_path / "alone")
     assert "no parameter differs" not in (made / "README.md").read_text()  # from a base that the recipe does not have
+
+
+def test_base_model_gives_the_tokenizer_of_layers_without_one(models, tmp_path):
+    """Without a tokenizer in the recipe rows are merged as they are."""
+    place = shutil.copytree(models, tmp_path / "models")
+    for file in (place / "A").glob("tokenizer*"):
+        file.unlink()
+    make_recipes.write_tokenizer(place / "C", make_recipes.WORDS[::-1])
+    (tmp_path / "out").mkdir()
+    made = merged(RECIPES["passthrough-of-another-base"], place, tmp_path / "out")
+    assert (made / "tokenizer.json").read_bytes() == (place / "C/tokenizer.json").read_bytes()
+    a = load_file(place / "A" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(load_file(made / "model.safetensors")["model.embed_tokens.weight"], a)
+    commands.from_recipe(settings.FromRecipe(made / RECIPE, tmp_path / "again"))
+    for file in "model.safetensors", "tokenizer.json", RECIPE:
+        assert (tmp_path / "again" / made.name / file).read_bytes() == (made / file).read_bytes()
 
 
 @pytest.mark.slow
