@@ -88,9 +88,11 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         "model.layers.0.mlp.up_proj.weight", "in 7 leaves", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
         # the gains of the three norms are 1, below which bfloat16 numbers are 2**-8 apart
         "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
-        "cut on the right: EOS 0.0%",
+        "cut on the right: EOS 0.0%, of the answer a part 0.0%, all 0.0%",
     ):  # fmt: skip
         assert part in told
+    assert exits("train.py", "smat", *words, *more, "--suite-options", "truncate", "left") is None
+    assert "cut on the right" not in capsys.readouterr().out  # shares of another way to cut
     # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
     own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
     for tasks, count in ((["MeetingBank"], 2), (["MeetingBank", "a", "b"], 3)):  # one expert has a partner elsewhere

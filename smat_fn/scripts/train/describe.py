@@ -107,10 +107,11 @@ def _task_line(suite: Suite, task: str, training: Training) -> str:
     if suite.cuts is None:
         return line
     cut = suite.cuts(task)
-    return (
-        f"{line}, {cut.rows} rows of up to {cut.longest} tokens; cut on the right: EOS {cut.eos:.1%}, "
-        f"of the answer a part {cut.answer:.1%}, all {cut.whole_answer:.1%}"
-    )
+    line = f"{line}, {cut.rows} rows of up to {cut.longest} tokens"
+    if suite.recipe.get("truncate", "right") != "right":
+        return line  # the shares are of rows that are cut on the right
+    shares = f"EOS {cut.eos:.1%}, of the answer a part {cut.answer:.1%}, all {cut.whole_answer:.1%}"
+    return f"{line}; cut on the right: {shares}"
 
 
 def _listed(values: Mapping[str, Any]) -> str:
