@@ -220,6 +220,9 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     )
     assert exits("merge.py", "ta", *renamed) is None
     assert "is of step-C-STANCE, which are not tasks of suite 'trace'" in exits("eval.py", tmp_path / "x", *scored)
+    other = f"C-STANC={tmp_path / 'step-C-STANCE'}"
+    unknown = f"{other}: task 'C-STANC' is unknown, did you mean 'C-STANCE'? choose one of 'C-STANCE'"
+    assert unknown in exits("eval.py", other, *scored)
 
 
 def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):
