@@ -5,20 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ... import tree
-from ...analyses.diagnose import unmoved
 from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems
 from .loop import loss_of
+from .noise_level import coarse_line
 from .options import RunOptions
 from .training import never_simulated, planned
-from .variants import numbered, numbers
+from .variants import numbers
 
 
 def headline(
@@ -61,21 +58,6 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
     lines += [_task_line(suite, task, own) for task, own in budgets.items()]
     lines += never_simulated(method, {task: own.steps or 0 for task, own in budgets.items()})
     return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
-
-
-def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Training) -> str:
-    """The weights whose dtype is too coarse for the noise of SMAT, or an empty text.
-
-    Not of adapters, whose noise is not rounded into weights, nor of a sigma in other units than those of weights.
-    """
-    own = settings(numbered(method))
-    if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
-        return ""
-    weights = tree.cast(base, torch.bfloat16) if training.precision == "mixed" else base
-    if not (still := unmoved(weights, sigma, own.get("noise", "uniform"))):
-        return ""
-    size = sum(leaf.numel() for leaf in weights.values())
-    return f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there"
 
 
 def _notes(suite: Suite) -> list[str]:

@@ -30,7 +30,7 @@ from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
-from .noise_level import settled, update_rms
+from .noise_level import coarse_line, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of, asked, numbers
@@ -146,6 +146,8 @@ def train_run(
         report(line)
     tell = report if world.leads else lambda line: None
     method, origin = settled(suite, method, training, run, world=world, report=tell)
+    if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
+        report(f"warning: {line}; --precision fp32 keeps the noise, and small updates too")
     if run.probe and run.probe_at is not None and asked(run.probe_at):
         at = method if origin else settled(suite, run.probe_at, training, run, world=world, report=tell)[0]
         run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
