@@ -233,6 +233,9 @@ def _report(
     copied = alone and not job.config.based  # such as a stack
     several = of_all_tasks(job.config)  # a vector is written, no change is measured
     notes = job.notes if change or mixture or several or copied else (*job.notes, "no parameter differs from base's")
+    if 0.5 < ratio < math.inf:
+        wider = "out_dtype float32 keeps it; scores of train.py's experts need --precision fp32 in training"
+        notes = *notes, f"rounding is more than half of the merged change: {wider}"
     return Report(survey.density, ratio, 0.0, 0, inputs, {**known, **hashes}, notes)
 
 

@@ -143,6 +143,8 @@ class Attached:
         self._leaves = leaves
         record = checks.record(self._options, base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
+        state = self._trainer.state
+        start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
         self._remember(record)
         if self._untrained and not self._trainer.state.global_step:
             errors.raise_problems(checks.start_problems(self._own, leaves))
@@ -156,7 +158,7 @@ class Attached:
         _LOG.info("%s", self._text)
         if others := checks.others(self._trainer, leaves):
             _LOG.warning("%s", others)
-        if never := checks.never(self._options, self._trainer.state.global_step, self._trainer.state.max_steps):
+        if never := checks.never(self._options, start, state.max_steps):
             _LOG.warning("%s", never)
 
     def _remember(self, record: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from ..types import Params
 from .parts.inputs import Experts
 from .parts.merger import merged, vector_function
 from .parts.spectral import Mix, Others, Spectral, is_matrix
+from .parts.tall import LARGE
 
 
 def wudi(
@@ -62,10 +63,20 @@ def nearest(deltas: list[Tensor], *, ridge: float, norms: bool) -> Tensor:
         return torch.zeros_like(deltas[0])
     # D: the Δ_i / ‖Δ_i‖ below each other; then Σ G_i / ‖Δ_i‖² = DᵀD, and Σ Δ_i G_i / ‖Δ_i‖² = E D
     stacked = torch.cat([row for _, row in live])
+    if _is_long(len(wide[0]), len(wide)) and len(stacked) >= stacked.shape[1]:
+        product = torch.zeros_like(wide[0])
+        for delta, row in live:
+            product.addmm_(delta, row.mT @ row)
+        return _solved(stacked.mT @ stacked, product.mT, ridge).mT.to(deltas[0].dtype)
     left = torch.cat([delta @ row.mT for delta, row in live], 1)
     if len(stacked) < stacked.shape[1]:  # D (DᵀD + r)⁻¹ = (DDᵀ + r)⁻¹ D
         return (left @ _solved(stacked @ stacked.mT, stacked, ridge)).to(deltas[0].dtype)
     return _solved(stacked.mT @ stacked, (left @ stacked).mT, ridge).mT.to(deltas[0].dtype)
+
+
+def _is_long(rows: int, experts: int) -> bool:
+    """Whether E, outputs times outputs of every expert, is too large to be formed, as of an embedding."""
+    return rows * rows * experts > LARGE
 
 
 def _solved(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
@@ -106,7 +117,9 @@ class Wudi(Spectral):
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         def needed(rows: int, columns: int) -> int:
             side = min(rows * experts, columns)
-            return 28 * experts * rows * columns + 40 * side * side + 32 * rows * max(columns, rows * experts)
+            long = _is_long(rows, experts) and rows * experts >= columns
+            product = columns if long else max(columns, rows * experts)
+            return 28 * experts * rows * columns + 40 * side * side + 32 * rows * product
 
         shapes = [leaf.shape for path, leaf in leaves.items() if is_matrix(path, leaf.shape, self.skip)]
         return max((needed(*shape) for shape in shapes), default=0)

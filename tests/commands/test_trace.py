@@ -88,9 +88,11 @@ def test_a_dry_run_prints_what_would_be_trained_and_writes_nothing(inputs, exits
         "model.layers.0.mlp.up_proj.weight", "in 7 tensors", "C-STANCE: 10 steps (5 epochs), 9 rows of up to",
         # the gains of the three norms are 1, below which bfloat16 numbers are 2**-8 apart
         "Perturb cannot move 48 of ", "MeetingBank: 14 steps (7 epochs)", "24 steps in all",
-        "cut on the right: 0.0% lose EOS",
+        "cut on the right: 0.0% lose EOS, 0.0% a part of the answer, 0.0% all of it",
     ):  # fmt: skip
         assert part in told
+    assert exits("train.py", "smat", *words, *more, "--suite-options", "truncate", "left") is None
+    assert "cut on the right" not in capsys.readouterr().out  # shares of another way to cut
     # of your own data the experts that MergOPT's offsets count are the tasks, also where one of them is trained alone
     own = ("--preset", "lm", "--tasks", "MeetingBank", *words[2:], *more)
     for tasks, count in ((["MeetingBank"], 2), (["MeetingBank", "a", "b"], 3)):  # one expert has a partner elsewhere
@@ -218,6 +220,9 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     )
     assert exits("merge.py", "ta", *renamed) is None
     assert "is of step-C-STANCE, which are not tasks of suite 'trace'" in exits("eval.py", tmp_path / "x", *scored)
+    other = f"C-STANC={tmp_path / 'step-C-STANCE'}"
+    unknown = f"{other}: task 'C-STANC' is unknown, did you mean 'C-STANCE'? choose one of 'C-STANCE'"
+    assert unknown in exits("eval.py", other, *scored)
 
 
 def test_a_dry_run_of_digits_has_no_rows_to_cut(exits, tmp_path, capsys):

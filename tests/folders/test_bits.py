@@ -291,3 +291,13 @@ def test_one_coordinate_at_a_time(name, family, folders, tmp_path):
         CONFIGS[name], *folders.save_family(tmp_path, base, experts), tmp_path / "o", key=folders.key, chunk=1
     )
     folders.assert_same_bits(folders.load(tmp_path / "o"), folders.in_memory(CONFIGS[name], base, experts))
+
+
+def test_a_change_that_is_lost_in_rounding_is_a_note(folders, tmp_path):
+    base = {"w": torch.ones(8, dtype=torch.bfloat16)}  # above 1 its numbers are 2**-7 apart
+    paths = folders.save_family(tmp_path, base, {"small": {"w": torch.full((8,), 1 + 2.0**-9)}})
+    note = "rounding is more than half of the merged change: out_dtype float32 keeps it"
+    for out_dtype, ratio in (("same", 1), ("float32", 0)):
+        report = merge_folders(TaskArithmetic(coef=1.0), *paths, tmp_path / out_dtype, out_dtype=out_dtype)
+        assert report.rounding_ratio == ratio
+        assert [text.startswith(note) for text in report.notes] == [True] * ratio

@@ -325,3 +325,13 @@ def test_leaves_that_do_not_fit_the_machine_are_refused_before_any_reading(folde
     assert not (tmp_path / "out").exists()
     merge_folders(TsvMerge(coef=1.0, skip=("embed*",)), *paths, tmp_path / "out")
     merge_folders(TaskArithmetic(coef=1.0), *paths, tmp_path / "ta")
+
+
+@pytest.mark.parametrize(("own", "of_base"), [(1, 3), (3, 1)])
+def test_an_expert_of_a_model_with_more_or_fewer_layers(own, of_base, folders, tmp_path):
+    def model(layers):
+        return {"embed.weight": torch.ones(4, 2)} | {f"layers.{i}.q.weight": torch.ones(2, 2) for i in range(layers)}
+
+    base, experts = folders.save_family(tmp_path / "inputs", model(of_base), {"x": model(own)})
+    told = f"expert 'x' has layers 0 to {own - 1}, base 0 to {of_base - 1}: give the base that it was trained from"
+    assert refusal(tmp_path, base, experts)[-1] == told

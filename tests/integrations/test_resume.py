@@ -45,6 +45,15 @@ def test_a_resumed_run_has_the_settings_of_the_one_that_was_stopped(whole, tmp_p
     assert "theta_0" not in str(error.value)
 
 
+def test_a_resumed_run_whose_simulated_steps_are_all_done_does_not_warn(whole, tmp_path, caplog):
+    folder, _ = whole
+    caplog.set_level(logging.WARNING, logger="smat_fn")
+    trainer = own_trainer(tiny_llama(), tmp_path)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS}"))
+    assert "no step is simulated" not in caplog.text
+
+
 def test_a_resumed_run_has_the_theta_0_of_the_one_that_was_stopped(whole, tmp_path):
     folder, weights = whole
 

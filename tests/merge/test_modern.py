@@ -3,13 +3,14 @@
 import functools
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from smat_fn import merge
-from smat_fn.config import Opcm
+from smat_fn.config import Opcm, Wudi
 from smat_fn.merge.parts.arithmetic import BLOCK
 
 COEF = 0.3
@@ -369,6 +370,22 @@ def test_wudi_of_one_or_of_equal_experts_is_the_expert_and_of_strangers_the_sum(
     for options in ({}, {"ridge": 0.0, "norms": False}):
         torch.testing.assert_close(of(merge.wudi, left, right, **options), left + right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(of(merge.wudi, one, torch.zeros_like(one)), one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"ridge": 1e-3}, {"ridge": 0.0, "norms": False}], ids=["wudi", "act_mat"])
+def test_wudi_of_an_embedding_forms_no_square_of_its_rows(options, monkeypatch):
+    changes = matrices(3, (40, 5))
+    whole = of(merge.wudi, *changes, **options)
+    monkeypatch.setattr(sys.modules["smat_fn.merge.wudi"], "LARGE", 0)  # the function has the name
+    monkeypatch.setattr(
+        torch, "cat", lambda parts, dim=0, cat=torch.cat: pytest.fail("a square") if dim else cat(parts)
+    )
+    found = of(merge.wudi, *changes, **options)
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-7)
+    monkeypatch.undo()
+    embedding = {"w": torch.empty(49152, 576, device="meta")}
+    assert Wudi(coef=1.0).memory(embedding, 2) < 100 * 49152 * 576
+    assert Wudi(coef=1.0).memory({"w": torch.empty(576, 49152, device="meta")}, 2) < 130 * 49152 * 576
 
 
 def test_wudi_minimises_the_interference_of_its_source():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .beside import Files
 from .reading import Folder
-from .stacks import layer_of
+from .stacks import layer_of, layers_of
 from .vocabulary import differs_in_rows
 
 FOLDER = "heads"
@@ -84,6 +85,13 @@ def ways_out(base: Folder, experts: Mapping[str, Folder]) -> list[str]:
         names |= shapes
     if not rows or not names:
         return []
+    for folder in experts.values():
+        with suppress(ValueError):  # of models without one list of layers
+            count, of_base = layers_of(folder), layers_of(base)
+            differ = inside & (base.leaves.keys() ^ folder.leaves.keys())
+            if min((found[1] for path in differ if (found := layer_of(path))), default=-1) == min(count, of_base):
+                last = f"{folder.label} has layers 0 to {count - 1}, base 0 to {of_base - 1}"
+                return [f"{last}: give the base that it was trained from"]
     if inside:
         return [
             "names differ inside the layers: if these are models of one kind, load and save all by one version of "

@@ -189,7 +189,10 @@ def _suites(
                 "other library versions or threads pretrain another one, train again (third-party experts: give their "
                 "own base as --model, its dtype as --suite-options dtype)"
             )
-        if strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
+        if OTHER in manifest:
+            with errors.collected(problems):
+                errors.check_member(f"{folder}: task", manifest["task"], suite.tasks)
+        elif strange := [task for task in _tasks(manifest) if task not in suite.tasks]:
             problems.append(
                 f"{folder} is of {', '.join(strange)}, which are not tasks of suite {suite.name!r}: merge again with "
                 f"experts named as its tasks, NAME=FOLDER, {', '.join(suite.tasks)}"

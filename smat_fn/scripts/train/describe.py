@@ -5,20 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ... import tree
-from ...analyses.diagnose import unmoved
 from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
 from ..merge.exporting import export_problems
 from .loop import loss_of
+from .noise_level import coarse_line
 from .options import RunOptions
 from .training import never_simulated, planned
-from .variants import numbered, numbers
+from .variants import numbers
 
 
 def headline(
@@ -63,21 +60,6 @@ def dry_run(suite: Suite, method: MethodConfig, training: Training, run: RunOpti
     return "\n".join([*lines, f"{sum(own.steps or 0 for own in budgets.values())} steps in all"])
 
 
-def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Training) -> str:
-    """The weights whose dtype is too coarse for the noise of SMAT, or an empty text.
-
-    Not of adapters, whose noise is not rounded into weights, nor of a sigma in other units than those of weights.
-    """
-    own = settings(numbered(method))
-    if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
-        return ""
-    weights = tree.cast(base, torch.bfloat16) if training.precision == "mixed" else base
-    if not (still := unmoved(weights, sigma, own.get("noise", "uniform"))):
-        return ""
-    size = sum(leaf.numel() for leaf in weights.values())
-    return f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there"
-
-
 def _notes(suite: Suite) -> list[str]:
     """Notes before training, for example that the result cannot be exported."""
     model = suite.recipe.get("model")
@@ -107,10 +89,11 @@ def _task_line(suite: Suite, task: str, training: Training) -> str:
     if suite.cuts is None:
         return line
     cut = suite.cuts(task)
-    return (
-        f"{line}, {cut.rows} rows of up to {cut.longest} tokens; cut on the right: {cut.eos:.1%} lose EOS, "
-        f"{cut.answer:.1%} a part of the answer, {cut.whole_answer:.1%} all of it"
-    )
+    line = f"{line}, {cut.rows} rows of up to {cut.longest} tokens"
+    if suite.recipe.get("truncate", "right") != "right":
+        return line  # the shares are of rows that are cut on the right
+    shares = f"{cut.eos:.1%} lose EOS, {cut.answer:.1%} a part of the answer, {cut.whole_answer:.1%} all of it"
+    return f"{line}; cut on the right: {shares}"
 
 
 def _listed(values: Mapping[str, Any]) -> str:

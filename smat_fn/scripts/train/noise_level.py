@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ... import analyses, checkpoint, lora, merge, tree
-from ...config import Finetune, MethodConfig, Smat, Training
+from ...analyses.diagnose import unmoved
+from ...config import Finetune, MethodConfig, Smat, Training, settings
 from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
@@ -15,7 +19,7 @@ from ..merge.inputs import manifest_of
 from . import snapshots
 from .loop import budget, loss_of, schedules, train_expert
 from .options import RunOptions
-from .variants import adapters_of, asked, numbers
+from .variants import adapters_of, asked, numbered, numbers
 
 COEF = 0.3  # gamma of the other experts' updates, as `eval.py diagnose` has it
 SHARE, LEAST, MOST = 20, 10, 100  # a short run: this part of the steps, within these bounds
@@ -193,6 +197,21 @@ def update_rms(params: Params, base: Params) -> float:
     moved = {path: found.get(path, leaf) for path, leaf in start.items()}
     squares = merge.norms(start, {"expert": moved})["expert"] ** 2
     return (squares / sum(leaf.numel() for leaf in start.values())) ** 0.5
+
+
+def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Training, *, above: float = 0.0) -> str:
+    """The weights whose dtype is too coarse for SMAT's noise, or an empty text if their share is at most ``above``.
+
+    Not of adapters, whose noise is not rounded into weights, nor of a sigma in other units than those of weights.
+    """
+    own = settings(numbered(method))
+    if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
+        return ""
+    weights = tree.cast(base, torch.bfloat16) if training.precision == "mixed" else base
+    still, size = unmoved(weights, sigma, own.get("noise", "uniform")), sum(leaf.numel() for leaf in weights.values())
+    if still <= above * size:
+        return ""
+    return f"Perturb cannot move {still:,} of {size:,} parameters: their dtype is too coarse there"
 
 
 def _budget(suite: Suite, task: str, training: Training) -> int | None:

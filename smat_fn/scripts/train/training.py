@@ -30,7 +30,7 @@ from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
-from .noise_level import settled, update_rms
+from .noise_level import coarse_line, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of, asked, numbers
@@ -142,8 +142,12 @@ def train_run(
     if world.leads:  # the others would meet what it writes
         check_run(method, training, run, known=suite.tasks, world=world)
     plans = planned(suite, method, training, run)  # before a sigma is looked for
+    for line in cut_notes(suite, run.tasks) if world.leads else ():
+        report(line)
     tell = report if world.leads else lambda line: None
     method, origin = settled(suite, method, training, run, world=world, report=tell)
+    if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
+        report(f"warning: {line}; --precision fp32 keeps the noise, and small updates too")
     if run.probe and run.probe_at is not None and asked(run.probe_at):
         at = method if origin else settled(suite, run.probe_at, training, run, world=world, report=tell)[0]
         run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
@@ -467,6 +471,23 @@ def _probe(suite: Suite, task: str, params: Params, count: int, at: Smat) -> dic
     found = simulation.probe(loss_fn, params, suite.base, batches, keys, where=suite.where, **hyperparameters)
     spread = {"sd": stdev(found.simulated)} if count > 1 else {}
     return {"clean": found.clean, "simulated": found.mean, **spread, "keys": count, **hyperparameters}
+
+
+def cut_notes(suite: Suite, tasks: Sequence[str]) -> list[str]:
+    """Notes on tasks with training rows that lose their end, so that an expert does not learn whole answers."""
+    if suite.cuts is None or suite.recipe.get("truncate", "right") != "right":
+        return []
+    notes = []
+    for task, cut in ((task, suite.cuts(task)) for task in tasks):
+        cut_rows, part, whole = (round(share * cut.rows) for share in (cut.eos, cut.answer, cut.whole_answer))
+        middle = ", or truncate prompt-middle," if cut_rows else ""  # not of encoder-decoders, which lose answers alone
+        if cut_rows or part:
+            notes.append(
+                f"note: {max(cut_rows, part)} of the {cut.rows} training rows of {task} are cut at max_length "
+                f"{suite.recipe['max_length']}, {part} of them within the answer, {whole} before it: "
+                f"--suite-options max_length {cut.longest}{middle} keeps answers"
+            )
+    return notes
 
 
 def never_simulated(method: MethodConfig, steps: Mapping[str, int]) -> list[str]:

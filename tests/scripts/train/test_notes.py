@@ -9,10 +9,11 @@ import torch
 
 from smat_fn.checkpoint import load_manifest
 from smat_fn.config import DIGITS, Adapters, Dev, Finetune, Smat, Training
-from smat_fn.scripts.train.describe import coarse_line, headline
-from smat_fn.scripts.train.noise_level import update_rms
+from smat_fn.data.text import Cut
+from smat_fn.scripts.train.describe import headline
+from smat_fn.scripts.train.noise_level import coarse_line, update_rms
 from smat_fn.scripts.train.options import RunOptions, check_run
-from smat_fn.scripts.train.training import never_simulated, sigma_line, still_line
+from smat_fn.scripts.train.training import cut_notes, never_simulated, sigma_line, still_line
 
 TRAINING = Training(steps=8, lr=1e-3)
 SIX = Training(steps=6, lr=5e-4)
@@ -46,6 +47,8 @@ def test_weights_too_coarse_for_the_noise_are_counted_in_the_dtype_and_noise_of_
     smat, mixed = Smat(sigma=2e-3, noise="uniform"), replace(TRAINING, precision="mixed")
     line = "Perturb cannot move 2 of 4 parameters: their dtype is too coarse there"  # 1 moves towards 0
     assert coarse_line(coarse, smat, TRAINING) == coarse_line(base, smat, mixed) == line
+    assert coarse_line(coarse, smat, TRAINING, above=0.4) == line
+    assert coarse_line(coarse, smat, TRAINING, above=0.5) == ""
     assert coarse_line(base, smat, TRAINING) == ""
     assert coarse_line(coarse, replace(smat, noise="laplace"), TRAINING) == ""
     assert coarse_line(coarse, replace(smat, sigma_of="leaf"), TRAINING) == ""
@@ -83,6 +86,37 @@ def test_fewer_steps_than_a_period_warn():
     assert never_simulated(Smat(sigma=0.1, period=4), {"y": 4}) == []
     assert never_simulated(Smat(sigma=0.1, lam=0.5), {"x": 1}) == []
     assert never_simulated(Finetune(), {"x": 1}) == []
+
+
+def test_training_rows_that_lose_their_end_are_notes(suite, train, tmp_path):
+    cuts = {
+        "rot90": Cut(8, 0.5, 0.25, 0.125, 700),
+        "mirror": Cut(8, 0.0, 0.0, 0.0, 90),
+        "invert": Cut(8, 0, 0.5, 0, 99),
+    }
+    own = suite.replace(cuts=cuts.get, recipe={"max_length": 64, "truncate": "right"})
+    start = (
+        "training rows of rot90 are cut at max_length 64, 2 of them within the answer, 1 before it: --suite-options "
+    )
+    notes = [
+        f"note: 4 of the 8 {start}max_length 700, or truncate prompt-middle, keeps answers",
+        "note: 4 of the 8 training rows of invert are cut at max_length 64, 4 of them within the answer, 0 before it: "
+        "--suite-options max_length 99 keeps answers",
+    ]
+    assert cut_notes(own, ("rot90", "mirror", "invert")) == notes
+    assert cut_notes(own.replace(recipe={"max_length": 64, "truncate": "left"}), ("rot90",)) == []
+    assert cut_notes(suite, ("rot90",)) == []
+    told = []
+    train(tmp_path, tasks=("rot90",), suite=own, report=told.append)
+    assert told[0] == notes[0]
+
+
+def test_a_run_whose_noise_is_lost_in_rounding_warns(suite, train, tmp_path):
+    told, method = [], Smat(alpha_min=0.1, drop_prob=0.5, sigma=1e-7, period=2, noise="uniform")
+    training = replace(SIX, precision="mixed")
+    train(tmp_path, method=method, tasks=("rot90",), training=training, report=told.append)
+    line = coarse_line(suite.base, method, training)
+    assert told[0] == f"warning: {line}; --precision fp32 keeps the noise, and small updates too"
 
 
 def test_a_run_says_sigma_the_probe_and_steps_that_are_never_simulated(train, tmp_path):
