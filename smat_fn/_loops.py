@@ -209,6 +209,20 @@ def _factors(halves, count, kept, cutoff, factor):  # type: ignore[no-untyped-de
             factor[i] = kept if int32(halves[i]) < int32(65536) + cutoff else float32(0)
 
 
+@inlined
+def _wide(half):  # type: ignore[no-untyped-def]
+    """float32 of the bits of a bfloat16."""
+    return uint32(uint32(half) << uint32(16)).view(np.float32)
+
+
+@inlined
+def _half(value):  # type: ignore[no-untyped-def]
+    """Bits of the nearest bfloat16, ties to even."""
+    word = float32(value).view(np.uint32)
+    nearest = uint32(uint32(word + uint32(0x7FFF)) + uint32(uint32(word >> uint32(16)) & uint32(1))) >> uint32(16)
+    return uint16(nearest) if uint32(word & uint32(0x7FFFFFFF)) <= uint32(0x7F800000) else uint16(0x7FC0)
+
+
 def _widen(source: Any, target: Any) -> None:
     """float32 of float32, or of bfloat16 as uint16."""
 
@@ -224,9 +238,8 @@ def _(source, target):  # type: ignore[no-untyped-def]
             target[i] = source[i]
 
     def shifted(source, target):  # type: ignore[no-untyped-def]
-        bits = target.view(np.uint32)
         for i in range(len(source)):
-            bits[i] = uint32(source[i]) << uint32(16)
+            target[i] = _wide(source[i])
 
     return same if source.dtype == types.float32 else shifted
 
@@ -238,11 +251,8 @@ def _(source, target):  # type: ignore[no-untyped-def]
             target[i] = source[i]
 
     def rounded(source, target):  # type: ignore[no-untyped-def]
-        bits = source.view(np.uint32)
         for i in range(len(target)):
-            word = bits[i]
-            nearest = (word + uint32(0x7FFF) + ((word >> uint32(16)) & uint32(1))) >> uint32(16)
-            target[i] = np.uint16(nearest) if (word & uint32(0x7FFFFFFF)) <= uint32(0x7F800000) else np.uint16(0x7FC0)
+            target[i] = _half(source[i])
 
     return same if target.dtype == types.float32 else rounded
 
@@ -331,80 +341,50 @@ _set_float, _set_half = _writer(types.float32), _writer(types.uint16)
 
 
 @inlined
-def _wide(half):  # type: ignore[no-untyped-def]
-    """float32 of the bits of a bfloat16."""
-    return uint32(uint32(half) << uint32(16)).view(np.float32)
-
-
-@inlined
-def _half(value):  # type: ignore[no-untyped-def]
-    """Bits of the nearest bfloat16, ties to even."""
-    word = float32(value).view(np.uint32)
-    nearest = uint32(uint32(word + uint32(0x7FFF)) + uint32(uint32(word >> uint32(16)) & uint32(1))) >> uint32(16)
-    return uint16(nearest) if uint32(word & uint32(0x7FFFFFFF)) <= uint32(0x7F800000) else uint16(0x7FC0)
-
-
-@inlined
 def _size(value):  # type: ignore[no-untyped-def]
     """The magnitude of a float32, as bits."""
     return uint32(float32(value).view(np.uint32) & uint32(0x7FFFFFFF))
 
 
 @inlined
+def _stored(at, half, j):  # type: ignore[no-untyped-def]
+    """The number at a place from an address on. Args: half: whether they are bfloat16, else float32."""
+    return _wide(_half_at(at, j)) if half else _float_at(at, j)
+
+
+@inlined
 def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
     """float32 of the n numbers from ``first`` on. Args: sources: of each row an address, and 1 for bfloat16, else 0."""
-    at = sources[row, 0]
-    if sources[row, 1]:
-        at += uint64(2) * first
-        for j in range(n):
-            out[j] = _wide(_half_at(at, j))
-    else:
-        at += uint64(4) * first
-        for j in range(n):
-            out[j] = _float_at(at, j)
+    half = sources[row, 1] != uint64(0)
+    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    for j in range(n):
+        out[j] = _stored(at, half, j)
 
 
 @inlined
 def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
     """n numbers of a task vector from ``first`` on. Returns: their largest magnitude, as bits."""
-    at, largest = sources[row, 0], uint32(0)
-    if sources[row, 1]:
-        at += uint64(2) * first
-        for j in range(n):
-            value = _wide(_half_at(at, j)) - origin[j]
-            out[j] = value
-            largest = max(largest, _size(value))
-    else:
-        at += uint64(4) * first
-        for j in range(n):
-            value = _float_at(at, j) - origin[j]
-            out[j] = value
-            largest = max(largest, _size(value))
+    half, largest = sources[row, 1] != uint64(0), uint32(0)
+    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    for j in range(n):
+        value = _stored(at, half, j) - origin[j]
+        out[j] = value
+        largest = max(largest, _size(value))
     return largest
 
 
 @inlined
 def _banded_delta(sources, row, first, n, origin, low, width, out, total):  # type: ignore[no-untyped-def]
     """`_delta`, but 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
-    at, largest = sources[row, 0], uint32(0)
-    if sources[row, 1]:
-        at += uint64(2) * first
-        for j in range(n):
-            value = _wide(_half_at(at, j)) - origin[j]
-            size = _size(value)
-            largest = max(largest, size)
-            value = value if uint32(size - low) < width else float32(0)
-            out[j] = value
-            total[j] += value
-    else:
-        at += uint64(4) * first
-        for j in range(n):
-            value = _float_at(at, j) - origin[j]
-            size = _size(value)
-            largest = max(largest, size)
-            value = value if uint32(size - low) < width else float32(0)
-            out[j] = value
-            total[j] += value
+    half, largest = sources[row, 1] != uint64(0), uint32(0)
+    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    for j in range(n):
+        value = _stored(at, half, j) - origin[j]
+        size = _size(value)
+        largest = max(largest, size)
+        value = value if uint32(size - low) < width else float32(0)
+        out[j] = value
+        total[j] += value
     return largest
 
 
@@ -552,15 +532,10 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
 def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
     """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32."""
     _load(sources, 0, first, n, origin)
-    at = sources[1, 0]
-    if sources[1, 1]:
-        at += uint64(2) * first
-        for j in range(n):
-            out[j] = _size(_wide(_half_at(at, j)) - origin[j])
-    else:
-        at += uint64(4) * first
-        for j in range(n):
-            out[j] = _size(_float_at(at, j) - origin[j])
+    half = sources[1, 1] != uint64(0)
+    at = sources[1, 0] + (uint64(2) if half else uint64(4)) * first
+    for j in range(n):
+        out[j] = _size(_stored(at, half, j) - origin[j])
 
 
 @jit
@@ -580,19 +555,14 @@ def count_high(sources, size, counts):  # type: ignore[no-untyped-def]
 def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
     """Counts the magnitudes of a task vector from ``low`` on, each in a place of its own.
 
-    Args: sources: base, expert; counts: uint32 (width + 2,): of low to low + width - 1, of all below, of those that are
-        not finite.
+    Args: sources: base, expert; counts: uint32, of low and those after it; others are not counted.
     """
     sizes, origin, hits = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE + 1, np.uint32)
-    width = uint32(len(counts) - 2)
-    below, infinite, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    width, first, end = uint32(len(counts)), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
         _sizes(sources, first, n, origin, sizes)
         found = uint64(0)
-        for j in range(n):
-            below += uint32(sizes[j] < low)
-            infinite += uint32(sizes[j] >= uint32(0x7F800000))
         for j in range(n):  # no branch, which nothing would foretell
             place = uint32(sizes[j] - low)
             hits[found] = place
@@ -600,8 +570,6 @@ def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
         for j in range(found):
             counts[hits[j]] += uint32(1)
         first += n
-    counts[width] += below
-    counts[width + uint32(1)] += infinite
 
 
 @jit

@@ -26,7 +26,6 @@ from .writing import (
     Work,
     exclusive,
     fill,
-    finished_shards,
     load_progress,
     recover,
     save_progress,
@@ -182,17 +181,16 @@ def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) 
     Raises: as `write_order`.
     """
     rule = job.config.rule(survey)
-    with finished_shards(work) as finish:
-        for shard in shards:
-            if shard.file not in work.progress["shards"]:
-                with shard_file(work.folder, shard) as descriptor, followed(descriptor) as (digest, reached):
-                    sums = [0.0, 0.0]
-                    for error, change, end in in_order(_writes(job, rule, shard, descriptor), job.workers):
-                        sums = [sums[0] + error, sums[1] + change]
-                        reached(end)
-                    reached(shard.size)
-                work.hashing.know(work.folder / shard.file, digest.result())
-                finish(shard.file, sums)
+    for shard in shards:
+        if shard.file not in work.progress["shards"]:
+            with shard_file(work.folder, shard) as descriptor, followed(descriptor) as (digest, reached):
+                sums = [0.0, 0.0]
+                for error, change, end in in_order(_writes(job, rule, shard, descriptor), job.workers):
+                    sums = [sums[0] + error, sums[1] + change]
+                    reached(end)
+                reached(shard.size)
+            work.progress["shards"][shard.file] = {"sums": sums, "sha256": digest.result()}
+            work.save()
     return {}
 
 

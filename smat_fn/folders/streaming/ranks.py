@@ -36,8 +36,7 @@ def orders(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], work
         top = int(upto.searchsorted(rank))
         left = rank - int(upto[top] - high[top])
         if top not in lows:
-            count = _between(loops, top << 15)
-            lows[top] = _pass(job, name, group, workers, (1 << 15) + 2, count)[: 1 << 15]
+            lows[top] = _pass(job, name, group, workers, 1 << 15, _between(loops, top << 15))
         within = lows[top].cumsum()
         bottom = int(within.searchsorted(left))
         equal = int(lows[top][bottom])
