@@ -9,12 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 from numpy import float32, float64, int32, int64, uint16, uint32, uint64
 
 LANES = 128  # blocks of a tile: their state stays in the first-level cache
 TILE = 8 * LANES
+COLUMNS = uint64(64)  # of a tile whose magnitudes are counted
+RUN = 16  # coordinates of a sample that are neighbours
 _WORD, _HALF = uint64(0xFFFFFFFF), uint64(32)
 _MULTIPLIERS = uint64(0xD2511F53), uint64(0xCD9E8D57)
 _WEYL = uint64(0x9E3779B9), uint64(0xBB67AE85)
@@ -336,6 +339,21 @@ def _writer(kind: Any) -> Any:
     return write
 
 
+@intrinsic
+def _prefetch(context: Any, address: Any) -> Any:
+    """Asks for the memory at an address, which may be any number."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # to be read, and kept in all caches
+        builder.call(prefetch, [builder.inttoptr(values[0], byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), code
+
+
 _float_at, _half_at = _reader(types.float32), _reader(types.uint16)
 _set_float, _set_half = _writer(types.float32), _writer(types.uint16)
 
@@ -353,10 +371,19 @@ def _stored(at, half, j):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _ahead(at, half):  # type: ignore[no-untyped-def]
+    """Asks for the next tile: processors foresee no tile behind another one, and nothing beyond a page of memory."""
+    size = uint64(2 * TILE) if half else uint64(4 * TILE)
+    for line in range(size, uint64(2) * size, uint64(64)):
+        _prefetch(at + line)
+
+
+@inlined
 def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
     """float32 of the n numbers from ``first`` on. Args: sources: of each row an address, and 1 for bfloat16, else 0."""
     half = sources[row, 1] != uint64(0)
     at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    _ahead(at, half)
     for j in range(n):
         out[j] = _stored(at, half, j)
 
@@ -366,6 +393,7 @@ def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
     """n numbers of a task vector from ``first`` on. Returns: their largest magnitude, as bits."""
     half, largest = sources[row, 1] != uint64(0), uint32(0)
     at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    _ahead(at, half)
     for j in range(n):
         value = _stored(at, half, j) - origin[j]
         out[j] = value
@@ -378,6 +406,7 @@ def _banded_delta(sources, row, first, n, origin, low, width, out, total):  # ty
     """`_delta`, but 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
     half, largest = sources[row, 1] != uint64(0), uint32(0)
     at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
+    _ahead(at, half)
     for j in range(n):
         value = _stored(at, half, j) - origin[j]
         size = _size(value)
@@ -530,12 +559,73 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
 
 @inlined
 def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
-    """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32."""
+    """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32. Returns: the largest."""
     _load(sources, 0, first, n, origin)
-    half = sources[1, 1] != uint64(0)
+    half, largest = sources[1, 1] != uint64(0), uint32(0)
     at = sources[1, 0] + (uint64(2) if half else uint64(4)) * first
+    _ahead(at, half)
     for j in range(n):
-        out[j] = _size(_stored(at, half, j) - origin[j])
+        size = _size(_stored(at, half, j) - origin[j])
+        out[j] = size
+        largest = max(largest, size)
+    return largest
+
+
+@jit
+def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
+    """Magnitudes of a task vector: RUN neighbours, at a random place among every ``step`` coordinates.
+
+    Args: sources: base, expert; offset: of the window among all coordinates; out: uint32 (runs, RUN).
+    Returns: how many runs are written.
+    """
+    halves, found, end = sources[:, 1] != uint64(0), 0, offset + size
+    for run in range(offset // step, (end + step - 1) // step):
+        drawn = (uint64(run) * uint64(0x9E3779B97F4A7C15)) >> _HALF
+        first = run * step + int64((drawn * uint64(step - RUN)) >> _HALF) - offset
+        if 0 <= first <= size - RUN:
+            for j in range(RUN):
+                place = uint64(first + j)
+                origin = _stored(sources[0, 0], halves[0], place)
+                out[found, j] = _size(_stored(sources[1, 0], halves[1], place) - origin)
+            found += 1
+    return found
+
+
+@jit
+def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
+    """Finds the magnitudes of a task vector that lie between two others.
+
+    Args: sources: base, expert; low, high: uint32, low < high; hits: uint32 (size + 1,), those found are written here.
+    Returns: how many are below low, equal to low, found and equal to high; the largest of all.
+    """
+    sizes, origin, flags = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(COLUMNS, np.uint32)
+    start, width = uint32(low + uint32(1)), uint32(high - low - uint32(1))
+    below, at_low, found, at_high, largest = int64(0), int64(0), uint64(0), int64(0), uint32(0)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        largest = max(largest, _sizes(sources, first, n, origin, sizes))
+        under, lows, highs = uint32(0), uint32(0), uint32(0)
+        for j in range(n):
+            under = uint32(under + uint32(sizes[j] < low))
+            lows = uint32(lows + uint32(sizes[j] == low))
+            highs = uint32(highs + uint32(sizes[j] == high))
+        below, at_low, at_high = below + int64(under), at_low + int64(lows), at_high + int64(highs)
+        for j in range(n, uint64(TILE)):
+            sizes[j] = uint32(0xFFFFFFFF)
+        for column in range(COLUMNS):
+            flags[column] = uint32(0)
+        for row in range(uint64(0), uint64(TILE), COLUMNS):
+            for column in range(COLUMNS):
+                inside = uint32(uint32(sizes[row + column] - start) < width)
+                flags[column] = uint32(flags[column] | inside)
+        for column in range(COLUMNS):
+            if flags[column]:
+                for j in range(column, uint64(TILE), COLUMNS):
+                    hits[found] = sizes[j]
+                    found += uint64(uint32(sizes[j] - start) < width)
+        first += n
+    return below, at_low, found, at_high, largest
 
 
 @jit

@@ -1,55 +1,106 @@
-"""Order statistics of task vectors by compiled loops: upper 16 bits of magnitudes are counted, then the others."""
+"""Order statistics of task vectors by compiled loops.
 
+A sample says between which magnitudes a rank lies. One pass counts what is outside of them, and collects what is inside.
+If the sample misleads, two passes count all magnitudes: by their upper 16 bits, then those of one bin by the others.
+"""
+
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
+from torch import Tensor
 
 from ... import compiled
 from ...merge.parts.looped import sources
 from ...merge.parts.ranks import Order
-from .chunks import SPAN, Job, parts_of, spans
+from .chunks import Job, parts_of, spans
+
+T = TypeVar("T")
+Windows: TypeAlias = Iterator[tuple[Sequence[Tensor], int]]  # of base and of the expert; their size
 
 SMALL = 1 << 15  # coordinates that are sorted rather than counted
+SPAN = 1 << 20  # coordinates of a window, at most
+ROOM = 1 << 22  # magnitudes that are collected, at most
 FULL = 1 << 32  # coordinates that a table may count
-_NOT_FINITE = 0x7F800000
+ERRORS = 3.5  # standard errors of the sample that a rank may be off
+_NOT_FINITE, _LAST = 0x7F800000, 0xFFFFFFFF  # bits
+
+
+class Bracket(NamedTuple):
+    """Two magnitudes, as bits, low < high; one of some rank is likely to be between them, or equal to one."""
+
+    low: int
+    high: int
+
+
+class Counts(NamedTuple):
+    """How many magnitudes are where, beside a bracket."""
+
+    below: int
+    at_low: int
+    inside: int
+    at_high: int
+    hits: Any  # uint32: those inside, or not all of them
 
 
 def orders(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int) -> list[Order] | None:
     """The magnitudes of some ranks (from 1) of all task vectors of a group of leaves; None if one is not finite."""
-    if sum(job.base.leaves[path].numel() for path in group) <= SMALL:
+    size = sum(job.base.leaves[path].numel() for path in group)
+    if size <= SMALL:
         ordered = numpy.sort(_magnitudes(job, name, group))
         found = [int(ordered[rank - 1]) for rank in ranks]
         ends = [(int(ordered.searchsorted(bits)), int(ordered.searchsorted(bits, "right"))) for bits in found]
         finite = ordered[-1] < _NOT_FINITE
         return [Order(b, low, high - low) for b, (low, high) in zip(found, ends, strict=True)] if finite else None
-    loops = compiled.loops()
-    assert loops is not None
-    high = _pass(job, name, group, workers, (2, 1 << 16), loops.count_high)
-    if high[_NOT_FINITE >> 15 :].any():
+    sample = _sample(job, name, group, size)
+    brackets = [bracket(sample, rank / size) for rank in ranks]
+    if (counted := _counted(job, name, group, brackets, workers)) is None:
         return None
-    upto, lows = high.cumsum(), {}
-    result = []
-    for rank in ranks:
-        top = int(upto.searchsorted(rank))
-        left = rank - int(upto[top] - high[top])
-        if top not in lows:
-            lows[top] = _pass(job, name, group, workers, 1 << 15, _between(loops, top << 15))
-        within = lows[top].cumsum()
-        bottom = int(within.searchsorted(left))
-        equal = int(lows[top][bottom])
-        below = rank - left + int(within[bottom]) - equal
-        result.append(Order(top << 15 | bottom, below, equal))
-    return result
+    likely = [order(*each) for each in zip(counted, brackets, ranks, strict=True)]
+    others = _by_tables(job, name, group, [r for r, found in zip(ranks, likely, strict=True) if not found], workers)
+    return [found or next(others) for found in likely]
+
+
+def bracket(sample: Any, share: float) -> Bracket:
+    """Where the magnitude lies that has a share of all below it.
+
+    Args: sample: uint32 (runs, RUN). Neighbours may be alike, so errors are those of the runs.
+    """
+    runs, length = sample.shape
+    ordered, count = numpy.sort(sample, None), runs * length
+    center = min(int(share * count), count - 1)
+    spread = max(float((sample < ordered[center]).mean(1).std()), 0.5 / length)
+    reach = math.ceil(ERRORS * spread * count / math.sqrt(runs))
+    low = int(ordered[center - reach]) if reach <= center else 0
+    high = int(ordered[center + reach]) if center + reach < count else _LAST
+    return Bracket(low, max(high, low + 1))
+
+
+def order(counts: Counts, limits: Bracket, rank: int) -> Order | None:
+    """The magnitude of a rank (from 1), None if it is not known."""
+    left = rank - counts.below
+    if 0 < left <= counts.at_low:
+        return Order(limits.low, counts.below, counts.at_low)
+    below = counts.below + counts.at_low + counts.inside
+    if below < rank <= below + counts.at_high:
+        return Order(limits.high, below, counts.at_high)
+    left -= counts.at_low
+    if left <= 0 or below < rank or len(counts.hits) < counts.inside:
+        return None
+    counts.hits.partition(left - 1)
+    bits = int(counts.hits[left - 1])
+    smaller, equal = (int(numpy.count_nonzero(found)) for found in (counts.hits < bits, counts.hits == bits))
+    return Order(bits, counts.below + counts.at_low + smaller, equal)
 
 
 def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -> int:
     """The flat position, in the leaves one after the other, of the ``count``-th (from 1) magnitude of these bits."""
-    start, loops = 0, compiled.loops()
-    assert loops is not None
-    for pair, size in _pairs(job, name, group):
+    start, loops = 0, _loops()
+    for pair, size in _windows(job, name, group):
         found, met = loops.nth_equal(sources(pair), size, numpy.uint32(bits), count)
         if found >= 0:
             return start + int(found)
@@ -57,40 +108,108 @@ def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -
     raise AssertionError("fewer equal magnitudes than counted")
 
 
-def _between(loops: Any, low: int) -> Callable[[Any, int, Any], None]:
-    return lambda read, size, table: loops.count_between(read, size, numpy.uint32(low), table)
+def _sample(job: Job, name: str, group: Sequence[str], size: int) -> Any:
+    """Runs of magnitudes. Their number balances the time to sort them and that to sort what is in a bracket."""
+    loops, offset, found = _loops(), 0, 0
+    step = int(16 * size ** (1 / 3))
+    out = numpy.empty((size // step + 1, loops.RUN), numpy.uint32)
+    for pair, length in _windows(job, name, group):
+        found += loops.sampled(sources(pair), length, offset, step, out[found:])
+        offset += length
+    return out[:found]
 
 
-def _pass(
+def _counted(
+    job: Job, name: str, group: Sequence[str], brackets: Sequence[Bracket], workers: int
+) -> list[Counts] | None:
+    """None if a magnitude is not finite."""
+    loops, limits = _loops(), [(numpy.uint32(low), numpy.uint32(high)) for low, high in brackets]
+
+    def work(windows: Windows) -> tuple[Any, list[list[Any]], int]:
+        room = numpy.empty(SPAN + 1, numpy.uint32)
+        totals, hits, largest = numpy.zeros((len(limits), 4), numpy.int64), [[] for _ in limits], 0
+        for pair, size in windows:
+            read = sources(pair)
+            for total, kept, between in zip(totals, hits, limits, strict=True):
+                *counted, top = loops.between(read, size, *between, room)
+                total += counted
+                if total[2] <= ROOM:
+                    kept.append(room[: counted[2]].copy())
+                largest = max(largest, int(top))
+        return totals, hits, largest
+
+    totals, hits, largest = zip(*_shared(job, name, group, workers, work), strict=True)
+    if max(largest) >= _NOT_FINITE:
+        return None
+    every = (numpy.concatenate([part for parts in each for part in parts]) for each in zip(*hits, strict=True))
+    return [Counts(*map(int, total), found) for total, found in zip(sum(totals), every, strict=True)]
+
+
+def _by_tables(
+    job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int
+) -> Iterator[Order]:
+    """The same of finite magnitudes: counts by the upper 16 bits, then of those of one bin by the others."""
+    if not ranks:
+        return
+    loops = _loops()
+    high = _table(job, name, group, workers, (2, 1 << 16), loops.count_high)
+    upto, lows = high.cumsum(), {}
+    for rank in ranks:
+        top = int(upto.searchsorted(rank))
+        left = rank - int(upto[top] - high[top])
+        if top not in lows:
+            first = numpy.uint32(top << 15)
+            lows[top] = _table(
+                job, name, group, workers, (1, 1 << 15), lambda *read, to: loops.count_between(*read, first, to[0])
+            )
+        within = lows[top].cumsum()
+        bottom = int(within.searchsorted(left))
+        equal = int(lows[top][bottom])
+        below = rank - left + int(within[bottom]) - equal
+        yield Order(top << 15 | bottom, below, equal)
+
+
+def _table(
     job: Job, name: str, group: Sequence[str], workers: int, shape: Any, count: Callable[[Any, int, Any], None]
 ) -> Any:
     """Sum of the workers' counts (int64); each counts into a table of its own that fits its cache."""
-    pairs, lock = _pairs(job, name, group), threading.Lock()
 
-    def work() -> Any:
+    def work(windows: Windows) -> Any:
         total, table, counted = 0, numpy.zeros(shape, numpy.uint32), 0
-        while True:
-            with lock:
-                pair, size = next(pairs, (None, 0))
-            if pair is None:
-                return total + _folded(table)
+        for pair, size in windows:
             if counted + size >= FULL:
                 total, counted = total + _folded(table), 0
                 table[...] = 0
             count(sources(pair), size, table)
             counted += size
+        return total + _folded(table)
 
-    if workers == 1:
-        return work()
-    with ThreadPoolExecutor(workers) as pool:
-        return sum(future.result() for future in [pool.submit(work) for _ in range(workers)])
+    return sum(_shared(job, name, group, workers, work))
 
 
 def _folded(table: Any) -> Any:
-    return table.reshape(-1, table.shape[-1]).sum(0, dtype=numpy.int64)
+    return table.sum(0, dtype=numpy.int64)
 
 
-def _pairs(job: Job, name: str, group: Sequence[str]) -> Iterator[tuple[Any, int]]:
+def _shared(job: Job, name: str, group: Sequence[str], workers: int, work: Callable[[Windows], T]) -> list[T]:
+    """The results of workers that share the windows of a group."""
+    windows, lock = _windows(job, name, group), threading.Lock()
+
+    def take() -> Windows:
+        while True:
+            with lock:
+                window = next(windows, None)
+            if window is None:
+                return
+            yield window
+
+    if workers == 1:
+        return [work(windows)]
+    with ThreadPoolExecutor(workers) as pool:
+        return [future.result() for future in [pool.submit(work, take()) for _ in range(workers)]]
+
+
+def _windows(job: Job, name: str, group: Sequence[str]) -> Windows:
     """Base's and the expert's parts of the leaves."""
     for path in group:
         for start, stop in spans(job.base.leaves[path], min(job.chunk, SPAN)):
@@ -98,10 +217,14 @@ def _pairs(job: Job, name: str, group: Sequence[str]) -> Iterator[tuple[Any, int
 
 
 def _magnitudes(job: Job, name: str, group: Sequence[str]) -> Any:
-    loops = compiled.loops()
-    assert loops is not None
     out, end = numpy.empty(sum(job.base.leaves[path].numel() for path in group), numpy.uint32), 0
-    for pair, size in _pairs(job, name, group):
-        loops.magnitudes(sources(pair), size, out[end : end + size])
+    for pair, size in _windows(job, name, group):
+        _loops().magnitudes(sources(pair), size, out[end : end + size])
         end += size
     return out
+
+
+def _loops() -> ModuleType:
+    loops = compiled.loops()
+    assert loops is not None
+    return loops
