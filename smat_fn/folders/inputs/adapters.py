@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import checkpoint, errors, tree
 from ...merge.around.factors import Factors
 from .naming import namings
-from .reading import Folder, Pickled, Read, Store, config_of, foreign, reader_of
+from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
 from .vocabulary import HEAD, by_token
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -133,7 +133,7 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if leaf is None or kind:
             unknown.setdefault(kind[0] if kind else name, []).append(name)
             continue
-        leaves[leaf], reads[leaf] = held[name], reader_of(store, name)
+        leaves[leaf], reads[leaf] = held[name], Stored(store, name)
         touched |= set() if ".base_layer." in name else {leaf}
     problems += _unread(label, path, unknown)
     if any(_no_numbers(config)) or any(_no_patterns(config)) or _of_parameters(config):

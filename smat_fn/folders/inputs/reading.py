@@ -201,7 +201,7 @@ def open_folder(label: str, path: Path) -> Folder:
                 problems.append(
                     f"{label}: {path} holds {other!r} and {name!r}, one parameter without its wrapper: save one"
                 )
-            leaves[own], reads[own] = leaf, reader_of(store, name)
+            leaves[own], reads[own] = leaf, Stored(store, name)
     problems += _quantised(label, [path, *(path / prefix for prefix in modules)], leaves)
     if path.is_file() and (factor := next(filter(_FACTOR.search, leaves), None)):
         problems.append(
@@ -277,9 +277,19 @@ def is_single(path: Path) -> bool:
     return path.is_file() and not of_folder
 
 
-def reader_of(store: Any, name: str) -> Read:
-    """A function that reads coordinates of a stored tensor."""
-    return lambda start, stop: store.get_tensor(name).reshape(-1)[start:stop]
+class Stored(NamedTuple):
+    """Reads coordinates of a stored tensor; ``store`` has `Store.get_tensor`."""
+
+    store: Any
+    name: str
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        return self.whole()[start:stop]
+
+    def whole(self) -> Tensor:
+        """All of them, flat: a view of the mapped file."""
+        found: Tensor = self.store.get_tensor(self.name)
+        return found.reshape(-1)
 
 
 def reader_of_tensor(leaf: Tensor) -> Read:

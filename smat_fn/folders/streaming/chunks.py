@@ -10,15 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
 from ... import compiled, errors, tree
 from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys
-from ...merge.parts.looped import KINDS, Loop, Window
+from ...merge.parts.looped import KINDS, Loop, Window, sources
 from ...merge.parts.merger import Merger, Rule
 from ..files import Identity
-from ..inputs.reading import Folder
+from ..inputs.reading import Folder, Stored
 
 T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line
@@ -154,37 +155,53 @@ def looped(job: Job, path: str) -> bool:
     return bool(takes) and compiled.loops() is not None
 
 
-def parts_of(job: Job, path: str, start: int, stop: int, names: Iterable[str]) -> list[Tensor]:
-    """Flat coordinates [start, stop) of base and of experts as compiled loops read them."""
-    parts = [folder.read(path, start, stop) for folder in (job.base, *(job.experts[name] for name in names))]
-    # a file may place leaves at odd addresses
-    return [part.clone() if part.data_ptr() % part.itemsize else part.contiguous() for part in parts]
+class Sources:
+    """Where compiled loops read a leaf of base and of experts: `sources`, and what owns the memory.
+
+    What is stored is not touched by torch, whose every call lets another thread go on, and waits for it.
+    """
+
+    def __init__(self, job: Job, path: str, names: Iterable[str]) -> None:
+        self._reads = [folder.reads[path] for folder in (job.base, *(job.experts[name] for name in names))]
+        self._leaves = [_aligned(read.whole()) if isinstance(read, Stored) else None for read in self._reads]
+        stored = [leaf for leaf in self._leaves if leaf is not None]
+        self._known, steps = sources(stored), [[leaf.itemsize, 0] for leaf in stored]
+        self._steps, self._all = numpy.array(steps, numpy.uint64), len(stored) == len(self._reads)
+        # windows of what is stored take no memory, and each costs as much as 20,000 coordinates
+        self.span = min(4 * job.chunk, 4 * SPAN) if self._all else min(job.chunk, SPAN)
+
+    def __call__(self, start: int, stop: int) -> tuple[Any, object]:
+        if self._all:
+            return self._known + self._steps * numpy.uint64(start), self._leaves
+        parts = [
+            _aligned(read(start, stop)) if leaf is None else leaf[start:stop]
+            for read, leaf in zip(self._reads, self._leaves, strict=True)
+        ]
+        return sources(parts), parts
 
 
-def window(job: Job, path: str, start: int, stop: int, out: Tensor | None = None, keys: Any = None) -> Window:
-    """The same of all experts. Args: out: where results are written; keys: of masks."""
-    loops = compiled.loops()
-    assert loops is not None
-    parts = parts_of(job, path, start, stop, job.experts)
-    room = partial(job.scratch.take, device=job.device)
-    return Window(loops, start, parts, keys, job.coefs[path], parts[0] if out is None else out, room)
+def _aligned(part: Tensor) -> Tensor:
+    """A file may place leaves at odd addresses."""
+    return part.clone() if part.data_ptr() % part.itemsize else part.contiguous()
 
 
 def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[], Written]]:
-    leaf, out = job.base.leaves[path], target(job, path)
+    leaf, out, loops, read = job.base.leaves[path], target(job, path), compiled.loops(), Sources(job, path, job.experts)
+    assert loops is not None
     drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
     keys = None if drawn is None else compiled.array(drawn.contiguous()).reshape(-1, 2)
+    room = partial(job.scratch.take, device=job.device)
 
     def merge(start: int, stop: int) -> Written:
-        values = job.scratch.take("values", stop - start, out, job.device)
-        done = loop(window(job, path, start, stop, values, keys))
+        size, values = stop - start, room("values", stop - start, out)
+        done = loop(Window(loops, start, size, *read(start, stop), keys, job.coefs[path], values, room))
         if not done.finite:
             refuse_values(job, path, list(vectors_of(job, path, start, stop, torch.float32)))
         if not done.fits:
             raise _too_wide(path, out)
         return Written(start, values, done.error, done.change)
 
-    limit = min(max(1, job.chunk // len(job.experts)), ROWS) if rule.rows else min(job.chunk, SPAN)
+    limit = min(max(1, job.chunk // len(job.experts)), ROWS) if rule.rows else read.span
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 

@@ -12,18 +12,15 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
-from torch import Tensor
 
 from ... import compiled
-from ...merge.parts.looped import sources
 from ...merge.parts.ranks import Order
-from .chunks import Job, parts_of, spans
+from .chunks import SPAN, Job, Sources, spans
 
 T = TypeVar("T")
-Windows: TypeAlias = Iterator[tuple[Sequence[Tensor], int]]  # of base and of the expert; their size
+Windows: TypeAlias = Iterator[tuple[Any, object, int]]  # `Sources` of base and the expert, how many coordinates
 
 SMALL = 1 << 15  # coordinates that are sorted rather than counted
-SPAN = 1 << 20  # coordinates of a window, at most
 ROOM = 1 << 22  # magnitudes that are collected, at most
 FULL = 1 << 32  # coordinates that a table may count
 ERRORS = 3.5  # standard errors of the sample that a rank may be off
@@ -100,8 +97,8 @@ def order(counts: Counts, limits: Bracket, rank: int) -> Order | None:
 def position(job: Job, name: str, group: Sequence[str], bits: int, count: int) -> int:
     """The flat position, in the leaves one after the other, of the ``count``-th (from 1) magnitude of these bits."""
     start, loops = 0, _loops()
-    for pair, size in _windows(job, name, group):
-        found, met = loops.nth_equal(sources(pair), size, numpy.uint32(bits), count)
+    for read, _, size in _windows(job, name, group):
+        found, met = loops.nth_equal(read, size, numpy.uint32(bits), count)
         if found >= 0:
             return start + int(found)
         start, count = start + size, count - int(met)
@@ -113,8 +110,8 @@ def _sample(job: Job, name: str, group: Sequence[str], size: int) -> Any:
     loops, offset, found = _loops(), 0, 0
     step = int(16 * size ** (1 / 3))
     out = numpy.empty((size // step + 1, loops.RUN), numpy.uint32)
-    for pair, length in _windows(job, name, group):
-        found += loops.sampled(sources(pair), length, offset, step, out[found:])
+    for read, _, length in _windows(job, name, group):
+        found += loops.sampled(read, length, offset, step, out[found:])
         offset += length
     return out[:found]
 
@@ -126,10 +123,9 @@ def _counted(
     loops, limits = _loops(), [(numpy.uint32(low), numpy.uint32(high)) for low, high in brackets]
 
     def work(windows: Windows) -> tuple[Any, list[list[Any]], int]:
-        room = numpy.empty(SPAN + 1, numpy.uint32)
+        room = numpy.empty(4 * SPAN + 1, numpy.uint32)
         totals, hits, largest = numpy.zeros((len(limits), 4), numpy.int64), [[] for _ in limits], 0
-        for pair, size in windows:
-            read = sources(pair)
+        for read, _, size in windows:
             for total, kept, between in zip(totals, hits, limits, strict=True):
                 *counted, top = loops.between(read, size, *between, room)
                 total += counted
@@ -176,11 +172,11 @@ def _table(
 
     def work(windows: Windows) -> Any:
         total, table, counted = 0, numpy.zeros(shape, numpy.uint32), 0
-        for pair, size in windows:
+        for read, _, size in windows:
             if counted + size >= FULL:
                 total, counted = total + _folded(table), 0
                 table[...] = 0
-            count(sources(pair), size, table)
+            count(read, size, table)
             counted += size
         return total + _folded(table)
 
@@ -212,14 +208,15 @@ def _shared(job: Job, name: str, group: Sequence[str], workers: int, work: Calla
 def _windows(job: Job, name: str, group: Sequence[str]) -> Windows:
     """Base's and the expert's parts of the leaves."""
     for path in group:
-        for start, stop in spans(job.base.leaves[path], min(job.chunk, SPAN)):
-            yield parts_of(job, path, start, stop, (name,)), stop - start
+        read = Sources(job, path, (name,))
+        for start, stop in spans(job.base.leaves[path], read.span):
+            yield *read(start, stop), stop - start
 
 
 def _magnitudes(job: Job, name: str, group: Sequence[str]) -> Any:
     out, end = numpy.empty(sum(job.base.leaves[path].numel() for path in group), numpy.uint32), 0
-    for pair, size in _windows(job, name, group):
-        _loops().magnitudes(sources(pair), size, out[end : end + size])
+    for read, _, size in _windows(job, name, group):
+        _loops().magnitudes(read, size, out[end : end + size])
         end += size
     return out
 

@@ -6,11 +6,13 @@ Order statistics are exact, of magnitudes that are never in memory together: `me
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import compiled
 from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic
 from ...merge.parts.arithmetic import add, gram_of
@@ -23,6 +25,7 @@ from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
     SPAN,
     Job,
+    Sources,
     compute_dtype,
     in_order,
     looped,
@@ -30,7 +33,6 @@ from .chunks import (
     spans,
     vectors_of,
     weights_of,
-    window,
 )
 from .ranks import orders as ranks_by_loops
 from .ranks import position as position_by_loops
@@ -138,16 +140,22 @@ class Survey:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""
         job = self.job
 
-        def count(path: str, start: int, stop: int) -> int:
-            bands = bands_of(self.cuts[path]) if looped(job, path) else None
-            if bands is not None:
-                return votes_of(window(job, path, start, stop), bands)
+        def tasks(path: str) -> Iterator[Callable[[], int]]:
+            loops, bands = compiled.loops(), bands_of(self.cuts[path]) if looped(job, path) else None
+            if loops is None or bands is None:
+                limit = min(job.chunk // len(job.experts), SPAN)
+                return (partial(plain, path, *span) for span in spans(job.base.leaves[path], limit))
+            read = Sources(job, path, job.experts)
+            return (
+                partial(lambda start, stop: votes_of(loops, read(start, stop)[0], start, stop - start, bands), *span)
+                for span in spans(job.base.leaves[path], read.span)
+            )
+
+        def plain(path: str, start: int, stop: int) -> int:
             piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
             return int(votes(add(trimmed(piece, self.cuts))))
 
-        limit = min(job.chunk // len(job.experts), SPAN)
-        tasks = (partial(count, path, *span) for path in self.cuts for span in spans(job.base.leaves[path], limit))
-        net = sum(in_order(tasks, job.workers))
+        net = sum(in_order(chain.from_iterable(map(tasks, self.cuts)), job.workers))
         return (net > 0) - (net < 0)
 
 

@@ -20,20 +20,17 @@ INFINITE = 0x7F800000  # bits of infinity, above all others
 
 
 class Window(NamedTuple):
-    """Coordinates of one leaf, flat tensors on the CPU of the dtypes `KINDS`."""
+    """Coordinates of one leaf, on the CPU, of the dtypes `KINDS`."""
 
     loops: ModuleType
     start: int  # flat coordinate of the first one in its leaf
-    parts: Sequence[Tensor]  # of base, then of the experts
+    size: int
+    read: Any  # `sources` of base, then of the experts
+    held: object  # owns their memory
     keys: Any  # uint64 (experts, 2), mask streams of the leaf; None where nothing is random
     coef: float
     out: Tensor  # what is merged is written here
     room: Callable[[str, int, torch.dtype], Tensor]  # memory of a name, which it gave before: taking new costs time
-
-    @property
-    def size(self) -> int:
-        """Number of coordinates."""
-        return len(self.out)
 
 
 class Merged(NamedTuple):
@@ -72,13 +69,13 @@ def banded(
         majority: the sign of a zero sum.
     """
     options = elect, mean, numpy.float32(majority)
-    read = sources(window.parts), window.start, window.size, *_limits(bands)
+    read = window.read, window.start, window.size, *_limits(bands)
     return _merged(window.loops.banded(*read, *options, *_written(window)))
 
 
-def votes(window: Window, bands: Sequence[Band]) -> int:
-    """The sum of the signs of the sums that `banded` elects by."""
-    return int(window.loops.votes(sources(window.parts), window.start, window.size, *_limits(bands)))
+def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
+    """The sum of the signs of the sums that `banded` elects by; arguments as `Window`'s."""
+    return int(loops.votes(read, start, size, *_limits(bands)))
 
 
 def _limits(bands: Sequence[Band]) -> tuple[Any, Any]:
@@ -90,17 +87,17 @@ def masked(window: Window, threshold: int, *, elect: bool = False, mean: bool = 
     """Merges what the mask streams keep, divided by the keep probability; ``elect`` takes + for a zero sum."""
     numbers = numpy.int32(threshold), numpy.float32(1 - threshold / 65536)
     where = *place(window.start), window.size, window.keys
-    return _merged(window.loops.masked(sources(window.parts), *where, *numbers, elect, mean, *_written(window)))
+    return _merged(window.loops.masked(window.read, *where, *numbers, elect, mean, *_written(window)))
 
 
 def ranked(window: Window, by_rank: Tensor) -> Merged:
     """Merges whole rows of which ``by_rank`` gives the threshold of each rank: the mean of what has the sum's sign."""
     loops, size = window.loops, window.size
-    vectors = window.room("vectors", (len(window.parts) - 1) * size, torch.float32).numpy().reshape(-1, size)
+    vectors = window.room("vectors", (len(window.read) - 1) * size, torch.float32).numpy().reshape(-1, size)
     delta = window.room("delta", size, torch.float32).numpy()
     fields = window.room("fields", size, torch.int16).numpy()
     items = array(window.room("items", size, torch.int64))
-    largest, read = 0, sources(window.parts)
+    largest, read = 0, window.read
     where = [numpy.array([number]) for number in (*place(window.start), size)]
     for i, (vector, key) in enumerate(zip(vectors, window.keys, strict=True)):
         largest = max(largest, int(loops.deltas(read[[0, i + 1]], size, delta)))
