@@ -2,7 +2,9 @@
 
 import os
 from contextlib import nullcontext
+from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from smat_fn import compiled
 from smat_fn.config import Breadcrumbs, Dare, DareTies, Della, TaskArithmetic, Ties
 from smat_fn.folders import merge_folders
 from smat_fn.folders.streaming import chunks, ranks, survey
+from smat_fn.merge.parts.looped import sources
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
 CONFIGS = {
@@ -26,14 +29,15 @@ CONFIGS = {
     "breadcrumbs kept": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.54, count="kept"),
     "breadcrumbs, none of the largest": Breadcrumbs(coef=0.3, drop_smallest=0.9, drop_largest=0.0),
 }
-LOOPS = "banded", "votes", "count_high", "count_between", "nth_equal", "magnitudes", "masked", "elected"
+TABLES = {"count_high", "count_between"}
+LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "elected"
 USED = {
-    "ties": {"banded", "votes", "count_high", "count_between"},
-    "ties tensor": {"banded", "count_high", "count_between", "magnitudes", "nth_equal"},
+    "ties": {"banded", "votes", "sampled", "between"},
+    "ties tensor": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"elected"},
-    "breadcrumbs": {"banded", "count_high", "count_between", "magnitudes", "nth_equal"},
+    "breadcrumbs": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
 }
 DTYPES = {
     "float32": (torch.float32,) * 3,
@@ -145,11 +149,83 @@ def test_other_dtypes_are_left_to_torch(calls, folders, tmp_path):
     assert not calls
 
 
+BRACKETS = {
+    "below": lambda sample, share: ranks.Bracket(0, 1),
+    "above": lambda sample, share: ranks.Bracket(0x7F000000, 0xFFFFFFFF),
+    "all": lambda sample, share: ranks.Bracket(0, 0xFFFFFFFF),
+    "of one value": lambda sample, share: ranks.Bracket(int(numpy.float32(0.75).view("u4")) - 1, 0x7F000000),
+}
+
+
+@pytest.mark.parametrize("room", [1 << 22, 100])
+@pytest.mark.parametrize("bracket", BRACKETS)
+@pytest.mark.parametrize("name", ["ties", "ties tensor", "breadcrumbs"])
+def test_a_sample_may_mislead(name, bracket, room, calls, folders, tmp_path, monkeypatch):
+    for attribute, value in {"bracket": BRACKETS[bracket], "ROOM": room, "SMALL": 0}.items():
+        monkeypatch.setattr(ranks, attribute, value)
+    base, experts = trees(DTYPES["bfloat16"], 0.25)
+    paths = folders.save_family(tmp_path, base, experts)
+    merge_folders(CONFIGS[name], *paths, tmp_path / "out", workers=2)
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(CONFIGS[name], base, experts))
+    assert calls >= (TABLES if room == 100 or bracket in ("below", "above") else {"between"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 63, 1024, 5000])
+def test_magnitudes_are_counted_beside_two_and_collected_between_them(size, dtype):
+    loops = compiled.loops()
+    base, expert = (torch.randn(2, size) * 4).round().to(dtype) / 4
+    values = (expert.float() - base.float()).abs().numpy().view("u4")
+    for low, high in [(0, 1), (0, 0xFFFFFFFF), (values.max(), 0xFFFFFFFF), *pairwise(numpy.unique(values))]:
+        room = numpy.empty(size + 1, "u4")
+        *found, largest = loops.between(sources([base, expert]), size, numpy.uint32(low), numpy.uint32(high), room)
+        inside = values[(values > low) & (values < high)]
+        wanted = [(values < low).sum(), (values == low).sum(), len(inside), (values == high).sum()]
+        assert [*found, largest] == [*wanted, values.max()]
+        assert numpy.array_equal(numpy.sort(room[: len(inside)]), numpy.sort(inside))
+
+
+def test_a_sample_does_not_depend_on_windows():
+    loops = compiled.loops()
+    base, expert = torch.randn(2, 50_000)
+
+    def sample(*starts):
+        out, found = numpy.empty((1000, loops.RUN), "u4"), 0
+        for start, stop in pairwise([0, *starts, 50_000]):
+            read = sources([base[start:stop], expert[start:stop]])
+            found += loops.sampled(read, stop - start, start, 500, out[found:])
+        return out[:found]
+
+    whole, parts = sample(), sample(20_000, 20_001, 20_010, 33_333)
+    assert len(whole) == 100
+    values = (expert - base).abs().numpy().view("u4")
+    places = [int(numpy.flatnonzero(values == run[0])[0]) for run in whole]
+    assert [place // 500 for place in places] == list(range(100))
+    assert len({place % 500 for place in places}) > 80
+    assert numpy.array_equal(whole, [values[place : place + loops.RUN] for place in places])
+    assert {run.tobytes() for run in parts} <= {run.tobytes() for run in whole}
+    assert len(parts) >= 98
+
+
+@pytest.mark.parametrize("alike", [1, 64], ids=["independent", "rows"])
+def test_the_bracket_of_a_sample_holds_the_rank(alike):
+    """At 3.5 standard errors it misses one in 2,000."""
+    generator, missed = numpy.random.default_rng(0), 0
+    for share in numpy.linspace(0.01, 0.99, 300):
+        scale = generator.lognormal(size=(1 << 16) // alike).repeat(alike)
+        values = numpy.abs(generator.standard_normal(1 << 16) * scale).astype("f4")
+        starts = generator.integers(0, len(values) // 16, 400) * 16
+        low, high = ranks.bracket(numpy.stack([values[s : s + 16] for s in starts]).view("u4"), share)
+        exact = numpy.partition(values, int(share * len(values)))[int(share * len(values))].view("u4")
+        missed += not low <= exact <= high
+    assert missed <= 3
+
+
 def test_more_coordinates_than_a_table_counts(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "FULL", 5000)
     monkeypatch.setattr(ranks, "SMALL", 0)
+    monkeypatch.setattr(ranks, "bracket", BRACKETS["below"])
     monkeypatch.setattr(chunks, "SPAN", 1000)
-    monkeypatch.setattr(ranks, "SPAN", 1000)
     base, experts = trees(DTYPES["bfloat16"], 0.25)
     paths = folders.save_family(tmp_path, base, experts)
     merge_folders(CONFIGS["ties"], *paths, tmp_path / "out")

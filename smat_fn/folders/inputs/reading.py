@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -277,7 +278,8 @@ def is_single(path: Path) -> bool:
     return path.is_file() and not of_folder
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True)
+class Stored:
     """Reads coordinates of a stored tensor; ``store`` has `Store.get_tensor`."""
 
     store: Any

@@ -1,6 +1,6 @@
 """Order statistics of task vectors by compiled loops.
 
-A sample says between which magnitudes a rank lies. One pass counts what is outside of them, and collects what is inside.
+A sample says between which magnitudes a rank lies; one pass counts what is outside of them and collects what is inside.
 If the sample misleads, two passes count all magnitudes: by their upper 16 bits, then those of one bin by the others.
 """
 
@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ import numpy
 
 from ... import compiled
 from ...merge.parts.ranks import Order
-from .chunks import SPAN, Job, Sources, spans
+from .chunks import Job, Sources, spans
 
 T = TypeVar("T")
 Windows: TypeAlias = Iterator[tuple[Any, object, int]]  # `Sources` of base and the expert, how many coordinates
@@ -123,9 +124,11 @@ def _counted(
     loops, limits = _loops(), [(numpy.uint32(low), numpy.uint32(high)) for low, high in brackets]
 
     def work(windows: Windows) -> tuple[Any, list[list[Any]], int]:
-        room = numpy.empty(4 * SPAN + 1, numpy.uint32)
-        totals, hits, largest = numpy.zeros((len(limits), 4), numpy.int64), [[] for _ in limits], 0
+        totals, largest, room = numpy.zeros((len(limits), 4), numpy.int64), 0, numpy.empty(0, numpy.uint32)
+        hits: list[list[Any]] = [[room] for _ in limits]
         for read, _, size in windows:
+            if len(room) <= size:
+                room = numpy.empty(size + 1, numpy.uint32)
             for total, kept, between in zip(totals, hits, limits, strict=True):
                 *counted, top = loops.between(read, size, *between, room)
                 total += counted
@@ -137,32 +140,30 @@ def _counted(
     totals, hits, largest = zip(*_shared(job, name, group, workers, work), strict=True)
     if max(largest) >= _NOT_FINITE:
         return None
-    every = (numpy.concatenate([part for parts in each for part in parts]) for each in zip(*hits, strict=True))
-    return [Counts(*map(int, total), found) for total, found in zip(sum(totals), every, strict=True)]
+    every = [numpy.concatenate([part for parts in each for part in parts]) for each in zip(*hits, strict=True)]
+    return [Counts._make([*total, found]) for total, found in zip(sum(totals).tolist(), every, strict=True)]
 
 
-def _by_tables(
-    job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int
-) -> Iterator[Order]:
+def _by_tables(job: Job, name: str, group: Sequence[str], ranks: Sequence[int], workers: int) -> Iterator[Order]:
     """The same of finite magnitudes: counts by the upper 16 bits, then of those of one bin by the others."""
     if not ranks:
         return
-    loops = _loops()
-    high = _table(job, name, group, workers, (2, 1 << 16), loops.count_high)
+    high = _table(job, name, group, workers, (2, 1 << 16), _loops().count_high)
     upto, lows = high.cumsum(), {}
     for rank in ranks:
         top = int(upto.searchsorted(rank))
         left = rank - int(upto[top] - high[top])
         if top not in lows:
-            first = numpy.uint32(top << 15)
-            lows[top] = _table(
-                job, name, group, workers, (1, 1 << 15), lambda *read, to: loops.count_between(*read, first, to[0])
-            )
+            lows[top] = _table(job, name, group, workers, (1, 1 << 15), partial(_count_from, numpy.uint32(top << 15)))
         within = lows[top].cumsum()
         bottom = int(within.searchsorted(left))
         equal = int(lows[top][bottom])
         below = rank - left + int(within[bottom]) - equal
         yield Order(top << 15 | bottom, below, equal)
+
+
+def _count_from(low: Any, read: Any, size: int, table: Any) -> None:
+    _loops().count_between(read, size, low, table[0])
 
 
 def _table(
