@@ -278,11 +278,11 @@ def items(delta, length, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dropped_by_rank(delta, order, fields, by_rank, out):  # type: ignore[no-untyped-def]
+def dropped_by_rank(delta, order, fields, by_rank, divide, out):  # type: ignore[no-untyped-def]
     """`dropped` with a cutoff T for each rank of |delta| in its row, equal ones by position; ``kept = 1 - T / 65536``.
 
     Args: order: `items`, sorted in each row; fields: int16, less 32768; by_rank: int32, T by ascending rank, whose
-        length is that of the rows; out: not delta, or it takes five times as long.
+        length is that of the rows; divide: by kept, else by 1; out: not delta, or it takes five times as long.
     """
     length = len(by_rank)
     cutoffs = np.empty(length, np.int32)
@@ -291,13 +291,13 @@ def dropped_by_rank(delta, order, fields, by_rank, out):  # type: ignore[no-unty
         ranked = order[row]
         for rank in range(length):
             cutoffs[ranked[rank] & _WORD] = by_rank[rank]
-        _drop_row(delta[row], fields[row], cutoffs, out[row])
+        _drop_row(delta[row], fields[row], cutoffs, divide, out[row])
 
 
 @jit
-def _drop_row(delta, fields, cutoffs, out):  # type: ignore[no-untyped-def]
+def _drop_row(delta, fields, cutoffs, divide, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
-        kept = float32(1) - float32(cutoffs[i]) / float32(65536)
+        kept = float32(1) - float32(cutoffs[i]) / float32(65536) if divide else float32(1)
         out[i] = delta[i] / kept if int32(fields[i]) >= cutoffs[i] - int32(32768) else float32(0)
 
 
@@ -402,8 +402,8 @@ def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _banded_delta(sources, row, first, n, origin, low, width, out, total):  # type: ignore[no-untyped-def]
-    """`_delta`, but 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
+def _banded_delta(sources, row, first, n, origin, low, width, ratio, weight, out, total):  # type: ignore[no-untyped-def]
+    """`_delta` times two numbers, 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
     half, largest = sources[row, 1] != uint64(0), uint32(0)
     at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
     _ahead(at, half)
@@ -411,7 +411,7 @@ def _banded_delta(sources, row, first, n, origin, low, width, out, total):  # ty
         value = _stored(at, half, j) - origin[j]
         size = _size(value)
         largest = max(largest, size)
-        value = value if uint32(size - low) < width else float32(0)
+        value = (value if uint32(size - low) < width else float32(0)) * ratio * weight
         out[j] = value
         total[j] += value
     return largest
@@ -474,13 +474,14 @@ def _squares(values, n, sums):  # type: ignore[no-untyped-def]
 
 
 @jit
-def banded(sources, start, size, bands, splits, elect, mean, majority, coef, target):  # type: ignore[no-untyped-def]
+def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, majority, divisor, coef, target):  # type: ignore[no-untyped-def]
     """Merges task vectors of which only bands of magnitudes stay.
 
     Args: sources: uint64 (experts + 1, 2), see `_load`, base first; start: of the window in its leaf; bands: uint32
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
-        splits[1] on those below [3]; splits: int64 (experts, 2); elect: TIES, else a sum; majority: of a zero sum;
-        target: (1, 2), as sources.
+        splits[1] on those below [3]; splits: int64 (experts, 2); ratios, weights: float32 (experts,), each vector is
+        multiplied by both; elect: take only what has the sign of the sum, else all; mean: over the weights of what is
+        elected; majority: the sign of a zero sum; divisor: of the sum of all; target: (1, 2), as sources.
     Returns: squared norms of rounding error and change, the largest magnitude of a difference and of the result.
     """
     count = len(sources) - 1
@@ -497,34 +498,47 @@ def banded(sources, start, size, bands, splits, elect, mean, majority, coef, tar
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
-            width = uint32(high - low)
-            largest = max(largest, _banded_delta(sources, i + 1, first, n, origin, low, width, rows[i], merged))
+            width, ratio, weight = uint32(high - low), ratios[i], weights[i]
+            found = _banded_delta(sources, i + 1, first, n, origin, low, width, ratio, weight, rows[i], merged)
+            largest = max(largest, found)
         if elect:
             for j in range(n):
                 total = merged[j]
                 sign[j] = float32(1) if total > 0 else float32(-1) if total < 0 else majority
-            _agreeing(rows, 0, n, sign, mean, merged, agreeing)
+            _agreeing(rows, 0, n, sign, mean, weights, merged, agreeing)
+        else:
+            _divided(merged, n, divisor)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), largest, written
 
 
 @inlined
-def _agreeing(rows, first, n, sign, mean, out, count):  # type: ignore[no-untyped-def]
-    """Sum, or mean, of what has the sign among n numbers of each row from ``first`` on; +0 where there is nothing."""
+def _divided(values, n, divisor):  # type: ignore[no-untyped-def]
+    if divisor != 1:
+        for j in range(n):
+            values[j] /= divisor
+
+
+@inlined
+def _agreeing(rows, first, n, sign, mean, weights, out, share):  # type: ignore[no-untyped-def]
+    """Sum of what has the sign among n numbers of each row from ``first`` on, +0 where there is nothing.
+
+    Args: mean: divide by the weights of these rows, where their sum is not 0; share: is written to.
+    """
     for j in range(n):
         out[j] = float32(0)
-        count[j] = float32(0)
+        share[j] = float32(0)
     if mean:
         for i in range(len(rows)):
-            row = rows[i, first:]
+            row, weight = rows[i, first:], weights[i]
             for j in range(n):
                 value = row[j]
                 agrees = value * sign[j] > 0
                 out[j] += value if agrees else float32(0)
-                count[j] += float32(1) if agrees else float32(0)
+                share[j] += weight if agrees else float32(0)
         for j in range(n):
-            out[j] /= max(count[j], float32(1))
+            out[j] /= share[j] if share[j] != 0 else float32(1)
     else:
         for i in range(len(rows)):
             row = rows[i, first:]
@@ -548,7 +562,8 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
-            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), row, total)
+            one = float32(1)
+            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), one, one, row, total)
         tile = int32(0)
         for j in range(n):
             tile += int32(total[j] > 0) - int32(total[j] < 0)
@@ -706,11 +721,11 @@ def deltas(sources, size, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def masked(sources, block, skip, size, keys, cutoff, kept, elect, mean, coef, target):  # type: ignore[no-untyped-def]
+def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, elect, mean, divisor, coef, target):  # type: ignore[no-untyped-def]
     """Merges task vectors whose mask streams drop coordinates, the others divided by ``kept``: DARE.
 
-    Args: block, skip: the place of the window in the streams; keys: (experts, 2); elect: take only what has the sign of
-        the sum, + where that is 0; sources, mean, coef, target: as `banded`'s.
+    Args: block, skip: the place of the window in the streams; keys: (experts, 2); cutoffs, kept: int32 and float32, one
+        an expert; elect: take only what has the sign of the sum, + where that is 0; others as `banded`'s.
     Returns: as `banded`.
     """
     count = len(sources) - 1
@@ -730,14 +745,17 @@ def masked(sources, block, skip, size, keys, cutoff, kept, elect, mean, coef, ta
             row = rows[i]
             largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
             _draw(keys[i, 0], keys[i, 1] + counter, int64(ahead + n), state, words)
-            drawn = halves[ahead:]
+            drawn, cutoff, probability, ratio, weight = halves[ahead:], cutoffs[i], kept[i], ratios[i], weights[i]
             for j in range(n):
-                value = row[j] / kept if int32(drawn[j]) >= cutoff else float32(0)
+                value = row[j] / probability if int32(drawn[j]) >= cutoff else float32(0)
+                value = value * ratio * weight
                 row[j] = value
                 merged[j] += value
         if elect:
             _elected(merged, n, sign)
-            _agreeing(rows, 0, n, sign, mean, merged, agreeing)
+            _agreeing(rows, 0, n, sign, mean, weights, merged, agreeing)
+        else:
+            _divided(merged, n, divisor)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
         counter += uint64(LANES)
@@ -752,9 +770,9 @@ def _elected(total, n, sign):  # type: ignore[no-untyped-def]
 
 
 @jit
-def elected(vectors, base, size, mean, coef, target):  # type: ignore[no-untyped-def]
-    """Merges what has the sign of the sum, + where that is 0. Args: vectors: float32 (experts, size); base, mean, coef,
-    target: as `banded`'s sources[:1], mean, coef, target. Returns: as `banded`, the first magnitude 0.
+def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # type: ignore[no-untyped-def]
+    """Merges vectors that are weighted already. Args: vectors: float32 (experts, size); base: `banded`'s sources[:1];
+    elect, as `masked`'s, and the others: as `banded`'s. Returns: as `banded`, the first magnitude 0.
     """
     origin, merged, sign = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     agreeing, change, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -768,8 +786,26 @@ def elected(vectors, base, size, mean, coef, target):  # type: ignore[no-untyped
             vector = vectors[i, first:]
             for j in range(n):
                 merged[j] += vector[j]
-        _elected(merged, n, sign)
-        _agreeing(vectors, first, n, sign, mean, merged, agreeing)
+        if elect:
+            _elected(merged, n, sign)
+            _agreeing(vectors, first, n, sign, mean, weights, merged, agreeing)
+        else:
+            _divided(merged, n, divisor)
         written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
         first += n
     return sums[0].sum(), sums[1].sum(), uint32(0), written
+
+
+@jit
+def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
+    """Sums of magnitudes of blocks of 4096, each added by halves. Args: values: float32; sums: float64, one a block."""
+    value = np.empty(4096, np.float64)
+    for block in range(len(sums)):
+        for i in range(4096):
+            value[i] = float64(abs(values[4096 * block + i]))
+        half = 2048
+        while half > 0:
+            for i in range(half):
+                value[i] += value[i + half]
+            half //= 2
+        sums[block] = value[0]

@@ -1,8 +1,8 @@
 """Model Breadcrumbs: drop the smallest and the largest changes of every leaf, then task arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from ..types import Aggregate, Params
 from .parts import looped
 from .parts.arithmetic import add
-from .parts.chunks import Fuse
+from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Part, Sparse, Sparsify, number
-from .parts.ranks import above_smallest
+from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify, number
 
 Count: TypeAlias = Literal["dropped", "kept"]
+_End: TypeAlias = tuple[Tensor, int]  # a magnitude and its position
 
 
 # over 60 lines: its docstring explains every argument
@@ -65,24 +65,6 @@ def breadcrumbs(
     return merged(Breadcrumbs, **locals())
 
 
-def sparse(part: Part, plain: bool, *, own: tuple[float, float], count: Count, largest: Numbers) -> Tensor:
-    """A whole leaf without its smallest and largest magnitudes."""
-    size, high = len(part.delta), number(largest, part.name, part.path, own[1])
-    if part.density is None:
-        return _between(part.delta, *bounds(size, own[0], high, count))
-    if count == "kept":
-        return _between(part.delta, *_around(size, part.density, high))
-    high = min(high, 1 - part.density)  # the largest go only as far as they may
-    return _between(part.delta, *bounds(size, max(0.0, round(1 - part.density - high, 12)), high, count))
-
-
-def _between(delta: Tensor, low: int, high: int) -> Tensor:
-    """The coordinates that rank in [low, high) by magnitude."""
-    magnitudes = delta.abs()
-    mask = above_smallest(magnitudes, low)
-    return delta.where(mask if high >= len(delta) else mask & ~above_smallest(magnitudes, high), 0)
-
-
 def bounds(size: int, drop_smallest: float, drop_largest: float, count: Count) -> tuple[int, int]:
     """The ranks [low, high) by magnitude that stay, of ``size`` coordinates."""
     if count == "dropped":
@@ -117,7 +99,6 @@ class Breadcrumbs(Sparse):
     """Keep only entries that agree in sign with the weighted sum."""
     largest: Mapping[str, float] = field(default_factory=dict, hash=False, kw_only=True)
     """Value of --drop-largest by expert name."""
-    whole = True
 
     def problems(self, experts: Experts) -> list[str]:
         shares = {"drop_smallest": self.drop_smallest, "drop_largest": self.drop_largest}
@@ -134,35 +115,59 @@ class Breadcrumbs(Sparse):
         return [*problems, *super().problems(experts)]
 
     def sparsify(self, leaves: Mapped) -> Sparsify:
-        shares = self.drop_smallest, self.drop_largest
-        return partial(sparse, own=shares, count=self.count, largest=self.largest)
+        ends = self._ends(leaves)
+
+        def kept(part: Part, plain: bool) -> Tensor:
+            first, last = ends(part.path)[part.place]
+            mask = torch.ones_like(part.delta, dtype=torch.bool)
+            if first is not None:
+                mask = _above(part.delta, part.start, *first)
+            return part.delta.where(mask if last is None else mask & ~_above(part.delta, part.start, *last), 0)
+
+        return kept
 
     def plain(self, leaves: Mapped) -> Rule:
+        kept, names = self.sparsify(leaves), list(leaves.experts)
+
+        def fuse(piece: Piece) -> Tensor:
+            shape = leaves.shape(piece.path)
+            return add(
+                kept(Part(i, name, piece.path, shape, piece.start, delta, None, None), True)
+                for i, (name, delta) in enumerate(zip(names, piece.deltas, strict=True))
+            )
+
+        return Rule(lambda _: fuse, loop=partial(self.looped, leaves))
+
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+        return partial(looped.banded, bands=[_band(*limits) for limits in self._ends(leaves)(own.path)], terms=terms)
+
+    def _ends(self, leaves: Mapped) -> Callable[[str], list[tuple[_End | None, _End | None]]]:
+        """Of a leaf, by expert: the last one below those that stay, and the last one of them; None: there is none."""
+        names = list(leaves.experts)
+
+        @lru_cache(maxsize=4)
         def ends(path: str) -> list[tuple[_End | None, _End | None]]:
-            """The last one below, and the last one of those that stay, of every expert; None: there is none."""
             size = leaves.shape(path).numel()
-            low, high = bounds(size, self.drop_smallest, self.drop_largest, self.count)
-            if high == 0 < size:
-                return [(None, (torch.zeros(()), -1))] * len(leaves.experts)  # it ends before all coordinates
-            found = leaves.ranked(path, [low] * bool(low) + [high] * (high < size))
-            return [(row[0] if low else None, row[-1] if high < size else None) for row in found]
+            limits = [self._limits(size, name, path) for name in names]
+            wanted = [[low] * bool(low) + [high] * (0 < high < size) for low, high in limits]
+            found = leaves.ranked(path, wanted)
+            none = torch.zeros(()), -1  # it ends before all coordinates
+            return [
+                (row[0] if low else None, (row[-1] if high else none) if high < size else None)
+                for (low, high), row in zip(limits, found, strict=True)
+            ]
 
-        def fuse(path: str) -> Fuse:
-            limits = ends(path)
+        return ends
 
-            def kept(delta: Tensor, start: int, first: _End | None, last: _End | None) -> Tensor:
-                mask = torch.ones_like(delta, dtype=torch.bool) if first is None else _above(delta, start, *first)
-                return delta.where(mask if last is None else mask & ~_above(delta, start, *last), 0)
-
-            return lambda piece: add(kept(d, piece.start, *own) for d, own in zip(piece.deltas, limits, strict=True))
-
-        def loop(path: str) -> looped.Loop:
-            return partial(looped.banded, bands=[_band(*own) for own in ends(path)])
-
-        return Rule(fuse, loop=loop)
-
-
-_End: TypeAlias = tuple[Tensor, int]  # a magnitude and its position
+    def _limits(self, size: int, name: str, path: str) -> tuple[int, int]:
+        """The ranks [low, high) of an expert's leaf that stay."""
+        density, high = number(self.densities, name, path), number(self.largest, name, path, self.drop_largest)
+        if density is None:
+            return bounds(size, self.drop_smallest, high, self.count)
+        if self.count == "kept":
+            return _around(size, density, high)
+        high = min(high, 1 - density)  # the largest go only as far as they may
+        return bounds(size, max(0.0, round(1 - density - high, 12)), high, self.count)
 
 
 def _band(first: _End | None, last: _End | None) -> looped.Band:

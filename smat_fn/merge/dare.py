@@ -16,7 +16,7 @@ from .parts.arithmetic import add, divisor, zeroed
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Part, Sparse, Sparsify
+from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify
 
 
 # over 60 lines: its docstring explains every argument
@@ -74,6 +74,15 @@ def sparse(part: Part, plain: bool, *, drop_prob: float) -> Tensor:
     return _dropped(part.delta, part.fields, threshold, 1.0 if plain else 1 - threshold / 65536)
 
 
+def loop_of(own: Own, terms: looped.Terms, drop_prob: float, *, rescale: bool) -> looped.Loop:
+    """Merges a leaf of DARE in one pass."""
+    thresholds = [
+        1 << 16 if density == 0 else int(random.threshold(drop_prob if density is None else 1 - density))
+        for density in own.densities
+    ]
+    return partial(looped.masked, thresholds=thresholds, terms=terms, divide=not rescale)
+
+
 def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tensor:
     if (loops := loops_for(delta, fields)) is None or delta.dtype != torch.float32:
         return zeroed(delta / divisor(kept, delta), fields >= threshold)
@@ -107,8 +116,11 @@ class Dare(Sparse):
     def plain(self, leaves: Mapped) -> Rule:
         assert self.drop_prob is not None
         own = self.drop_prob
-        loop = partial(looped.masked, threshold=int(random.threshold(own)))
-        return Rule(fuse=lambda _: lambda piece: add(dropped(piece, own)), loop=lambda _: loop)
+        return Rule(fuse=lambda _: lambda piece: add(dropped(piece, own)), loop=partial(self.looped, leaves))
+
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+        assert self.drop_prob is not None
+        return loop_of(own, terms, self.drop_prob, rescale=self.rescale)
 
 
 dare_vector = vector_function(Dare)

@@ -6,15 +6,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import random
 from ..types import Aggregate, Params
-from .dare import dropped, sparse
+from .dare import dropped, loop_of, sparse
 from .parts import looped
 from .parts.arithmetic import agreeing, elected
 from .parts.chunks import Piece
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Sparse, Sparsify
+from .parts.per_expert import Numbers, Own, Sparse, Sparsify
 
 
 def dare_ties(
@@ -71,9 +70,12 @@ class DareTies(Sparse):
         return partial(sparse, drop_prob=self.drop_prob)
 
     def plain(self, leaves: Mapped) -> Rule:
-        threshold = int(random.threshold(self.drop_prob))
-        loop = partial(looped.masked, threshold=threshold, elect=True, mean=self.aggregate == "mean")
-        return Rule(lambda _: lambda piece: fuse(piece, self.drop_prob, self.aggregate), loop=lambda _: loop)
+        return Rule(
+            lambda _: lambda piece: fuse(piece, self.drop_prob, self.aggregate), loop=partial(self.looped, leaves)
+        )
+
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+        return loop_of(own, terms, self.drop_prob, rescale=self.rescale)
 
 
 dare_ties_vector = vector_function(DareTies)

@@ -1,6 +1,6 @@
 """DELLA: drop changes at random, small ones more often, rescale the others, elect signs, take the mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -14,11 +14,12 @@ from ..compiled import array, loops_for
 from ..types import Aggregate, Params
 from .parts import looped
 from .parts.arithmetic import agreeing, divisor, elected, zeroed
-from .parts.chunks import BYTES_PER_COORDINATE, Piece, row_length
+from .parts.chunks import BYTES_PER_COORDINATE, Fuse, Piece, row_length
 from .parts.inputs import Experts, drop_problems
 from .parts.merger import L1_NORMS, Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Part, Sparse, Sparsify, number
+from .parts.per_expert import Numbers, Own, Part, Sparse, Sparsify, number
 
+CPU = torch.device("cpu")
 _SLACK = 1e-12  # an end of the keep probabilities that is 0 or 1 up to float64 rounding counts as 0 or 1
 
 
@@ -74,22 +75,13 @@ def fuse(piece: Piece, by_rank: Tensor) -> Tensor:
     return agreeing(masked, elected(masked), mean=True)
 
 
-def tables(drop_prob: float, window: float) -> Callable[[int, torch.device], Tensor]:
-    """`thresholds` by length of the row, on a device."""
-
-    @lru_cache(maxsize=8)
-    def table(length: int, device: torch.device) -> Tensor:
-        return thresholds(length, drop_prob=drop_prob, window=window).to(device)
-
-    return table
-
-
-def thresholds(length: int, *, drop_prob: float, window: float) -> Tensor:
+@lru_cache(maxsize=16)
+def thresholds(length: int, drop_prob: float, window: float, device: torch.device = CPU) -> Tensor:
     """T of the ranks 0..length − 1 of a row, ``random.threshold(1 − q)``: int32 (length,)."""
     rank = torch.arange(length, dtype=torch.float64, device="cpu")
     share = rank / divisor(max(length - 1, 1), rank)
     keep = (1 - drop_prob) - window / 2 + share * window if length > 1 else 1 - drop_prob + 0 * rank
-    return random.threshold(1 - keep).to(torch.int32)
+    return random.threshold(1 - keep).to(device, torch.int32)
 
 
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
@@ -109,13 +101,19 @@ def sparse(part: Part, plain: bool, *, drop_prob: float, window: float, windows:
     assert part.fields is not None
     if part.density is not None and not 0 < part.density < 1:
         return part.delta.clone() if part.density else torch.zeros_like(part.delta)
-    drop = drop_prob if part.density is None else 1 - part.density
-    width = number(windows, part.name, part.path, window)
-    if problems := _problems(drop, width):
-        raise ValueError(f"expert {part.name!r}, leaf {part.path!r}: {problems[0]}")
-    by_rank = tables(drop, width)(row_length(part.shape), part.delta.device)
-    masked = _masked(part.delta, part.fields, by_rank)
+    shares = _shares(part.name, part.path, part.density, drop_prob, window, windows)
+    masked = _masked(part.delta, part.fields, thresholds(row_length(part.shape), *shares, part.delta.device))
     return zeroed(part.delta, masked != 0) if plain else masked
+
+
+def _shares(
+    name: str, path: str, density: float | None, drop_prob: float, window: float, windows: Numbers
+) -> tuple[float, float]:
+    """The drop probability and the window of an expert's leaf."""
+    drop, width = drop_prob if density is None else 1 - density, number(windows, name, path, window)
+    if problems := _problems(drop, width):
+        raise ValueError(f"expert {name!r}, leaf {path!r}: {problems[0]}")
+    return drop, width
 
 
 def ascending(magnitudes: Tensor) -> Tensor:
@@ -181,16 +179,29 @@ class Della(Sparse):
     def plain(self, leaves: Mapped) -> Rule:
         assert self.drop_prob is not None
         assert self.window is not None
-        table = tables(self.drop_prob, self.window)
+        shares = self.drop_prob, self.window
 
-        def by_rank(path: str, device: torch.device) -> Tensor:
-            return table(row_length(leaves.shape(path)), device)
+        def own(path: str) -> Fuse:
+            length = row_length(leaves.shape(path))
+            return lambda piece: fuse(piece, thresholds(length, *shares, piece.deltas[0].device))
 
         return Rule(
-            lambda path: lambda piece: fuse(piece, by_rank(path, piece.deltas[0].device)),
+            own,
             rows=True,
-            loop=lambda path: partial(looped.ranked, by_rank=by_rank(path, torch.device("cpu"))),
+            loop=partial(self.looped, leaves),
         )
+
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+        assert self.drop_prob is not None
+        assert self.window is not None
+        length, by_rank = row_length(own.shape), []
+        for name, density in zip(own.names, own.densities, strict=True):
+            if density in (0, 1):
+                by_rank.append(torch.full((length,), 0 if density else 1 << 16, dtype=torch.int32))
+            else:
+                shares = _shares(name, own.path, density, self.drop_prob, self.window, self.windows)
+                by_rank.append(thresholds(length, *shares))
+        return partial(looped.ranked, by_rank=by_rank, terms=terms, divide=not self.rescale)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return max(

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..types import Aggregate, Params
+from .parts import looped
 from .parts.arithmetic import add
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Rule, merged, vector_function
-from .parts.per_expert import Numbers, Weighted
+from .parts.per_expert import Numbers, Own, Weighted
 
 
 def task_arithmetic(
@@ -43,7 +44,10 @@ class TaskArithmetic(Weighted):
     """Sum of the weighted changes, or their mean over the weights."""
 
     def plain(self, leaves: Mapped) -> Rule:
-        return Rule(total=partial(add, into_first=True))
+        return Rule(total=partial(add, into_first=True), loop=partial(self.looped, leaves))
+
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+        return partial(looped.banded, bands=[looped.ALL] * len(own.names), terms=terms)
 
 
 task_arithmetic_vector = vector_function(TaskArithmetic)

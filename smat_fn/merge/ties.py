@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy
 import torch
@@ -15,7 +15,7 @@ from .parts.arithmetic import add, zeroed
 from .parts.chunks import CHUNK, Piece, compute_dtype, delta_of, pieces
 from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.merger import Cut, InMemory, Mapped, Rule, Trimming, merged, vector_by_rule, vector_function
-from .parts.per_expert import NONE, Numbers, Part, Sparse, Sparsify, number
+from .parts.per_expert import NONE, Numbers, Own, Part, Sparse, Sparsify, number
 from .parts.ranks import largest, order_of, value_of
 
 Cuts: TypeAlias = Mapping[str, list[Cut]]  # of every leaf, one an expert
@@ -247,14 +247,16 @@ class Ties(Sparse):
     def plain(self, leaves: Mapped) -> Rule:
         aggregate = self.aggregate
         assert aggregate is not None
-        own: Any = {"elect": True, "mean": aggregate == "mean", "majority": leaves.majority}
+        return Rule(
+            lambda _: lambda piece: fuse(piece, leaves.cuts, leaves.majority, aggregate),
+            loop=partial(self.looped, leaves, majority=leaves.majority),
+        )
 
-        def loop(path: str) -> looped.Loop | None:
-            return (
-                None if (bands := bands_of(leaves.cuts[path])) is None else partial(looped.banded, bands=bands, **own)
-            )
-
-        return Rule(lambda _: lambda piece: fuse(piece, leaves.cuts, leaves.majority, aggregate), loop=loop)
+    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop | None:
+        if (bands := bands_of(leaves.cuts[own.path])) is None:
+            return None
+        bands = [looped.NOTHING if density == 0 else band for band, density in zip(bands, own.densities, strict=True)]
+        return partial(looped.banded, bands=bands, terms=terms)
 
 
 ties_vector = vector_function(Ties, aggregate="sum", scope="global")

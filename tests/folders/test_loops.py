@@ -29,15 +29,42 @@ CONFIGS = {
     "breadcrumbs kept": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.54, count="kept"),
     "breadcrumbs, none of the largest": Breadcrumbs(coef=0.3, drop_smallest=0.9, drop_largest=0.0),
 }
+OF_EXPERTS = {
+    "weights": {"x": 0.37, "y": {"large": -1.3, "*": 0.25}},
+    "densities": {"x": 0.21, "y": {"large": 1.0, "rows": 0.0, "*": 0.9}},
+}
+SHARES = {"rescale": True, **OF_EXPERTS}
+CONFIGS |= {
+    "ta": TaskArithmetic(coef=0.7),
+    "ta weights": TaskArithmetic(coef=0.7, weights=OF_EXPERTS["weights"], aggregate="mean"),
+    "ties weights": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="tensor", **OF_EXPERTS),
+    "ties weights of the model": Ties(
+        coef=0.7, keep=0.4, aggregate="sum", scope="global", weights={"z": 0.5}, densities={"y": 0.0}
+    ),
+    "ties rescale": Ties(coef=0.7, keep=0.4, aggregate="sum", scope="tensor", **SHARES),
+    "dare weights": Dare(coef=0.3, drop_prob=0.3, aggregate="mean", **OF_EXPERTS),
+    "dare rescale": Dare(coef=0.3, drop_prob=0.3, **SHARES),
+    "dare_ties weights": DareTies(coef=0.3, drop_prob=0.3, aggregate="mean", **OF_EXPERTS),
+    "dare_ties rescale": DareTies(coef=0.3, drop_prob=0.3, **SHARES),
+    "della weights": Della(coef=0.9, drop_prob=0.5, window=0.14, windows={"x": 0.04}, **OF_EXPERTS),
+    "della rescale": Della(coef=0.9, drop_prob=0.5, window=0.14, elect=False, aggregate="sum", **SHARES),
+    "breadcrumbs weights": Breadcrumbs(
+        coef=0.3, drop_smallest=0.45, drop_largest=0.2, largest={"x": 0.05}, count="kept", elect=True, **OF_EXPERTS
+    ),
+    "breadcrumbs rescale": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2, aggregate="mean", **SHARES),
+}
 TABLES = {"count_high", "count_between"}
-LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "elected"
+LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "added"
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
     "ties tensor": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
-    "della": {"elected"},
+    "della": {"added"},
     "breadcrumbs": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
+    **{key: {"banded"} for key in ("ta", "ta weights", "ties weights", "ties rescale", "breadcrumbs rescale")},
+    **{key: {"masked"} for key in ("dare weights", "dare rescale", "dare_ties weights", "dare_ties rescale")},
+    **{key: {"added"} for key in ("della weights", "della rescale")},
 }
 DTYPES = {
     "float32": (torch.float32,) * 3,

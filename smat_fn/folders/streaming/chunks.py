@@ -119,6 +119,17 @@ def _vectors(job: Job, path: str, start: int, origin: Tensor) -> Iterator[Tensor
         yield torch.sub(weights, origin, out=job.scratch.take(f"part {i}", len(origin), dtype, job.device))
 
 
+def vector_of(job: Job, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """One expert's task vector as `merger.Mapped.vector` gives it, until the thread's next chunk."""
+    leaf, dtype, folder = job.base.leaves[path], compute_dtype(job, path), job.experts[name]
+    keys = None if job.key is None else mask_keys(job.key, [name], [path])
+    for start, stop in spans(leaf, min(job.chunk, SPAN), rows=rows):
+        weights = job.scratch.cast("part", folder.read(path, start, stop), dtype, job.device)
+        origin = _origin(job, path, start, stop, dtype)
+        drawn = None if keys is None else fields_of(keys, [(0, start, stop)], job.device)[0][0]
+        yield start, torch.sub(weights, origin, out=job.scratch.take("part", stop - start, dtype, job.device)), drawn
+
+
 def _origin(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     return job.scratch.cast("origin", job.base.read(path, start, stop), dtype, job.device)
 

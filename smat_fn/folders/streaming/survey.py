@@ -6,7 +6,7 @@ Order statistics are exact, of magnitudes that are never in memory together: `me
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from .chunks import (
     looped,
     refuse_values,
     spans,
+    vector_of,
     vectors_of,
     weights_of,
 )
@@ -124,17 +125,20 @@ class Survey:
             raise ValueError(f"leaf {path!r} of {file} holds values that are NaN or infinite: compute it again")
         return leaf
 
-    def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
+    def ranked(self, path: str, ranks: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, int]]]:
         dtype = compute_dtype(self.job, path)
 
-        def one(name: str) -> list[tuple[Tensor, int]]:
+        def one(name: str, wanted: Sequence[int]) -> list[tuple[Tensor, int]]:
             group = Group(self.job, name, [path], dtype)
             return [
                 (value_of(order.bits, dtype), group.position(order.bits, rank - order.below))
-                for rank, order in zip(ranks, group.orders(ranks), strict=True)
+                for rank, order in zip(wanted, group.orders(wanted) if wanted else (), strict=True)
             ]
 
-        return list(in_order((partial(one, name) for name in self.experts), self.job.workers))
+        return list(in_order(map(partial, repeat(one), self.experts, ranks), self.job.workers))
+
+    def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        return vector_of(self.job, path, name, rows=rows)
 
     def _net_sign(self) -> int:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""

@@ -1,14 +1,17 @@
 """Arithmetic of mergers on task vectors: sums in a fixed order, signs, and inner products."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import tree
 from ...compiled import array, loops_for
 
 BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
+NORMED = 4096  # the same of `Norm`
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
@@ -92,11 +95,44 @@ def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[
 
 def halved(rows: Tensor) -> Tensor:
     """The sum of each row, added by halves, coordinate i to coordinate i + half: no thread count changes a bit."""
-    rows = torch.nn.functional.pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
+    rows = pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
+
+
+class Norm:
+    """The L1 norm of a float vector that is given part by part, whatever the parts, as a float64 number.
+
+    Magnitudes of a block of 4,096 coordinates are added by halves in float64, and the blocks' sums exactly.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._rest: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Take the next coordinates."""
+        if self._rest is not None:
+            part = torch.cat([self._rest, part])
+        whole = len(part) // NORMED * NORMED
+        self._rest = part[whole:].clone() if whole < len(part) else None
+        if whole:
+            self._sums.append(_absolute_sums(part[:whole]))
+
+    def value(self) -> float:
+        """The norm of all so far."""
+        rest = [] if self._rest is None else [_absolute_sums(pad(self._rest, (0, NORMED - len(self._rest))))]
+        return math.fsum(number for sums in (*self._sums, *rest) for number in sums.tolist())
+
+
+def _absolute_sums(values: Tensor) -> Tensor:
+    if (loops := loops_for(values)) is None or values.dtype != torch.float32:
+        return halved(values.view(-1, NORMED).abs().double())
+    sums = torch.empty(len(values) // NORMED, dtype=torch.float64)
+    loops.absolute_sums(array(values), array(sums))
+    return sums
 
 
 def largest(leaves: Mapping[str, Tensor]) -> int:

@@ -44,6 +44,8 @@ class Merged(NamedTuple):
 
 Loop: TypeAlias = Callable[[Window], Merged]
 Band: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int]]  # see `banded`
+ALL: Band = (0, 0, INFINITE, INFINITE), (NEVER, NEVER)
+NOTHING: Band = (0, 0, 0, 0), (NEVER, NEVER)
 
 
 def sources(parts: Sequence[Tensor]) -> Any:
@@ -56,21 +58,30 @@ def bits_of(value: Tensor) -> int:
     return int(value.cpu().view(torch.int32))
 
 
-def banded(
-    window: Window, bands: Sequence[Band], *, elect: bool = False, mean: bool = False, majority: int = 1
-) -> Merged:
+class Terms(NamedTuple):
+    """How sparse task vectors are combined: multiplied by both numbers of their expert, then added."""
+
+    ratios: Sequence[float]
+    weights: Sequence[float]
+    elect: bool = False  # add what has the sign of the sum, else all
+    mean: bool = False  # over the weights of what is elected
+    divisor: float = 1.0  # of the sum of all
+    majority: int = 1  # the sign of a zero sum
+
+    def scales(self) -> tuple[Any, Any]:
+        """Ratios and weights as the loops take them."""
+        return numpy.array(self.ratios, numpy.float32), numpy.array(self.weights, numpy.float32)
+
+
+def banded(window: Window, bands: Sequence[Band], terms: Terms) -> Merged:
     """Merges the magnitudes from ``low`` on and below ``high``, as bits, of every expert.
 
-    Args:
-        bands: of the experts: ((low, low', high, high'), (i, j)), where low' holds from flat position i of the leaf on,
-            high' from j on.
-        elect: take what has the sign of the sum, else all.
-        mean: of what is added.
-        majority: the sign of a zero sum.
+    Args: bands: of the experts: ((low, low', high, high'), (i, j)), where low' holds from flat position i of the leaf
+        on, high' from j on.
     """
-    options = elect, mean, numpy.float32(majority)
-    read = window.read, window.start, window.size, *_limits(bands)
-    return _merged(window.loops.banded(*read, *options, *_written(window)))
+    where = window.read, window.start, window.size, *_limits(bands), *terms.scales()
+    numbers = numpy.float32(terms.majority), numpy.float32(terms.divisor)
+    return _merged(window.loops.banded(*where, terms.elect, terms.mean, *numbers, *_written(window)))
 
 
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
@@ -83,32 +94,40 @@ def _limits(bands: Sequence[Band]) -> tuple[Any, Any]:
     return numpy.array(limits, numpy.uint32).reshape(-1, 4), numpy.array(splits, numpy.int64).reshape(-1, 2)
 
 
-def masked(window: Window, threshold: int, *, elect: bool = False, mean: bool = False) -> Merged:
-    """Merges what the mask streams keep, divided by the keep probability; ``elect`` takes + for a zero sum."""
-    numbers = numpy.int32(threshold), numpy.float32(1 - threshold / 65536)
-    where = *place(window.start), window.size, window.keys
-    return _merged(window.loops.masked(window.read, *where, *numbers, elect, mean, *_written(window)))
+def masked(window: Window, thresholds: Sequence[int], terms: Terms, *, divide: bool = True) -> Merged:
+    """Merges what mask streams keep, divided by the keep probability; 65536 keeps nothing. A zero sum elects +."""
+    kept = [1 - threshold / 65536 if divide and threshold < 65536 else 1 for threshold in thresholds]
+    numbers = numpy.array(thresholds, numpy.int32), numpy.array(kept, numpy.float32), *terms.scales()
+    where = window.read, *place(window.start), window.size, window.keys
+    combine = terms.elect, terms.mean, numpy.float32(terms.divisor)
+    return _merged(window.loops.masked(*where, *numbers, *combine, *_written(window)))
 
 
-def ranked(window: Window, by_rank: Tensor) -> Merged:
-    """Merges whole rows of which ``by_rank`` gives the threshold of each rank: the mean of what has the sum's sign."""
-    loops, size = window.loops, window.size
-    vectors = window.room("vectors", (len(window.read) - 1) * size, torch.float32).numpy().reshape(-1, size)
+def ranked(window: Window, by_rank: Sequence[Tensor], terms: Terms, *, divide: bool = True) -> Merged:
+    """Merges whole rows of which ``by_rank``, of the experts, gives the threshold of each rank; else as `masked`."""
+    loops, size, read = window.loops, window.size, window.read
+    vectors = window.room("vectors", len(by_rank) * size, torch.float32).numpy().reshape(-1, size)
     delta = window.room("delta", size, torch.float32).numpy()
     fields = window.room("fields", size, torch.int16).numpy()
     items = array(window.room("items", size, torch.int64))
-    largest, read = 0, window.read
+    largest, (ratios, weights) = 0, terms.scales()
     where = [numpy.array([number]) for number in (*place(window.start), size)]
-    for i, (vector, key) in enumerate(zip(vectors, window.keys, strict=True)):
+    for i, vector in enumerate(vectors):
         largest = max(largest, int(loops.deltas(read[[0, i + 1]], size, delta)))
-        loops.fields(key[None], *where, fields)
-        drop_by_rank(loops, delta, fields, array(by_rank), vector, items)
-    done = loops.elected(vectors, read[:1], size, True, *_written(window))
+        loops.fields(window.keys[i : i + 1], *where, fields)
+        drop_by_rank(loops, delta, fields, array(by_rank[i]), vector, items, divide=divide)
+        for factor in (ratios[i], weights[i]):
+            if factor != 1:
+                vector *= factor
+    combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
+    done = loops.added(vectors, read[:1], size, *combine, *_written(window))
     return _merged((*done[:2], largest, done[3]))
 
 
-def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any, items: Any) -> None:
-    """Rows of ``delta`` divided by the keep probabilities of their ranks, 0 where the field is below the threshold.
+def drop_by_rank(
+    loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any, items: Any, *, divide: bool = True
+) -> None:
+    """Rows of ``delta``, divided by the keep probabilities of their ranks, 0 where the field is below the threshold.
 
     Args: delta, out: float32, memory of their own; fields: int16, less 32768; by_rank: int32, one a coordinate of a
         row; items: uint64.
@@ -116,7 +135,7 @@ def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: 
     loops.items(delta, len(by_rank), items)
     if len(by_rank) > 1:
         items.reshape(-1, len(by_rank)).sort(axis=-1)  # by the vector units of the processor
-    loops.dropped_by_rank(delta, items, fields, by_rank, out)
+    loops.dropped_by_rank(delta, items, fields, by_rank, divide, out)
 
 
 def _written(window: Window) -> tuple[Any, Any]:

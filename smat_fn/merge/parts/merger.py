@@ -14,7 +14,7 @@ from ...errors import raise_problems
 from ...types import Params, Scope
 from . import arithmetic
 from .arithmetic import gram, gram_memory
-from .chunks import Fuse, compute_dtype, delta_of, pieces
+from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
 from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
 from .looped import Loop
 from .ranks import order_of, position_of, value_of
@@ -70,10 +70,16 @@ class Mapped(Protocol):
     def statistic(self, name: str, path: str) -> Any:
         """An expert's statistic of a leaf for `Merger.statistics`, a tensor; None where it has none."""
 
-    def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
-        """The magnitude of each rank (1: the smallest) in a leaf's task vector, and its position, by expert.
+    def ranked(self, path: str, ranks: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, int]]]:
+        """The magnitude of each rank (1: the smallest) in a leaf's task vector, and its position.
 
-        Equal magnitudes are ranked by position.
+        Equal magnitudes are ranked by position. Args: ranks: of each expert.
+        """
+
+    def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """An expert's task vector of a leaf, window by window: start, coordinates, and with a key their fields.
+
+        Args: rows: no row is cut.
         """
 
 
@@ -120,7 +126,7 @@ class Merger:
 
     def vector(self, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:
         """The merged task vector of checked leaves in memory: `rule` on chunk after chunk."""
-        return vector_by_rule(self.rule(InMemory(base, experts)), base, experts, key)
+        return vector_by_rule(self.rule(InMemory(base, experts, key=key)), base, experts, key)
 
     def trimming(self) -> Trimming | None:
         """Density and scope of magnitude thresholds that `rule` needs before the first chunk: `Mapped.cuts`."""
@@ -161,9 +167,13 @@ class InMemory:
     """`Mapped` leaves of trees in memory."""
 
     def __init__(
-        self, base: Leaves, experts: Mapping[str, Leaves], statistics: Mapping[str, Leaves] = MappingProxyType({})
+        self,
+        base: Leaves,
+        experts: Mapping[str, Leaves],
+        statistics: Mapping[str, Leaves] = MappingProxyType({}),
+        key: Tensor | None = None,
     ) -> None:
-        self.base, self.trees, self.statistics = base, experts, statistics
+        self.base, self.trees, self.statistics, self.key = base, experts, statistics, key
         self.experts: Mapping[str, object] = experts
         self.coefs: Mapping[str, float] = {path: 1.0 for path, leaf in base.items() if leaf.is_floating_point()}
         self.cuts: Mapping[str, list[Cut]] = {}
@@ -191,16 +201,26 @@ class InMemory:
     def once(self, name: str, number: Callable[[], float]) -> float:
         return number()
 
-    def ranked(self, path: str, ranks: Sequence[int]) -> list[list[tuple[Tensor, int]]]:
+    def ranked(self, path: str, ranks: Sequence[Sequence[int]]) -> list[list[tuple[Tensor, int]]]:
         found, dtype = [], compute_dtype(path, self.base, self.trees)
-        for leaves in self.trees.values():
+        for leaves, wanted in zip(self.trees.values(), ranks, strict=True):
             magnitudes, own = delta_of(leaves[path], self.base[path], dtype).reshape(-1).abs_(), []
-            for rank in ranks:
+            for rank in wanted:
                 order = order_of(magnitudes, rank)
                 place = position_of(magnitudes, order.bits, rank - order.below)
                 own.append((value_of(order.bits, dtype), place))
             found.append(own)
         return found
+
+    def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)
+        leaf, keys = self.trees[name][path].reshape(-1), None
+        if self.key is not None:
+            keys = mask_keys(self.key, [name], [path])
+        for group in groups([self.base[path]], CHUNK, rows):
+            for _, start, stop in group:
+                drawn = None if keys is None else fields_of(keys, [(0, start, stop)], origin.device)[0][0]
+                yield start, delta_of(leaf[start:stop], origin[start:stop], dtype), drawn
 
 
 def vector_by_rule(rule: Rule, base: Leaves, experts: Mapping[str, Leaves], key: Tensor | None = None) -> Leaves:

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .arithmetic import add, divided, elected, halved, largest, zeroed
-from .chunks import BYTES_PER_COORDINATE, Fuse, Piece
+from .arithmetic import Norm, add, divided, elected, zeroed
+from .chunks import Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
+from .looped import Loop, Terms
 from .merger import Mapped, Merger, Rule
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
 
 NONE: Numbers = MappingProxyType({})
 _SMALL = 1e-7  # an L1 norm below it is not divided by
+_ZERO = 1e-8  # nor is a sum of weights
 
 
 class Part(NamedTuple):
@@ -34,6 +36,20 @@ class Part(NamedTuple):
     density: float | None  # None: the merger's own
 
 
+class Own(NamedTuple):
+    """A leaf, and what is set for it by expert."""
+
+    path: str
+    shape: torch.Size
+    names: list[str]
+    weights: list[float]
+    densities: list[float | None]  # None: the merger's own
+
+    def part(self, place: int, start: int, delta: Tensor, drawn: Tensor | None) -> Part:
+        """Coordinates of one of the experts."""
+        return Part(place, self.names[place], self.path, self.shape, start, delta, drawn, self.densities[place])
+
+
 # a part with zeros for what goes; divided by keep probabilities, or, with True, as it is
 Sparsify: TypeAlias = Callable[[Part, bool], Tensor]
 
@@ -43,7 +59,7 @@ def combined(vectors: Sequence[Tensor], weights: Sequence[float], *, elect: bool
     if not elect:
         divisor = math.fsum(weights)
         total = add(vectors)
-        return divided(total, divisor) if mean and abs(divisor) >= 1e-8 else total
+        return divided(total, divisor) if mean and abs(divisor) >= _ZERO else total
     sign = elected(vectors)
     total, share = torch.zeros_like(sign), torch.zeros_like(sign)
     for vector, weight in zip(vectors, weights, strict=True):
@@ -107,7 +123,7 @@ class Weighted(Merger):
     """Weight of experts by name, negative to subtract one; 1 for those not named."""
 
     densities, elect, rescale = NONE, False, False
-    whole, rows = False, False  # whether `sparsify` needs whole leaves, or whole rows
+    rows = False  # whether `sparsify` needs whole rows
 
     def __post_init__(self) -> None:
         for option in fields(self):  # None, the functions' default, is no number for any expert
@@ -122,6 +138,18 @@ class Weighted(Merger):
         """The rule without options by expert."""
         raise NotImplementedError
 
+    def loop(self, leaves: Mapped, own: Own, terms: Terms) -> Loop | None:
+        """What merges a leaf where loops are compiled, with options by expert or without."""
+        return None
+
+    def looped(self, leaves: Mapped, path: str, *, majority: int = 1) -> Loop | None:
+        """`loop` of a leaf by the options that are set. Args: majority: the sign of a zero sum."""
+        own = self._own(leaves, path)
+        mean, share = vars(self)["aggregate"] == "mean", math.fsum(own.weights)
+        ratios = self._ratios(leaves, own) if self.rescale else [1.0] * len(own.names)
+        divisor = share if mean and not self.elect and abs(share) >= _ZERO else 1.0
+        return self.loop(leaves, own, Terms(ratios, own.weights, self.elect, mean, divisor, majority))
+
     def problems(self, experts: Experts) -> list[str]:
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.default_factory is dict}
         return [*number_problems(experts, **own), *aggregate_problems(vars(self)["aggregate"])]
@@ -133,37 +161,47 @@ class Weighted(Merger):
     def rule(self, leaves: Mapped) -> Rule:
         if not self.special():
             return self.plain(leaves)
-        sparsify, names, whole = self.sparsify(leaves), list(leaves.experts), self.whole or self.rescale
         return Rule(
-            lambda path: self._fuse(sparsify, names, path, leaves.shape(path)),
-            rows=self.rows and not whole,
-            whole=(lambda _: True) if whole else None,
+            lambda path: self._fuse(leaves, self._own(leaves, path)),
+            rows=self.rows,
+            loop=lambda path: self.looped(leaves, path),
         )
 
-    def _fuse(self, sparsify: Sparsify | None, names: Sequence[str], path: str, shape: torch.Size) -> Fuse:
-        """The function that merges a chunk of a leaf."""
+    def _own(self, leaves: Mapped, path: str) -> Own:
+        names = list(leaves.experts)
         weights = [number(self.weights, name, path, 1.0) for name in names]
-        densities = [number(self.densities, name, path) for name in names]
-        mean = vars(self)["aggregate"] == "mean"
+        return Own(path, leaves.shape(path), names, weights, [number(self.densities, name, path) for name in names])
+
+    def _fuse(self, leaves: Mapped, own: Own) -> Fuse:
+        """The function that merges a chunk of a leaf."""
+        mean, sparsify = vars(self)["aggregate"] == "mean", self.sparsify(leaves)
+        ratios = self._ratios(leaves, own) if self.rescale else []
 
         def fuse(piece: Piece) -> Tensor:
             vectors = []
-            for i, (name, delta, weight) in enumerate(zip(names, piece.deltas, weights, strict=True)):
-                drawn = piece.fields[i] if piece.fields else None
-                part = Part(i, name, path, shape, piece.start, delta, drawn, densities[i])
-                vectors.append((delta if sparsify is None else self._sparse(sparsify, part)) * weight)
-            return combined(vectors, weights, elect=self.elect, mean=mean)
+            for i, (delta, weight) in enumerate(zip(piece.deltas, own.weights, strict=True)):
+                if sparsify is not None:
+                    drawn = piece.fields[i] if piece.fields else None
+                    delta = sparsify(own.part(i, piece.start, delta, drawn), self.rescale)
+                vectors.append((delta * ratios[i] if self.rescale else delta) * weight)
+            return combined(vectors, own.weights, elect=self.elect, mean=mean)
 
         return fuse
 
-    def _sparse(self, sparsify: Sparsify, part: Part) -> Tensor:
-        if not self.rescale:
-            return sparsify(part, False)
-        masked = sparsify(part, True)
-        if not len(masked):
-            return masked
-        before, after = torch.cat([halved(v.abs().double()[None]) for v in (part.delta, masked)]).tolist()
-        return masked if min(before, after) < _SMALL else masked * (before / after)
+    def _ratios(self, leaves: Mapped, own: Own) -> list[float]:
+        """‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ of a leaf by expert, 1 where one of them is about 0."""
+        sparsify = self.sparsify(leaves)
+        assert sparsify is not None
+
+        def ratio(name: str) -> float:
+            place, dense, kept = own.names.index(name), Norm(), Norm()
+            for start, delta, drawn in leaves.vector(own.path, name, rows=self.rows):
+                dense.add(delta)
+                kept.add(sparsify(own.part(place, start, delta, drawn), True))
+            before, after = dense.value(), kept.value()
+            return 1.0 if min(before, after) < _SMALL else before / after
+
+        return list(leaves.each(ratio, own.names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +212,3 @@ class Sparse(Weighted):
     """Density (fraction of coordinates kept) of experts by name; other experts use the merger's own."""
     rescale: bool = False
     """Scale kept entries to the original L1 norm of each parameter, instead of dividing by keep probabilities."""
-
-    def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        """The bytes that a chunk cannot bound: those of a whole leaf if the merger needs one."""
-        least = super().memory(leaves, experts)
-        if not (self.rescale or (self.special() and self.whole)):
-            return least
-        return max(least, BYTES_PER_COORDINATE * experts * largest(leaves))

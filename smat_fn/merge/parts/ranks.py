@@ -121,18 +121,6 @@ def among_largest(magnitudes: Tensor, count: int) -> Tensor:
     return mask
 
 
-def above_smallest(magnitudes: Tensor, count: int) -> Tensor:
-    """The mask of all but the ``count`` smallest magnitudes of a flat tensor; of equal ones the first are smaller."""
-    keys = _keys(magnitudes)
-    if count < 1:
-        return torch.ones_like(keys, dtype=torch.bool)
-    order = order_of(magnitudes, count)
-    after = position_of(magnitudes, order.bits, count - order.below) + 1
-    mask = keys > order.bits
-    mask[after:] |= keys[after:] == order.bits
-    return mask
-
-
 def at_places(values: Tensor, places: Sequence[int]) -> list[Tensor]:
     """``values.sort().values[place]`` of a flat tensor, without a NaN where there are more than `SORTED` of them."""
     if len(values) > SORTED:
