@@ -809,3 +809,34 @@ def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
                 value[i] += value[i + half]
             half //= 2
         sums[block] = value[0]
+
+
+@jit
+def products(rows, out):  # type: ignore[no-untyped-def]
+    """All inner products in float64, added by halves. Args: rows: float32 (n, a power of two from 8 on); out: (n, n)."""
+    eighth = rows.shape[1] // 8
+    value = np.empty(eighth, np.float64)
+    for i in range(len(rows)):
+        for j in range(i + 1):
+            _folded(rows[i], rows[j], eighth, value)
+            half = eighth // 2
+            while half > 0:
+                for k in range(half):
+                    value[k] += value[k + half]
+                half //= 2
+            out[i, j] = out[j, i] = value[0]
+
+
+@jit
+def _folded(left, right, eighth, out):  # type: ignore[no-untyped-def]
+    """The products after three halvings, without writing any before."""
+    for k in range(eighth):
+        a = float64(left[k]) * float64(right[k])
+        b = float64(left[k + eighth]) * float64(right[k + eighth])
+        c = float64(left[k + 2 * eighth]) * float64(right[k + 2 * eighth])
+        d = float64(left[k + 3 * eighth]) * float64(right[k + 3 * eighth])
+        a += float64(left[k + 4 * eighth]) * float64(right[k + 4 * eighth])
+        b += float64(left[k + 5 * eighth]) * float64(right[k + 5 * eighth])
+        c += float64(left[k + 6 * eighth]) * float64(right[k + 6 * eighth])
+        d += float64(left[k + 7 * eighth]) * float64(right[k + 7 * eighth])
+        out[k] = (a + c) + (b + d)

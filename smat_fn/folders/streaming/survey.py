@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import compiled
 from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic
-from ...merge.parts.arithmetic import add, gram_of
+from ...merge.parts.arithmetic import add, gram_sum, products
 from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import votes as votes_of
 from ...merge.parts.merger import Cut, Value
@@ -88,13 +88,18 @@ class Survey:
         return self.job.base.leaves[path].shape
 
     def gram(self, path: str) -> list[list[float]]:
-        read, dtype = vectors_of if self.job.config.based else weights_of, compute_dtype(self.job, path)
+        job, dtype = self.job, compute_dtype(self.job, path)
+        count = sum(path not in folder.absent for folder in job.experts.values())
+        rows_of = vectors_of if job.config.based else weights_of
 
         def block(start: int, stop: int) -> Tensor:
-            return torch.stack(list(read(self.job, path, start, stop, dtype)))
+            rows = job.scratch.take("rows", count * (stop - start), dtype, job.device).view(count, -1)
+            for row, values in zip(rows, rows_of(job, path, start, stop, dtype), strict=True):
+                row.copy_(values)
+            return products(rows)
 
-        count = sum(path not in folder.absent for folder in self.job.experts.values())
-        return gram_of(block, count, self.shape(path).numel())
+        tasks = (partial(block, *span) for span in spans(job.base.leaves[path], arithmetic.BLOCK))
+        return gram_sum(in_order(tasks, job.workers), count)
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)

