@@ -197,7 +197,7 @@ class Della(Sparse):
         length, by_rank = row_length(own.shape), []
         for name, density in zip(own.names, own.densities, strict=True):
             if density in (0, 1):
-                by_rank.append(torch.full((length,), 0 if density else 1 << 16, dtype=torch.int32))
+                by_rank.append(torch.full((length,), 0 if density else 1 << 16, dtype=torch.int32, device="cpu"))
             else:
                 shares = _shares(name, own.path, density, self.drop_prob, self.window, self.windows)
                 by_rank.append(thresholds(length, *shares))

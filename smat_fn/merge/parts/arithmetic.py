@@ -102,7 +102,7 @@ def products(rows: Tensor) -> Tensor:
         wide = rows.double()
         return torch.stack([halved(wide * row) for row in wide])
     rows = pad(rows, (0, max(8, 1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1])).contiguous()
-    found = torch.empty(len(rows), len(rows), dtype=torch.float64)
+    found = torch.empty(len(rows), len(rows), dtype=torch.float64, device="cpu")
     loops.products(rows.numpy(), found.numpy())
     return found
 
@@ -146,7 +146,7 @@ class Norm:
 def _absolute_sums(values: Tensor) -> Tensor:
     if (loops := loops_for(values)) is None or values.dtype != torch.float32:
         return halved(values.view(-1, NORMED).abs().double())
-    sums = torch.empty(len(values) // NORMED, dtype=torch.float64)
+    sums = torch.empty(len(values) // NORMED, dtype=torch.float64, device="cpu")
     loops.absolute_sums(array(values), array(sums))
     return sums
 
