@@ -430,32 +430,36 @@ def _until(splits, position, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish(merged, n, origin, coef, target, first, change, error, sums):  # type: ignore[no-untyped-def]
-    """Writes ``origin + coef * merged``, at most a tile. Returns: the largest magnitude that is written, as bits.
+    """`_write` of ``origin + coef * merged``, which is written to merged."""
+    for j in range(n):
+        value = merged[j] * coef
+        change[j] = value
+        merged[j] = value + origin[j]
+    return _write(merged, n, change, target, first, error, sums)
 
-    Args: target: a row as `_load`'s; change, error: float32 (TILE,), are written to; sums: float64 (2, 64), squares of
-        the rounding error and of the change are added.
+
+@inlined
+def _write(values, n, change, target, first, error, sums):  # type: ignore[no-untyped-def]
+    """Writes n numbers, at most a tile. Returns: the largest magnitude that is written, as bits.
+
+    Args: target: a row as `_load`'s; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
+        squares of the rounding error and of the change are added.
     """
     largest, at = uint32(0), target[0, 0]
     if target[0, 1]:
         at += uint64(2) * first
         for j in range(n):
-            value = merged[j] * coef
-            change[j] = value
-            value += origin[j]
-            half = _half(value)
+            half = _half(values[j])
             _set_half(at, j, half)
             written = _wide(half)
-            error[j] = value - written
+            error[j] = values[j] - written
             largest = max(largest, _size(written))
         _squares(error, n, sums[0])
     else:
         at += uint64(4) * first
         for j in range(n):
-            value = merged[j] * coef
-            change[j] = value
-            value += origin[j]
-            _set_float(at, j, value)
-            largest = max(largest, _size(value))
+            _set_float(at, j, values[j])
+            largest = max(largest, _size(values[j]))
     _squares(change, n, sums[1])
     return largest
 
@@ -797,6 +801,34 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
 
 
 @jit
+def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untyped-def]
+    """Adds weighted experts, without base. Args and returns: as `banded`'s, the first magnitude one of the inputs."""
+    origin, merged = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        for j in range(n):
+            merged[j] = float32(-0.0)
+            largest = max(largest, _size(origin[j]))
+        for i in range(1, len(sources)):
+            half, weight = sources[i, 1] != uint64(0), weights[i - 1]
+            at = sources[i, 0] + (uint64(2) if half else uint64(4)) * first
+            _ahead(at, half)
+            for j in range(n):
+                value = _stored(at, half, j)
+                largest = max(largest, _size(value))
+                merged[j] += value * weight
+        _divided(merged, n, divisor)
+        for j in range(n):
+            change[j] = merged[j] - origin[j]
+        written = max(written, _write(merged, n, change, target, first, error, sums))
+        first += n
+    return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@jit
 def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
     """Sums of magnitudes of blocks of 4096, each added by halves. Args: values: float32; sums: float64, one a block."""
     value = np.empty(4096, np.float64)
@@ -813,7 +845,7 @@ def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
 
 @jit
 def products(rows, out):  # type: ignore[no-untyped-def]
-    """All inner products in float64, added by halves. Args: rows: float32 (n, a power of two from 8 on); out: (n, n)."""
+    """Inner products in float64, added by halves. Args: rows: float32 (n, a power of two from 8 on); out: (n, n)."""
     eighth = rows.shape[1] // 8
     value = np.empty(eighth, np.float64)
     for i in range(len(rows)):

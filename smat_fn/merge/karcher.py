@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import gram, weighted
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, type_problems
@@ -109,4 +111,7 @@ class Karcher(Merger):
             shares = shares_of(leaves.gram(path), self.max_iter, self.tol)
             return lambda piece: weighted(piece.deltas, shares)
 
-        return Rule(fuse)
+        def loop(path: str) -> looped.Loop:
+            return partial(looped.averaged, weights=shares_of(leaves.gram(path), self.max_iter, self.tol))
+
+        return Rule(fuse, loop=loop)

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
@@ -86,7 +88,12 @@ class MultiSlerp(Merger):
             shares = shares_of(path, leaves.gram(path), weights)
             return lambda piece: weighted(piece.deltas, shares)
 
-        return Rule(fuse)
+        def loop(path: str) -> looped.Loop:
+            shares = shares_of(path, leaves.gram(path), weights)
+            terms = looped.Terms([1.0] * len(shares), shares)
+            return partial(looped.banded, bands=[looped.ALL] * len(shares), terms=terms)
+
+        return Rule(fuse, loop=loop)
 
 
 multislerp_vector = vector_function(MultiSlerp)

@@ -1,8 +1,10 @@
 """Weight averaging: the mean of the experts."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import add, divided
 from .parts.chunks import merge_weights
 from .parts.inputs import Experts, check_alone
@@ -35,4 +37,6 @@ class WeightAverage(Merger):
     based = False
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(total=lambda parts: divided(add(parts, into_first=True), len(leaves.experts)))
+        count = len(leaves.experts)
+        loop = partial(looped.averaged, weights=[1.0] * count, divisor=count)
+        return Rule(total=lambda parts: divided(add(parts, into_first=True), count), loop=lambda _: loop)

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from ..errors import all_at_once
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import divided, weighted
 from .parts.chunks import merge_weights
 from .parts.coefs import Rules, coef_of
@@ -46,13 +48,17 @@ def _of(path: str, weights: Iterable[Rules]) -> list[float]:
 
 
 def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bool) -> Tensor:
-    """Σ_i w_i v_i / Σ_i w_i, the weights in the values' order. Raises: ValueError for a sum of 0."""
+    """Σ_i w_i v_i / Σ_i w_i, the weights in the values' order. Raises: as `divisor_of`."""
+    return divided(weighted(values, weights), divisor_of(weights, normalize=normalize))
+
+
+def divisor_of(weights: Sequence[float], *, normalize: bool) -> float:
+    """What a weighted sum is divided by. Raises: ValueError for a sum of 0."""
     if normalize and no_sum(weights):
         raise ValueError(
             f"the sum of weights {list(weights)} of a leaf is 0: turn normalize off, or give other weights"
         )
-    total = math.fsum(weights) if normalize else 1.0
-    return divided(weighted(values, weights), total)
+    return math.fsum(weights) if normalize else 1.0
 
 
 def no_sum(weights: Sequence[float]) -> bool:
@@ -118,8 +124,13 @@ class WeightedAverage(Merger):
     """Divide by the sum of the weights; with --no-normalize take them as they are."""
 
     def rule(self, leaves: Mapped) -> Rule:
+        def loop(path: str) -> looped.Loop:
+            weights = _of(path, self.weights)
+            return partial(looped.averaged, weights=weights, divisor=divisor_of(weights, normalize=self.normalize))
+
         if any(isinstance(weight, Mapping) for weight in self.weights):  # of a recipe
             return Rule(
-                lambda path: lambda piece: mean_of(piece.deltas, _of(path, self.weights), normalize=self.normalize)
+                lambda path: lambda piece: mean_of(piece.deltas, _of(path, self.weights), normalize=self.normalize),
+                loop=loop,
             )
-        return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize))
+        return Rule(total=lambda parts: mean_of(parts, self.weights, normalize=self.normalize), loop=loop)

@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from smat_fn import compiled
-from smat_fn.config import Breadcrumbs, Dare, DareTies, Della, TaskArithmetic, Ties
+from smat_fn.config import (
+    Breadcrumbs,
+    Dare,
+    DareTies,
+    Della,
+    Karcher,
+    MultiSlerp,
+    TaskArithmetic,
+    Ties,
+    WeightAverage,
+    WeightedAverage,
+)
 from smat_fn.folders import merge_folders
 from smat_fn.folders.streaming import chunks, ranks, survey
 from smat_fn.merge.parts.looped import sources
@@ -35,6 +46,11 @@ OF_EXPERTS = {
 }
 SHARES = {"rescale": True, **OF_EXPERTS}
 CONFIGS |= {
+    "wa": WeightAverage(),
+    "linear": WeightedAverage(weights=(0.5, {"large": -0.25, "*": 1.5}, 0.3)),
+    "linear, not normalised": WeightedAverage(weights=(0.5, 0.0, 0.3), normalize=False),
+    "karcher": Karcher(),
+    "multislerp": MultiSlerp(weights=(0.1, 0.2, 0.9)),
     "ta": TaskArithmetic(coef=0.7),
     "ta weights": TaskArithmetic(coef=0.7, weights=OF_EXPERTS["weights"], aggregate="mean"),
     "ties weights": Ties(coef=0.7, keep=0.4, aggregate="mean", scope="tensor", **OF_EXPERTS),
@@ -54,10 +70,12 @@ CONFIGS |= {
     "breadcrumbs rescale": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2, aggregate="mean", **SHARES),
 }
 TABLES = {"count_high", "count_between"}
-LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "added"
+LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "added", "averaged"
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
     "ties tensor": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
+    **{name: {"averaged"} for name in ("wa", "linear", "linear, not normalised", "karcher")},
+    "multislerp": {"banded"},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"added"},
@@ -118,7 +136,11 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     base, experts = trees(DTYPES[dtypes], grid)
     paths = folders.save_family(tmp_path, base, experts)
     with compiled.off():
-        expected = folders.in_memory(CONFIGS[name], base, experts)
+        if CONFIGS[name].based:
+            expected = folders.in_memory(CONFIGS[name], base, experts)
+        else:  # in memory the experts are of one dtype
+            merge_folders(CONFIGS[name], *paths, tmp_path / "plain")
+            expected = folders.load(tmp_path / "plain")
     for i, (chunk, workers, large) in enumerate([(1 << 19, 1, 1 << 24), (10_001, 3, 1 << 12)]):
         monkeypatch.setattr(survey, "LARGE", large)
         merge_folders(CONFIGS[name], *paths, tmp_path / f"{i}", key=folders.key, chunk=chunk, workers=workers)
@@ -144,7 +166,7 @@ def test_rounding_is_told_as_by_torch(out_dtype, folders, tmp_path):
     assert looped.density == plain.density
 
 
-@pytest.mark.parametrize("name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs"])
+@pytest.mark.parametrize("name", ["ties", "ties tensor", "dare", "dare_ties", "della", "breadcrumbs", "wa"])
 def test_values_that_are_not_finite_are_refused_as_by_torch(name, folders, tmp_path):
     base, experts = trees(DTYPES["bfloat16"], None)
     experts["y"]["short"].view(-1)[5] = float("nan")

@@ -160,10 +160,11 @@ def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Writte
 
 
 def looped(job: Job, path: str) -> bool:
-    """Whether compiled loops read the task vectors of a leaf, and write what it becomes."""
-    dtypes = {folder.leaves[path].dtype for folder in (job.base, *job.experts.values())} | {target(job, path)}
-    takes = job.config.based and job.device.type == "cpu" and job.base.leaves[path].numel() and dtypes <= set(KINDS)
-    return bool(takes) and compiled.loops() is not None
+    """Whether compiled loops read a leaf of base and of all experts, and write what it becomes."""
+    folders = job.base, *job.experts.values()
+    dtypes = {folder.leaves[path].dtype for folder in folders} | {target(job, path)}
+    takes = job.device.type == "cpu" and job.base.leaves[path].numel() and dtypes <= set(KINDS)
+    return bool(takes) and not any(path in folder.absent for folder in folders) and compiled.loops() is not None
 
 
 class Sources:
@@ -205,7 +206,7 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
 
     def merge(start: int, stop: int) -> Written:
         size, values = stop - start, room("values", stop - start, out)
-        done = loop(Window(loops, start, size, *read(start, stop), keys, job.coefs[path], values, room))
+        done = loop(Window(loops, start, size, *read(start, stop), keys, job.coefs.get(path, 1.0), values, room))
         if not done.finite:
             refuse_values(job, path, list(vectors_of(job, path, start, stop, torch.float32)))
         if not done.fits:

@@ -84,6 +84,12 @@ def banded(window: Window, bands: Sequence[Band], terms: Terms) -> Merged:
     return _merged(window.loops.banded(*where, terms.elect, terms.mean, *numbers, *_written(window)))
 
 
+def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0) -> Merged:
+    """The sum of the weighted experts, without base, over a number."""
+    numbers = numpy.array(weights, numpy.float32), numpy.float32(divisor), sources([window.out])
+    return _merged(window.loops.averaged(window.read, window.size, *numbers))
+
+
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
     """The sum of the signs of the sums that `banded` elects by; arguments as `Window`'s."""
     return int(loops.votes(read, start, size, *_limits(bands)))
