@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .importing import uncollected
+
 F = TypeVar("F", bound=Callable[..., Any])
 _off = False
 
@@ -71,8 +73,10 @@ def _replaced() -> bool:
 def _imported() -> ModuleType | None:
     if os.environ.get("SMAT_FN_NUMBA") == "0":
         return None
-    from . import _loops
+    with uncollected():
+        from . import _loops
 
+        _loops.words(*numpy.zeros((3, 0), numpy.uint64))  # numba imports most of itself at the first call
     return _loops
 
 
