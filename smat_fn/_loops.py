@@ -365,6 +365,32 @@ def _size(value):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _wide_16(half):  # type: ignore[no-untyped-def]
+    """float32 of the bits of a float16."""
+    word = uint32(uint32(uint32(half) & uint32(0x7FFF)) << uint32(13))
+    normal = uint32(word + uint32(0x38000000))  # 112 more, the difference of the exponents' biases
+    raised = uint32(word + uint32(0x38800000)).view(np.float32)
+    least = float32(float32(raised) - float32(2**-14)).view(np.uint32)  # without float32's own subnormals
+    beyond = uint32(word | uint32(0x7F800000))
+    found = beyond if word >= uint32(0x0F800000) else normal if word >= uint32(0x00800000) else least
+    return uint32(found | uint32(uint32(uint32(half) & uint32(0x8000)) << uint32(16))).view(np.float32)
+
+
+@inlined
+def _half_16(value):  # type: ignore[no-untyped-def]
+    """Bits of the nearest float16, ties to even."""
+    word = float32(value).view(np.uint32)
+    size = uint32(word & uint32(0x7FFFFFFF))
+    raised = float32(float32(uint32(size).view(np.float32)) + float32(0.5)).view(np.uint32)
+    least = uint32(raised - uint32(0x3F000000))
+    odd = uint32(uint32(size >> uint32(13)) & uint32(1))
+    normal = uint32(uint32(size + uint32(0xC8000FFF)) + odd) >> uint32(13)
+    beyond = uint32(0x7C00) if size <= uint32(0x7F800000) else uint32(0x7E00)
+    found = beyond if size >= uint32(0x47800000) else least if size < uint32(0x38800000) else normal
+    return uint16(uint32(found) | uint32(uint32(word >> uint32(16)) & uint32(0x8000)))
+
+
+@inlined
 def _stored(at, half, j):  # type: ignore[no-untyped-def]
     """The number at a place from an address on. Args: half: whether they are bfloat16, else float32."""
     return _wide(_half_at(at, j)) if half else _float_at(at, j)
@@ -379,21 +405,34 @@ def _ahead(at, half):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
-    """float32 of the n numbers from ``first`` on. Args: sources: of each row an address, and 1 for bfloat16, else 0."""
-    half = sources[row, 1] != uint64(0)
-    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
-    _ahead(at, half)
+def _reach(sources, row, first, n, room):  # type: ignore[no-untyped-def]
+    """Where `_stored` reads the n numbers from ``first`` on, and whether as bfloat16.
+
+    Args: sources: of each row an address, and 0 for float32, 1 for bfloat16, 2 for float16; room: float32 (TILE,),
+        gets what was float16.
+    """
+    kind = sources[row, 1]
+    at = sources[row, 0] + (uint64(4) if kind == uint64(0) else uint64(2)) * first
+    _ahead(at, kind != uint64(0))
+    if kind != uint64(2):
+        return at, kind == uint64(1)
+    for j in range(n):
+        room[j] = _wide_16(_half_at(at, j))
+    return uint64(room.ctypes.data), False
+
+
+@inlined
+def _load(sources, row, first, n, room, out):  # type: ignore[no-untyped-def]
+    """float32 of the n numbers from ``first`` on; arguments as `_reach`'s."""
+    at, half = _reach(sources, row, first, n, room)
     for j in range(n):
         out[j] = _stored(at, half, j)
 
 
 @inlined
-def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
+def _delta(sources, row, first, n, origin, room, out):  # type: ignore[no-untyped-def]
     """n numbers of a task vector from ``first`` on. Returns: their largest magnitude, as bits."""
-    half, largest = sources[row, 1] != uint64(0), uint32(0)
-    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
-    _ahead(at, half)
+    (at, half), largest = _reach(sources, row, first, n, room), uint32(0)
     for j in range(n):
         value = _stored(at, half, j) - origin[j]
         out[j] = value
@@ -402,11 +441,9 @@ def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _banded_delta(sources, row, first, n, origin, low, width, ratio, weight, out, total):  # type: ignore[no-untyped-def]
+def _banded_delta(sources, row, first, n, origin, low, width, ratio, weight, room, out, total):  # type: ignore[no-untyped-def]
     """`_delta` times two numbers, 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
-    half, largest = sources[row, 1] != uint64(0), uint32(0)
-    at = sources[row, 0] + (uint64(2) if half else uint64(4)) * first
-    _ahead(at, half)
+    (at, half), largest = _reach(sources, row, first, n, room), uint32(0)
     for j in range(n):
         value = _stored(at, half, j) - origin[j]
         size = _size(value)
@@ -442,11 +479,20 @@ def _finish(merged, n, origin, coef, target, first, change, error, sums):  # typ
 def _write(values, n, change, target, first, error, sums):  # type: ignore[no-untyped-def]
     """Writes n numbers, at most a tile. Returns: the largest magnitude that is written, as bits.
 
-    Args: target: a row as `_load`'s; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
+    Args: target: a row as `_reach`'s; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
         squares of the rounding error and of the change are added.
     """
     largest, at = uint32(0), target[0, 0]
-    if target[0, 1]:
+    if target[0, 1] == uint64(2):
+        at += uint64(2) * first
+        for j in range(n):
+            half = _half_16(values[j])
+            _set_half(at, j, half)
+            written = _wide_16(half)
+            error[j] = values[j] - written
+            largest = max(largest, _size(written))
+        _squares(error, n, sums[0])
+    elif target[0, 1]:
         at += uint64(2) * first
         for j in range(n):
             half = _half(values[j])
@@ -481,7 +527,7 @@ def _squares(values, n, sums):  # type: ignore[no-untyped-def]
 def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, majority, divisor, coef, target):  # type: ignore[no-untyped-def]
     """Merges task vectors of which only bands of magnitudes stay.
 
-    Args: sources: uint64 (experts + 1, 2), see `_load`, base first; start: of the window in its leaf; bands: uint32
+    Args: sources: uint64 (experts + 1, 2), see `_reach`, base first; start: of the window in its leaf; bands: uint32
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
         splits[1] on those below [3]; splits: int64 (experts, 2); ratios, weights: float32 (experts,), each vector is
         multiplied by both; elect: take only what has the sign of the sum, else all; mean: over the weights of what is
@@ -496,14 +542,14 @@ def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, ma
     while first < end:
         position = uint64(start) + first
         n = _until(splits, position, min(uint64(TILE), end - first))
-        _load(sources, 0, first, n, origin)
+        _load(sources, 0, first, n, error, origin)
         for j in range(n):
             merged[j] = float32(-0.0)  # so that a first -0 stays one
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
             width, ratio, weight = uint32(high - low), ratios[i], weights[i]
-            found = _banded_delta(sources, i + 1, first, n, origin, low, width, ratio, weight, rows[i], merged)
+            found = _banded_delta(sources, i + 1, first, n, origin, low, width, ratio, weight, error, rows[i], merged)
             largest = max(largest, found)
         if elect:
             for j in range(n):
@@ -556,18 +602,19 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
     """The sum of the signs of sums of task vectors; arguments as `banded`'s."""
     count = len(sources) - 1
     row, origin, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    room = np.empty(TILE, np.float32)
     net, first, end = 0, uint64(0), uint64(size)
     while first < end:
         position = uint64(start) + first
         n = _until(splits, position, min(uint64(TILE), end - first))
-        _load(sources, 0, first, n, origin)
+        _load(sources, 0, first, n, room, origin)
         for j in range(n):
             total[j] = float32(-0.0)
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
             one = float32(1)
-            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), one, one, row, total)
+            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), one, one, room, row, total)
         tile = int32(0)
         for j in range(n):
             tile += int32(total[j] > 0) - int32(total[j] < 0)
@@ -577,12 +624,10 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
+def _sizes(sources, first, n, origin, room, out):  # type: ignore[no-untyped-def]
     """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32. Returns: the largest."""
-    _load(sources, 0, first, n, origin)
-    half, largest = sources[1, 1] != uint64(0), uint32(0)
-    at = sources[1, 0] + (uint64(2) if half else uint64(4)) * first
-    _ahead(at, half)
+    _load(sources, 0, first, n, room, origin)
+    (at, half), largest = _reach(sources, 1, first, n, room), uint32(0)
     for j in range(n):
         size = _size(_stored(at, half, j) - origin[j])
         out[j] = size
@@ -597,15 +642,12 @@ def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
     Args: sources: base, expert; offset: of the window among all coordinates; out: uint32 (runs, RUN).
     Returns: how many runs are written.
     """
-    halves, found, end = sources[:, 1] != uint64(0), 0, offset + size
+    origin, room, found, end = np.empty(RUN, np.float32), np.empty(RUN, np.float32), 0, offset + size
     for run in range(offset // step, (end + step - 1) // step):
         drawn = (uint64(run) * uint64(0x9E3779B97F4A7C15)) >> _HALF
         first = run * step + int64((drawn * uint64(step - RUN)) >> _HALF) - offset
         if 0 <= first <= size - RUN:
-            for j in range(RUN):
-                place = uint64(first + j)
-                origin = _stored(sources[0, 0], halves[0], place)
-                out[found, j] = _size(_stored(sources[1, 0], halves[1], place) - origin)
+            _sizes(sources, uint64(first), uint64(RUN), origin, room, out[found])
             found += 1
     return found
 
@@ -618,12 +660,13 @@ def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
     Returns: how many are below low, equal to low, found and equal to high; the largest of all.
     """
     sizes, origin, flags = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(COLUMNS, np.uint32)
+    room = np.empty(TILE, np.float32)
     start, width = uint32(low + uint32(1)), uint32(high - low - uint32(1))
     below, at_low, found, at_high, largest = int64(0), int64(0), uint64(0), int64(0), uint32(0)
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        largest = max(largest, _sizes(sources, first, n, origin, sizes))
+        largest = max(largest, _sizes(sources, first, n, origin, room, sizes))
         under, lows, highs = uint32(0), uint32(0), uint32(0)
         for j in range(n):
             under = uint32(under + uint32(sizes[j] < low))
@@ -651,10 +694,11 @@ def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
 def count_high(sources, size, counts):  # type: ignore[no-untyped-def]
     """Counts magnitudes of a task vector by their upper 16 bits. Args: sources: base, expert; counts: (2, 65536)."""
     sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
+    room = np.empty(TILE, np.float32)
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, sizes)
+        _sizes(sources, first, n, origin, room, sizes)
         for j in range(n):  # two tables: equal neighbours need not wait for each other
             counts[j & uint64(1), sizes[j] >> uint32(15)] += uint32(1)
         first += n
@@ -667,10 +711,11 @@ def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
     Args: sources: base, expert; counts: uint32, of low and those after it; others are not counted.
     """
     sizes, origin, hits = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE + 1, np.uint32)
+    room = np.empty(TILE, np.float32)
     width, first, end = uint32(len(counts)), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, sizes)
+        _sizes(sources, first, n, origin, room, sizes)
         found = uint64(0)
         for j in range(n):  # no branch, which nothing would foretell
             place = uint32(sizes[j] - low)
@@ -685,10 +730,11 @@ def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
 def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
     """The position of the ``left``-th (from 1) magnitude whose bits are ``wanted``, or -1, and how many were met."""
     sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
+    room = np.empty(TILE, np.float32)
     met, first, end = int64(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, sizes)
+        _sizes(sources, first, n, origin, room, sizes)
         found = uint32(0)
         for j in range(n):
             found += uint32(sizes[j] == wanted)
@@ -706,9 +752,10 @@ def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
 def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
     """The bits of a task vector's magnitudes. Args: out: uint32 (size,)."""
     origin, first, end = np.empty(TILE, np.float32), uint64(0), uint64(size)
+    room = np.empty(TILE, np.float32)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, out[first:])
+        _sizes(sources, first, n, origin, room, out[first:])
         first += n
 
 
@@ -716,10 +763,11 @@ def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
 def deltas(sources, size, out):  # type: ignore[no-untyped-def]
     """A task vector. Args: sources: base, expert; out: float32 (size,). Returns: its largest magnitude, as bits."""
     origin, largest, first, end = np.empty(TILE, np.float32), uint32(0), uint64(0), uint64(size)
+    room = np.empty(TILE, np.float32)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(sources, 0, first, n, origin)
-        largest = max(largest, _delta(sources, 1, first, n, origin, out[first:]))
+        _load(sources, 0, first, n, room, origin)
+        largest = max(largest, _delta(sources, 1, first, n, origin, room, out[first:]))
         first += n
     return largest
 
@@ -742,12 +790,12 @@ def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, ele
     counter, ahead = block, uint64(skip)
     while first < end:
         n = min(uint64(TILE) - ahead, end - first)
-        _load(sources, 0, first, n, origin)
+        _load(sources, 0, first, n, error, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
         for i in range(count):
             row = rows[i]
-            largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, error, row))
             _draw(keys[i, 0], keys[i, 1] + counter, int64(ahead + n), state, words)
             drawn, cutoff, probability, ratio, weight = halves[ahead:], cutoffs[i], kept[i], ratios[i], weights[i]
             for j in range(n):
@@ -783,7 +831,7 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
     sums, written, first, end = np.zeros((2, 64)), uint32(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(base, 0, first, n, origin)
+        _load(base, 0, first, n, error, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
         for i in range(len(vectors)):
@@ -808,14 +856,12 @@ def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untype
     largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(sources, 0, first, n, origin)
+        _load(sources, 0, first, n, error, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
             largest = max(largest, _size(origin[j]))
         for i in range(1, len(sources)):
-            half, weight = sources[i, 1] != uint64(0), weights[i - 1]
-            at = sources[i, 0] + (uint64(2) if half else uint64(4)) * first
-            _ahead(at, half)
+            (at, half), weight = _reach(sources, i, first, n, error), weights[i - 1]
             for j in range(n):
                 value = _stored(at, half, j)
                 largest = max(largest, _size(value))

@@ -89,6 +89,7 @@ DTYPES = {
     "bfloat16": (torch.bfloat16,) * 3,
     "bfloat16 of float32": (torch.float32, torch.bfloat16, torch.bfloat16),
     "float32 of bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "float16": (torch.float16, torch.float16, torch.bfloat16),
 }
 
 
@@ -254,6 +255,29 @@ def test_a_sample_does_not_depend_on_windows():
     assert numpy.array_equal(whole, [values[place : place + loops.RUN] for place in places])
     assert {run.tobytes() for run in parts} <= {run.tobytes() for run in whole}
     assert len(parts) >= 98
+
+
+def test_all_float16_numbers_are_read_and_written_as_by_torch():
+    loops, one = compiled.loops(), numpy.ones(1, "f4")
+
+    def copied(values, dtype):
+        base, out = torch.zeros(len(values)), torch.empty(len(values), dtype=dtype)
+        loops.averaged(sources([base, values]), len(values), one, one[0], sources([out]))
+        return out
+
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.float16)
+    wide = every.float()
+    number = ~wide.isnan()
+    assert torch.equal(copied(every, torch.float32).view(torch.int32)[number], wide.view(torch.int32)[number])
+    assert copied(every, torch.float32)[~number].isnan().all()
+    near = wide[number].double()[:, None] * (1 + 2.0**-11 * torch.tensor([-1.001, -1, -0.5, 0.499, 1, 1.001]))
+    exact = torch.cat(
+        [near.float().view(-1), torch.randint(-(2**31), 2**31, (1 << 20,)).to(torch.int32).view(torch.float32)]
+    )
+    narrow = exact.half()
+    number = ~narrow.isnan()
+    assert torch.equal(copied(exact, torch.float16).view(torch.int16)[number], narrow.view(torch.int16)[number])
+    assert copied(exact, torch.float16)[~number].isnan().all()
 
 
 @pytest.mark.parametrize("alike", [1, 64], ids=["independent", "rows"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...compiled import array
 from ...ops.cpu import place
 
-KINDS = torch.float32, torch.bfloat16  # that the loops read and write
+KINDS = torch.float32, torch.bfloat16, torch.float16  # that the loops read and write, by their number
 NEVER = 1 << 62  # a position that no coordinate has
 INFINITE = 0x7F800000  # bits of infinity, above all others
 
@@ -50,7 +50,7 @@ NOTHING: Band = (0, 0, 0, 0), (NEVER, NEVER)
 
 def sources(parts: Sequence[Tensor]) -> Any:
     """Addresses and kinds of tensors, which must be alive as long as they are used: uint64 (n, 2)."""
-    return numpy.array([[part.data_ptr(), part.dtype == torch.bfloat16] for part in parts], numpy.uint64)
+    return numpy.array([[part.data_ptr(), KINDS.index(part.dtype)] for part in parts], numpy.uint64)
 
 
 def bits_of(value: Tensor) -> int:
