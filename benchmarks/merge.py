@@ -1,8 +1,9 @@
 """Merging of folders on disk against mergekit on random Llama-shaped checkpoints: time and anonymous memory.
 
-Every merge is a process of its own, the inputs are in the page cache, the clock starts after the imports. The floor
-reads all inputs and writes one output of base's size, as plain bytes in one thread. It, ours and mergekit's take turns,
-and so do the whole commands of both, with imports, checks, hashes and model card.
+Every merge is a process of its own, the inputs are in the page cache, the clock starts after the imports, also those
+that numba leaves for the first call of a loop. The floor reads all inputs and writes one output of base's size, as
+plain bytes in one thread. It, ours and mergekit's take turns, and so do the whole commands of both, with imports,
+checks, hashes and model card.
 """
 
 import json
@@ -45,6 +46,7 @@ from smat_fn import compiled, random
 from smat_fn.config import *
 from smat_fn.folders import merge_folders
 config, base, out, *experts = sys.argv[1:]
+names = [Path(e).name for e in experts]
 torch.set_num_threads(1)
 compiled.loops()
 inputs = Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out)
@@ -79,8 +81,19 @@ for folder in (*experts, base):
 print("done", flush=True); sys.stdin.readline()
 """
 Merger = Literal[
-    "wa", "ta", "ties, threshold per tensor", "ties, threshold per expert", "dare", "dare_ties", "della", "breadcrumbs"
+    "wa",
+    "ta",
+    "ties, threshold per tensor",
+    "ties, threshold per expert",
+    "ties, weights",
+    "dare",
+    "dare_ties",
+    "dare_ties, weights and L1 norms",
+    "della",
+    "breadcrumbs",
+    "karcher",
 ]
+WEIGHTED = "weights=dict.fromkeys(names, 0.3)"  # names: of the experts
 MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "wa": ("WeightAverage()", "linear", {}, {"weight": 1.0}),
     "ta": ("TaskArithmetic(coef=0.3)", "task_arithmetic", {"lambda": 0.3, "normalize": False}, {"weight": 1.0}),
@@ -97,8 +110,20 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"lambda": 0.3, "normalize": False},
         {"weight": 1.0, "density": 0.5},
     ),
+    "ties, weights": (
+        f"Ties(coef=1.0, keep=0.6, aggregate='sum', scope='tensor', {WEIGHTED})",
+        "ties",
+        {"normalize": False},
+        {"weight": 0.3, "density": 0.6},
+    ),
     "dare": ("Dare(coef=0.3, drop_prob=0.3)", "dare_linear", {"lambda": 0.3}, {"weight": 1.0, "density": 0.7}),
     "dare_ties": ("DareTies(coef=0.3, drop_prob=0.3)", "dare_ties", {"lambda": 0.3}, {"weight": 1.0, "density": 0.7}),
+    "dare_ties, weights and L1 norms": (  # both by default in mergekit
+        f"DareTies(coef=1.0, drop_prob=0.4, rescale=True, {WEIGHTED})",
+        "dare_ties",
+        {"normalize": False},
+        {"weight": 0.3, "density": 0.6},
+    ),
     "breadcrumbs": (
         "Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.05, count='kept')",
         "breadcrumbs",
@@ -111,7 +136,9 @@ MERGERS: dict[Merger, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"lambda": 1.0},
         {"weight": 1.0, "density": 0.5, "epsilon": 0.07},
     ),
+    "karcher": ("Karcher()", "karcher", {}, {}),
 }
+WITHOUT_BASE = "linear", "karcher"  # of mergekit
 Case = Literal["bfloat16", "float32", "embedding"]
 DTYPES: dict[Case, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float32": torch.float32, "embedding": torch.bfloat16
@@ -229,7 +256,11 @@ def compare(
         to: partial(measure, [sys.executable, "-c", *words, *map(str, (base, to, *experts))], threads)
         for to, words in scripts.items()
     }
-    candidates[command] = partial(whole, [*_words(config, base, experts, threads), "--out", str(command)], threads)
+    if WEIGHTED in config:
+        words = [sys.executable, str(ROOT / "merge.py"), str(recipe), "--threads", str(threads)]
+    else:
+        words = _words(config, base, experts, threads)
+    candidates[command] = partial(whole, [*words, "--out", str(command)], threads)
     if options.mergekit and text not in known:
         known[text] = _too_large(base, experts)
     if options.mergekit and not known[text]:
@@ -288,7 +319,7 @@ def _recipe(merger: Merger, base: Path, experts: Sequence[Path], case: Case) -> 
     models = [{"model": str(expert), "parameters": each} for expert in experts]
     recipe = {"merge_method": method, "models": models, "parameters": top}
     recipe |= {"dtype": "float32", "out_dtype": str(DTYPES[case]).removeprefix("torch.")}
-    return recipe | ({} if method == "linear" else {"base_model": str(base)})
+    return recipe | ({} if method in WITHOUT_BASE else {"base_model": str(base)})
 
 
 def best(candidates: Mapping[Path, Callable[[], Cost]], repeats: int) -> list[Cost]:

@@ -323,7 +323,7 @@ def seeds(result: dict[str, Any]) -> str:
 def merge(result: dict[str, Any]) -> str:
     """Seconds, memory and their ratios to mergekit's by merger; cost of the other cases beside that of copying."""
     shown = {
-        "s": 1, "mergekit s": 1, "time ratio": 1, "command s": 1, "mergekit command s": 1, "command ratio": 1,
+        "s": 2, "mergekit s": 1, "time ratio": 1, "command s": 1, "mergekit command s": 1, "command ratio": 1,
         "MB": 0, "mergekit MB": 0, "memory ratio": 0,
     }  # fmt: skip
     rows = [row for row in result["rows"] if row["case"] == "bfloat16"]
@@ -353,7 +353,7 @@ def _costs(result: dict[str, Any], case: str, rows: Sequence[dict[str, Any]]) ->
     weights = result["MB"][case] * 1e6 / width * count
     for row in rows:
         ratio = f"{row['command ratio']:.1f}" if "command ratio" in row else "-"
-        own = f"{row['s']:.1f}", f"{row['cpu s'] / weights * 1e9:.1f}", f"{row['times the floor']:.1f}"
+        own = f"{row['s']:.2f}", f"{row['cpu s'] / weights * 1e9:.1f}", f"{row['times the floor']:.1f}"
         yield row["merger"], *own, f"{row['command s']:.1f}", ratio, f"{row['MB']:.0f}"
 
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .importing import uncollected
-
 F = TypeVar("F", bound=Callable[..., Any])
 _off = False
 
@@ -69,10 +67,17 @@ def _replaced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(mode) for mode in _REPLACING)
 
 
+def started() -> bool:
+    """Whether the loops are imported already."""
+    return not _off and _imported.cache_info().currsize > 0
+
+
 @cache
 def _imported() -> ModuleType | None:
     if os.environ.get("SMAT_FN_NUMBA") == "0":
         return None
+    from .importing import uncollected
+
     with uncollected():
         from . import _loops
 

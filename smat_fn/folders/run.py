@@ -18,7 +18,7 @@ from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from .files import Hashing, changed, followed, size_text
 from .prepare import Options, prepare
-from .streaming.chunks import Job, Written, in_order, write_order, written
+from .streaming.chunks import Job, Written, in_order, rule_of, write_order, written
 from .streaming.estimate import memory_bound, memory_problems, seconds_of
 from .streaming.survey import Survey
 from .writing import (
@@ -180,7 +180,7 @@ def merge_shards(job: Job, survey: Survey, shards: Sequence[Shard], work: Work) 
     Returns: more files of the output: none.
     Raises: as `write_order`.
     """
-    rule = job.config.rule(survey)
+    rule = rule_of(job, survey)
     for shard in shards:
         if shard.file not in work.progress["shards"]:
             with shard_file(work.folder, shard) as descriptor, followed(descriptor) as (digest, reached):

@@ -53,7 +53,7 @@ def mean_of(values: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
 
 
 def divisor_of(weights: Sequence[float], *, normalize: bool) -> float:
-    """What a weighted sum is divided by. Raises: ValueError for a sum of 0."""
+    """The sum of weights, or 1, by which a weighted sum is divided. Raises: ValueError for a sum of 0."""
     if normalize and no_sum(weights):
         raise ValueError(
             f"the sum of weights {list(weights)} of a leaf is 0: turn normalize off, or give other weights"

@@ -134,6 +134,7 @@ def trees(dtypes, grid):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SMALL", 1 << 12)
+    monkeypatch.setattr(chunks, "STARTED", 0)
     base, experts = trees(DTYPES[dtypes], grid)
     paths = folders.save_family(tmp_path, base, experts)
     with compiled.off():
@@ -249,10 +250,10 @@ def test_a_sample_does_not_depend_on_windows():
     whole, parts = sample(), sample(20_000, 20_001, 20_010, 33_333)
     assert len(whole) == 100
     values = (expert - base).abs().numpy().view("u4")
-    places = [int(numpy.flatnonzero(values == run[0])[0]) for run in whole]
+    starts = {values[start : start + loops.RUN].tobytes(): start for start in range(len(values))}
+    places = [starts[run.tobytes()] for run in whole]
     assert [place // 500 for place in places] == list(range(100))
     assert len({place % 500 for place in places}) > 80
-    assert numpy.array_equal(whole, [values[place : place + loops.RUN] for place in places])
     assert {run.tobytes() for run in parts} <= {run.tobytes() for run in whole}
     assert len(parts) >= 98
 
@@ -292,6 +293,18 @@ def test_the_bracket_of_a_sample_holds_the_rank(alike):
         exact = numpy.partition(values, int(share * len(values)))[int(share * len(values))].view("u4")
         missed += not low <= exact <= high
     assert missed <= 3
+
+
+@pytest.mark.parametrize("case", ["few weights", "many", "started", "not a sum"])
+def test_sums_take_a_loop_where_that_saves_time(case, calls, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "started", lambda: case == "started")
+    monkeypatch.setattr(chunks, "STARTED", 0 if case == "many" else 1 << 31)
+    base, experts = trees(DTYPES["float32"], 0.25)
+    paths = folders.save_family(tmp_path, base, experts)
+    config = CONFIGS["ta weights" if case == "not a sum" else "ta"]
+    merge_folders(config, *paths, tmp_path / "out")
+    assert bool(calls) == (case != "few weights")
+    folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts))
 
 
 def test_more_coordinates_than_a_table_counts(folders, tmp_path, monkeypatch):

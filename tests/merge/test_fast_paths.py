@@ -1,12 +1,16 @@
 """The fast forms of masks, ranks and selections give the bits of their definitions."""
 
+import math
+from itertools import pairwise
+
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from smat_fn import merge, random
+from smat_fn import compiled, merge, random
 from smat_fn.merge.della import ascending
 from smat_fn.merge.parts import ranks
-from smat_fn.merge.parts.arithmetic import agreeing, elected, zeroed
+from smat_fn.merge.parts.arithmetic import Norm, agreeing, elected, halved, products, zeroed
 from smat_fn.merge.parts.chunks import fields_of, mask_keys
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), float("nan")]
@@ -111,3 +115,37 @@ def test_every_order_statistic_is_that_of_a_sort(dtype):
     order, finite = ranks.select(lambda: values.split(13), len(values), dtype)
     assert not finite
     assert ranks.value_of(order.bits, dtype) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_norm_depends_on_no_cut(dtype):
+    values = (torch.randn(100_001) * torch.linspace(-30, 3, 100_001).exp()).to(dtype)
+
+    def norm(*cuts):
+        found = Norm()
+        for start, stop in pairwise([0, *cuts, len(values)]):
+            found.add(values[start:stop])
+        return found.value()
+
+    whole = norm()
+    assert norm(1, 4096, 4096, 5000, 50_000, 99_999) == whole
+    assert norm(*range(7, len(values), 1000)) == whole
+    with compiled.off():
+        assert norm() == norm(4095) == whole
+    blocks = [halved(block[None].abs().double()).item() for block in pad(values, (0, 4096)).split(4096)]
+    assert whole == math.fsum(blocks)
+    assert whole == pytest.approx(math.fsum(values.double().abs().tolist()), rel=1e-13)
+    assert Norm().value() == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 18])
+def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
+    rows = torch.randn(4, size) * torch.tensor([[1e-20], [1.0], [1e15], [-3.0]])
+    with compiled.off():
+        expected = products(rows)
+    assert torch.equal(products(rows), expected)
+    scale = rows.double().square().sum(1).sqrt()
+    exact = rows.double() @ rows.double().T
+    torch.testing.assert_close(
+        expected / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-13
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import compiled, errors, tree
 from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys
 from ...merge.parts.looped import KINDS, Loop, Window, sources
-from ...merge.parts.merger import Merger, Rule
+from ...merge.parts.merger import Mapped, Merger, Rule
 from ..files import Identity
 from ..inputs.reading import Folder, Stored
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
 ROWS = 1 << 15  # the same where a loop sorts rows
+STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
 
 
 class Scratch(threading.local):
@@ -146,6 +147,14 @@ def _in_turn(job: Job, path: str, start: int, origin: Tensor, *, based: bool) ->
             yield job.scratch.cast("part", values, dtype, job.device) if i else room.copy_(values)
 
 
+def rule_of(job: Job, leaves: Mapped) -> Rule:
+    """The merger's rule; sums of few weights without a loop, since starting numba takes more time than it saves."""
+    rule = job.config.rule(leaves)
+    weights = sum(leaf.numel() for leaf in job.base.leaves.values()) * len(job.experts)
+    keep = rule.total is None or weights >= STARTED or compiled.started()
+    return rule if keep else rule._replace(loop=None)
+
+
 def write_order(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
     """Tasks that give every coordinate of one output leaf, in order, on the CPU; independent of each other.
 
@@ -170,7 +179,7 @@ def looped(job: Job, path: str) -> bool:
 class Sources:
     """Where compiled loops read a leaf of base and of experts: `sources`, and what owns the memory.
 
-    What is stored is not touched by torch, whose every call lets another thread go on, and waits for it.
+    What is stored is not touched by torch, whose every call lets another thread run, and waits for it.
     """
 
     def __init__(self, job: Job, path: str, names: Iterable[str]) -> None:

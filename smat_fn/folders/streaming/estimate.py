@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checkpoint import STATISTICS
 from ...merge.parts.chunks import BYTES_PER_COORDINATE, row_length
 from ..inputs.reading import Folder, reader_of_tensor
-from .chunks import Job, in_order, write_order
+from .chunks import Job, in_order, rule_of, write_order
 from .survey import Survey
 
 FIXED = 32 << 20  # histograms, headers, allocator
@@ -89,7 +89,7 @@ def seconds_of(job: Job) -> float:
     times = []
     for _ in range(2):  # the first one loads libraries and takes memory
         begin = time.perf_counter()
-        rule = trial.config.rule(Survey(trial, {}))
+        rule = rule_of(job, Survey(trial, {}))
         for _ in in_order(write_order(trial, rule, "w"), trial.workers):
             pass
         times.append(time.perf_counter() - begin)

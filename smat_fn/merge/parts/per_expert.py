@@ -139,7 +139,7 @@ class Weighted(Merger):
         raise NotImplementedError
 
     def loop(self, leaves: Mapped, own: Own, terms: Terms) -> Loop | None:
-        """What merges a leaf where loops are compiled, with options by expert or without."""
+        """The compiled loop that merges a leaf, with options by expert or without; None: there is none."""
         return None
 
     def looped(self, leaves: Mapped, path: str, *, majority: int = 1) -> Loop | None:

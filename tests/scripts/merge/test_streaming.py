@@ -237,8 +237,9 @@ def test_a_merge_that_is_done_stays_and_the_others_follow(copied, tmp_path):
     assert [report is None for _, report in streaming.stream_run([TA], again)] == [False]
 
 
-def test_sums_load_no_compiled_loops(copied, tmp_path, monkeypatch):
+def test_sums_of_few_weights_start_no_compiled_loops(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_imported", lambda: pytest.fail("numba would be imported"))
+    monkeypatch.setattr(compiled, "started", lambda: False)
     order = streaming.order(*copied, out=tmp_path / "out", seed=3)
     assert len(list(streaming.stream_run([TA, WeightAverage()], order))) == 2
 
