@@ -278,11 +278,11 @@ def items(delta, length, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dropped_by_rank(delta, order, fields, by_rank, divide, out):  # type: ignore[no-untyped-def]
+def dropped_by_rank(delta, order, fields, by_rank, out):  # type: ignore[no-untyped-def]
     """`dropped` with a cutoff T for each rank of |delta| in its row, equal ones by position; ``kept = 1 - T / 65536``.
 
     Args: order: `items`, sorted in each row; fields: int16, less 32768; by_rank: int32, T by ascending rank, whose
-        length is that of the rows; divide: by kept, else by 1; out: not delta, or it takes five times as long.
+        length is that of the rows; out: not delta, or it takes five times as long.
     """
     length = len(by_rank)
     cutoffs = np.empty(length, np.int32)
@@ -291,13 +291,13 @@ def dropped_by_rank(delta, order, fields, by_rank, divide, out):  # type: ignore
         ranked = order[row]
         for rank in range(length):
             cutoffs[ranked[rank] & _WORD] = by_rank[rank]
-        _drop_row(delta[row], fields[row], cutoffs, divide, out[row])
+        _drop_row(delta[row], fields[row], cutoffs, out[row])
 
 
 @jit
-def _drop_row(delta, fields, cutoffs, divide, out):  # type: ignore[no-untyped-def]
+def _drop_row(delta, fields, cutoffs, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
-        kept = float32(1) - float32(cutoffs[i]) / float32(65536) if divide else float32(1)
+        kept = float32(1) - float32(cutoffs[i]) / float32(65536)
         out[i] = delta[i] / kept if int32(fields[i]) >= cutoffs[i] - int32(32768) else float32(0)
 
 
@@ -760,16 +760,49 @@ def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def deltas(sources, size, out):  # type: ignore[no-untyped-def]
-    """A task vector. Args: sources: base, expert; out: float32 (size,). Returns: its largest magnitude, as bits."""
-    origin, largest, first, end = np.empty(TILE, np.float32), uint32(0), uint64(0), uint64(size)
-    room = np.empty(TILE, np.float32)
-    while first < end:
-        n = min(uint64(TILE), end - first)
-        _load(sources, 0, first, n, room, origin)
-        largest = max(largest, _delta(sources, 1, first, n, origin, room, out[first:]))
-        first += n
+def rankable(sources, size, length, vectors, places):  # type: ignore[no-untyped-def]
+    """Task vectors of whole rows, and their `items`. Args: vectors: float32 (experts, size); places: uint64, the same.
+
+    Returns: the largest magnitude, as bits.
+    """
+    origin, room, largest = np.empty(TILE, np.float32), np.empty(TILE, np.float32), uint32(0)
+    for row in range(0, size, length):
+        for column in range(0, length, TILE):
+            first, n = uint64(row + column), uint64(min(TILE, length - column))
+            _load(sources, 0, first, n, room, origin)
+            for i in range(len(vectors)):
+                vector, place = vectors[i, first:], places[i, first:]
+                largest = max(largest, _delta(sources, i + 1, first, n, origin, room, vector))
+                for j in range(n):
+                    place[j] = (uint64(_size(vector[j])) << _HALF) | (uint64(column) + j)
     return largest
+
+
+@jit
+def ranked(vectors, places, keys, block, skip, by_rank, divide, ratios, weights):  # type: ignore[no-untyped-def]
+    """Drops coordinates of rows by rank, divides others by the keep probability of theirs, times two numbers: DELLA.
+
+    Args: vectors, places: as of `rankable`, places sorted in each row; keys, block, skip, ratios, weights: as
+        `masked`'s; by_rank: int32 (experts, length of a row), T by ascending rank; divide: by 1 - T / 65536, else by 1.
+    """
+    length, cutoffs = by_rank.shape[1], np.empty(by_rank.shape[1], np.int32)
+    state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
+    halves = words.view(np.uint16).reshape(-1)
+    for i in range(len(vectors)):
+        ratio, weight = ratios[i], weights[i]
+        for row in range(0, vectors.shape[1], length):
+            order = places[i, row : row + length]
+            for rank in range(length):
+                cutoffs[order[rank] & _WORD] = by_rank[i, rank]
+            for column in range(0, length, TILE - 8):
+                n, position = min(TILE - 8, length - column), skip + row + column
+                ahead = position % 8
+                _draw(keys[i, 0], keys[i, 1] + block + uint64(position // 8), ahead + n, state, words)
+                vector, drawn, cutoff = vectors[i, row + column :], halves[ahead:], cutoffs[column:]
+                for j in range(n):
+                    kept = float32(1) - float32(cutoff[j]) / float32(65536) if divide else float32(1)
+                    value = vector[j] / kept if int32(drawn[j]) >= cutoff[j] else float32(0)
+                    vector[j] = value * ratio * weight
 
 
 @jit

@@ -194,13 +194,13 @@ class Della(Sparse):
     def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
         assert self.drop_prob is not None
         assert self.window is not None
-        length, by_rank = row_length(own.shape), []
-        for name, density in zip(own.names, own.densities, strict=True):
+        by_rank = numpy.empty((len(own.names), row_length(own.shape)), numpy.int32)
+        for row, name, density in zip(by_rank, own.names, own.densities, strict=True):
             if density in (0, 1):
-                by_rank.append(torch.full((length,), 0 if density else 1 << 16, dtype=torch.int32, device="cpu"))
+                row[:] = 0 if density else 1 << 16
             else:
                 shares = _shares(name, own.path, density, self.drop_prob, self.window, self.windows)
-                by_rank.append(thresholds(length, *shares))
+                row[:] = thresholds(len(row), *shares).numpy()
         return partial(looped.ranked, by_rank=by_rank, terms=terms, divide=not self.rescale)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:

@@ -109,31 +109,22 @@ def masked(window: Window, thresholds: Sequence[int], terms: Terms, *, divide: b
     return _merged(window.loops.masked(*where, *numbers, *combine, *_written(window)))
 
 
-def ranked(window: Window, by_rank: Sequence[Tensor], terms: Terms, *, divide: bool = True) -> Merged:
-    """Merges whole rows of which ``by_rank``, of the experts, gives the threshold of each rank; else as `masked`."""
-    loops, size, read = window.loops, window.size, window.read
-    vectors = window.room("vectors", len(by_rank) * size, torch.float32).numpy().reshape(-1, size)
-    delta = window.room("delta", size, torch.float32).numpy()
-    fields = window.room("fields", size, torch.int16).numpy()
-    items = array(window.room("items", size, torch.int64))
-    largest, (ratios, weights) = 0, terms.scales()
-    where = [numpy.array([number]) for number in (*place(window.start), size)]
-    for i, vector in enumerate(vectors):
-        largest = max(largest, int(loops.deltas(read[[0, i + 1]], size, delta)))
-        loops.fields(window.keys[i : i + 1], *where, fields)
-        drop_by_rank(loops, delta, fields, array(by_rank[i]), vector, items, divide=divide)
-        for factor in (ratios[i], weights[i]):
-            if factor != 1:
-                vector *= factor
+def ranked(window: Window, by_rank: Any, terms: Terms, *, divide: bool = True) -> Merged:
+    """Merges whole rows; ``by_rank``, int32 (experts, length), gives the threshold of each rank; else as `masked`."""
+    loops, size, (experts, length) = window.loops, window.size, by_rank.shape
+    vectors = window.room("vectors", experts * size, torch.float32).numpy().reshape(experts, size)
+    places = array(window.room("places", experts * size, torch.int64)).reshape(experts, size)
+    largest = loops.rankable(window.read, size, length, vectors, places)
+    places.reshape(-1, length).sort(axis=-1)  # by the vector units of the processor
+    ratios, weights = terms.scales()
+    loops.ranked(vectors, places, window.keys, *place(window.start), by_rank, divide, ratios, weights)
     combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
-    done = loops.added(vectors, read[:1], size, *combine, *_written(window))
+    done = loops.added(vectors, window.read[:1], size, *combine, *_written(window))
     return _merged((*done[:2], largest, done[3]))
 
 
-def drop_by_rank(
-    loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any, items: Any, *, divide: bool = True
-) -> None:
-    """Rows of ``delta``, divided by the keep probabilities of their ranks, 0 where the field is below the threshold.
+def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any, items: Any) -> None:
+    """Rows of ``delta`` divided by the keep probabilities of their ranks, 0 where the field is below the threshold.
 
     Args: delta, out: float32, memory of their own; fields: int16, less 32768; by_rank: int32, one a coordinate of a
         row; items: uint64.
@@ -141,7 +132,7 @@ def drop_by_rank(
     loops.items(delta, len(by_rank), items)
     if len(by_rank) > 1:
         items.reshape(-1, len(by_rank)).sort(axis=-1)  # by the vector units of the processor
-    loops.dropped_by_rank(delta, items, fields, by_rank, divide, out)
+    loops.dropped_by_rank(delta, items, fields, by_rank, out)
 
 
 def _written(window: Window) -> tuple[Any, Any]:
