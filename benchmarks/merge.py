@@ -218,6 +218,7 @@ def checkpoints(folder: Path, case: Case, options: Options) -> tuple[Path, list[
             leaves = {name: _moved(held.get_tensor(name)) for name in held.keys()}  # noqa: SIM118
         save_file(leaves, expert / "model.safetensors", {"format": "pt"})
         (expert / "config.json").write_text((base / "config.json").read_text())
+    os.sync()  # or the first merges would share the disk with what is still to be written
     return base, experts
 
 

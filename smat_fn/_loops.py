@@ -413,7 +413,8 @@ def _reach(sources, row, first, n, room):  # type: ignore[no-untyped-def]
     """
     kind = sources[row, 1]
     at = sources[row, 0] + (uint64(4) if kind == uint64(0) else uint64(2)) * first
-    _ahead(at, kind != uint64(0))
+    if n > uint64(RUN):  # a sample reads nothing else there
+        _ahead(at, kind != uint64(0))
     if kind != uint64(2):
         return at, kind == uint64(1)
     for j in range(n):

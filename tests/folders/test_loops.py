@@ -1,5 +1,6 @@
 """Merging on disk by compiled loops gives the bits of the pure mergers in torch, and is done where it can be."""
 
+import json
 import os
 from contextlib import nullcontext
 from itertools import pairwise
@@ -293,6 +294,28 @@ def test_the_bracket_of_a_sample_holds_the_rank(alike):
         exact = numpy.partition(values, int(share * len(values)))[int(share * len(values))].view("u4")
         missed += not low <= exact <= high
     assert missed <= 3
+
+
+@pytest.mark.parametrize("stored", ["odd address", "transposed"])
+def test_leaves_that_no_loop_can_read_in_place_are_copied_window_by_window(stored, folders, tmp_path, monkeypatch):
+    base, experts = trees(DTYPES["float32"], 0.25)
+    paths = folders.save_family(tmp_path, base, experts)
+    monkeypatch.setattr(chunks, "SPAN", 1000)
+    folder = paths[1]["x"]
+    if stored == "transposed":
+        leaves = {**experts["x"], "large": experts["x"]["large"].T.contiguous().T}  # in another order in memory
+        (folder / "model.safetensors").unlink()
+        torch.save(leaves, folder / "pytorch_model.bin")
+    else:
+        file = folder / "model.safetensors"
+        size = int.from_bytes(file.read_bytes()[:8], "little")
+        header, data = json.loads(file.read_bytes()[8 : 8 + size]), file.read_bytes()[8 + size :]
+        text = json.dumps(header).encode()
+        text += b" " * (1 + -len(text) % 8)  # safetensors pads to a multiple of 8, but does not ask for it
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    for name in ("ties tensor", "wa"):
+        merge_folders(CONFIGS[name], *paths, tmp_path / name, key=folders.key)
+        folders.assert_same_bits(folders.load(tmp_path / name), folders.in_memory(CONFIGS[name], base, experts))
 
 
 @pytest.mark.parametrize("case", ["few weights", "many", "started", "not a sum"])

@@ -53,6 +53,7 @@ CONFIGS = (
     "WeightAverage()",
     "Ties(coef=1.0, keep=0.5, aggregate='sum', scope='global')",
     "Dare(coef=1.0, drop_prob=0.5)",
+    "DareTies(coef=1.0, drop_prob=0.5, rescale=True, weights={'0': 0.5})",
     "Della(coef=1.0, drop_prob=0.5, window=0.14)",
 )
 # what they need grows with the experts, or with the leaf

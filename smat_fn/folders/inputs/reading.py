@@ -286,12 +286,14 @@ class Stored:
     name: str
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        return self.whole()[start:stop]
+        found: Tensor = self.store.get_tensor(self.name).reshape(-1)[start:stop]
+        return found
 
-    def whole(self) -> Tensor:
-        """All of them, flat: a view of the mapped file."""
+    def mapped(self) -> Tensor | None:
+        """All of them, flat, in the memory of the mapped file; None where their order or address is another one."""
         found: Tensor = self.store.get_tensor(self.name)
-        return found.reshape(-1)
+        usual = found.is_contiguous() and found.data_ptr() % found.itemsize == 0
+        return found.view(-1) if usual else None
 
 
 def reader_of_tensor(leaf: Tensor) -> Read:

@@ -4,7 +4,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -184,7 +184,7 @@ class Sources:
 
     def __init__(self, job: Job, path: str, names: Iterable[str]) -> None:
         self._reads = [folder.reads[path] for folder in (job.base, *(job.experts[name] for name in names))]
-        self._leaves = [_aligned(read.whole()) if isinstance(read, Stored) else None for read in self._reads]
+        self._leaves = [read.mapped() if isinstance(read, Stored) else None for read in self._reads]
         stored = [leaf for leaf in self._leaves if leaf is not None]
         self._known, steps = sources(stored), [[leaf.itemsize, 0] for leaf in stored]
         self._steps, self._all = numpy.array(steps, numpy.uint64), len(stored) == len(self._reads)
@@ -195,15 +195,12 @@ class Sources:
         if self._all:
             return self._known + self._steps * numpy.uint64(start), self._leaves
         parts = [
-            _aligned(read(start, stop)) if leaf is None else leaf[start:stop]
+            read(start, stop) if leaf is None else leaf[start:stop]
             for read, leaf in zip(self._reads, self._leaves, strict=True)
         ]
+        # a file may place leaves at odd addresses
+        parts = [part.clone() if part.data_ptr() % part.itemsize else part.contiguous() for part in parts]
         return sources(parts), parts
-
-
-def _aligned(part: Tensor) -> Tensor:
-    """A file may place leaves at odd addresses."""
-    return part.clone() if part.data_ptr() % part.itemsize else part.contiguous()
 
 
 def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[], Written]]:
@@ -337,15 +334,36 @@ def in_order(tasks: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
     if workers == 1:
         yield from (task() for task in tasks)
         return
-    waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        try:
-            for task in tasks:
-                waiting.append(pool.submit(task))
-                if len(waiting) > AHEAD * workers:
-                    yield waiting.popleft().result()
-            while waiting:
+        yield from _taken(pool, tasks, workers)
+
+
+def _taken(pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
+    waiting: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(task))
+            if len(waiting) > AHEAD * workers:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        wait(waiting)
+
+
+class Threads:
+    """Threads that a survey keeps: new ones for every leaf would each keep memory that they have given back."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers, self._inside = workers, threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def in_order(self, tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """`chunks.in_order` by these threads; inside of one of them one task after the other."""
+        if self._workers == 1 or hasattr(self._inside, "started"):
+            return (task() for task in tasks)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, initializer=lambda: setattr(self._inside, "started", True))
+        return _taken(self._pool, tasks, self._workers)

@@ -69,6 +69,8 @@ def bracket(sample: Any, share: float) -> Bracket:
     Args: sample: uint32 (runs, RUN). Neighbours may be alike, so errors are those of the runs.
     """
     runs, length = sample.shape
+    if not runs:  # all leaves are shorter than a run
+        return Bracket(0, 1)
     ordered, count = numpy.sort(sample, None), runs * length
     center = min(int(share * count), count - 1)
     spread = max(float((sample < ordered[center]).mean(1).std()), 0.5 / length)

@@ -26,6 +26,7 @@ from .chunks import (
     SPAN,
     Job,
     Sources,
+    Threads,
     compute_dtype,
     in_order,
     looped,
@@ -60,6 +61,7 @@ class Survey:
             own: leaves that will be merged, where they are not all: thresholds of single others are not looked for.
         """
         self.job, self.device, self._found, self._save = job, job.device, found, save
+        self._threads = Threads(job.workers)
         self.experts: Mapping[str, object] = job.experts
         self.coefs: Mapping[str, float] = job.coefs
         self.cuts: Mapping[str, list[Cut]] = {}
@@ -99,7 +101,7 @@ class Survey:
             return products(rows)
 
         tasks = (partial(block, *span) for span in spans(job.base.leaves[path], arithmetic.BLOCK))
-        return gram_sum(in_order(tasks, job.workers), count)
+        return gram_sum(self._threads.in_order(tasks), count)
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
@@ -110,7 +112,7 @@ class Survey:
             yield deltas
 
     def each(self, function: Callable[[str], Value], paths: Iterable[str]) -> Iterator[Value]:
-        return in_order((partial(function, path) for path in paths), self.job.workers)
+        return self._threads.in_order(partial(function, path) for path in paths)
 
     def once(self, name: str, number: Callable[[], float]) -> float:
         if name not in self._found:
@@ -140,7 +142,7 @@ class Survey:
                 for rank, order in zip(wanted, group.orders(wanted) if wanted else (), strict=True)
             ]
 
-        return list(in_order(map(partial, repeat(one), self.experts, ranks), self.job.workers))
+        return list(self._threads.in_order(map(partial, repeat(one), self.experts, ranks)))
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         return vector_of(self.job, path, name, rows=rows)
@@ -164,7 +166,7 @@ class Survey:
             piece = Piece(path, start, list(vectors_of(job, path, start, stop, compute_dtype(job, path))), [])
             return int(votes(add(trimmed(piece, self.cuts))))
 
-        net = sum(in_order(chain.from_iterable(map(tasks, self.cuts)), job.workers))
+        net = sum(self._threads.in_order(chain.from_iterable(map(tasks, self.cuts))))
         return (net > 0) - (net < 0)
 
 

@@ -101,7 +101,9 @@ def products(rows: Tensor) -> Tensor:
     if (loops := loops_for(rows)) is None or rows.dtype != torch.float32 or not rows.numel():
         wide = rows.double()
         return torch.stack([halved(wide * row) for row in wide])
-    rows = pad(rows, (0, max(8, 1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1])).contiguous()
+    if more := max(8, 1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]:
+        rows = pad(rows, (0, more))
+    rows = rows.contiguous()
     found = torch.empty(len(rows), len(rows), dtype=torch.float64, device="cpu")
     loops.products(rows.numpy(), found.numpy())
     return found
@@ -125,7 +127,8 @@ class Norm:
     """
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._numbers: list[float] = []
+        self._sums: list[Tensor] = []  # on devices that the host need not wait for
         self._rest: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
@@ -134,13 +137,15 @@ class Norm:
             part = torch.cat([self._rest, part])
         whole = len(part) // NORMED * NORMED
         self._rest = part[whole:].clone() if whole < len(part) else None
-        if whole:
-            self._sums.append(_absolute_sums(part[:whole]))
+        if whole and part.device.type == "cpu":  # small tensors between large ones that go would fragment memory
+            self._numbers += _absolute_sums(part[:whole]).tolist()
+        elif whole:
+            self._sums.append(_absolute_sums(part[:whole]).clone())
 
     def value(self) -> float:
         """The norm of all so far."""
         rest = [] if self._rest is None else [_absolute_sums(pad(self._rest, (0, NORMED - len(self._rest))))]
-        return math.fsum(number for sums in (*self._sums, *rest) for number in sums.tolist())
+        return math.fsum((*self._numbers, *(number for sums in (*self._sums, *rest) for number in sums.tolist())))
 
 
 def _absolute_sums(values: Tensor) -> Tensor:
