@@ -331,6 +331,8 @@ def merge(result: dict[str, Any]) -> str:
     lines = [(row["merger"], *(f"{row[name]:.{digits}f}" for name, digits in shown.items())) for row in rows]
     cases = {case: [row for row in result["rows"] if row["case"] == case] for case in result["MB"]}
     costs = [(case, *cost) for case, found in cases.items() for cost in _costs(result, case, found)]
+    later = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
+    after = "".join(f" Our numbers of {name} are from a later run, at commit {commit}." for name, commit in later)
     more = "Case", "Merger", "s", "ns of CPU a weight", "x copying", "command s", "mergekit's / ours", "MB"
     rows_, columns = result["embedding"]
     return (
@@ -343,7 +345,7 @@ def merge(result: dict[str, Any]) -> str:
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
-        f"From `{result['command']}` on {result['hardware']}.\n"
+        f"From `{result['command']}` on {result['hardware']}.{after}\n"
     )
 
 
