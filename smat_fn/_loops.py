@@ -391,62 +391,54 @@ def _half_16(value):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _stored(at, half, j):  # type: ignore[no-untyped-def]
-    """The number at a place from an address on. Args: half: whether they are bfloat16, else float32."""
-    return _wide(_half_at(at, j)) if half else _float_at(at, j)
+def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
+    """float32 of the n numbers from ``first`` on, at most a tile.
 
-
-@inlined
-def _ahead(at, half):  # type: ignore[no-untyped-def]
-    """Asks for the next tile: processors foresee no tile behind another one, and nothing beyond a page of memory."""
-    size = uint64(2 * TILE) if half else uint64(4 * TILE)
-    for line in range(size, uint64(2) * size, uint64(64)):
-        _prefetch(at + line)
-
-
-@inlined
-def _reach(sources, row, first, n, room):  # type: ignore[no-untyped-def]
-    """Where `_stored` reads the n numbers from ``first`` on, and whether as bfloat16.
-
-    Args: sources: of each row an address, and 0 for float32, 1 for bfloat16, 2 for float16; room: float32 (TILE,),
-        gets what was float16.
+    Args: sources: of each row an address, and 0 for float32, 1 for bfloat16, 2 for float16.
     """
     kind = sources[row, 1]
-    at = sources[row, 0] + (uint64(4) if kind == uint64(0) else uint64(2)) * first
+    size = uint64(4) if kind == uint64(0) else uint64(2)
+    _copy(kind, sources[row, 0] + size * first, n, uint64(out.ctypes.data))
+
+
+@jit
+def _copy(kind, at, n, out):  # type: ignore[no-untyped-def]
+    # one kind of number behind it: loops that choose among several would not be kept in vector registers
+    size = uint64(4) if kind == uint64(0) else uint64(2)
     if n > uint64(RUN):  # a sample reads nothing else there
-        _ahead(at, kind != uint64(0))
-    if kind != uint64(2):
-        return at, kind == uint64(1)
-    for j in range(n):
-        room[j] = _wide_16(_half_at(at, j))
-    return uint64(room.ctypes.data), False
+        # processors foresee no tile behind another one, and nothing beyond a page of memory
+        for line in range(at + size * uint64(TILE), at + size * uint64(2 * TILE), uint64(64)):
+            _prefetch(line)
+    if kind == uint64(0):
+        for j in range(n):
+            _set_float(out, j, _float_at(at, j))
+    elif kind == uint64(1):
+        for j in range(n):
+            _set_float(out, j, _wide(_half_at(at, j)))
+    else:
+        for j in range(n):
+            _set_float(out, j, _wide_16(_half_at(at, j)))
 
 
 @inlined
-def _load(sources, row, first, n, room, out):  # type: ignore[no-untyped-def]
-    """float32 of the n numbers from ``first`` on; arguments as `_reach`'s."""
-    at, half = _reach(sources, row, first, n, room)
-    for j in range(n):
-        out[j] = _stored(at, half, j)
-
-
-@inlined
-def _delta(sources, row, first, n, origin, room, out):  # type: ignore[no-untyped-def]
+def _delta(sources, row, first, n, origin, out):  # type: ignore[no-untyped-def]
     """n numbers of a task vector from ``first`` on. Returns: their largest magnitude, as bits."""
-    (at, half), largest = _reach(sources, row, first, n, room), uint32(0)
+    largest = uint32(0)
+    _load(sources, row, first, n, out)
     for j in range(n):
-        value = _stored(at, half, j) - origin[j]
+        value = out[j] - origin[j]
         out[j] = value
         largest = max(largest, _size(value))
     return largest
 
 
 @inlined
-def _banded_delta(sources, row, first, n, origin, low, width, ratio, weight, room, out, total):  # type: ignore[no-untyped-def]
+def _banded_delta(sources, row, first, n, origin, low, width, ratio, weight, out, total):  # type: ignore[no-untyped-def]
     """`_delta` times two numbers, 0 where the magnitude less ``low`` is not below ``width``; adds it to the total."""
-    (at, half), largest = _reach(sources, row, first, n, room), uint32(0)
+    largest = uint32(0)
+    _load(sources, row, first, n, out)
     for j in range(n):
-        value = _stored(at, half, j) - origin[j]
+        value = out[j] - origin[j]
         size = _size(value)
         largest = max(largest, size)
         value = (value if uint32(size - low) < width else float32(0)) * ratio * weight
@@ -480,34 +472,42 @@ def _finish(merged, n, origin, coef, target, first, change, error, sums):  # typ
 def _write(values, n, change, target, first, error, sums):  # type: ignore[no-untyped-def]
     """Writes n numbers, at most a tile. Returns: the largest magnitude that is written, as bits.
 
-    Args: target: a row as `_reach`'s; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
+    Args: target: a row as `_load`'s sources; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
         squares of the rounding error and of the change are added.
     """
-    largest, at = uint32(0), target[0, 0]
-    if target[0, 1] == uint64(2):
-        at += uint64(2) * first
-        for j in range(n):
-            half = _half_16(values[j])
-            _set_half(at, j, half)
-            written = _wide_16(half)
-            error[j] = values[j] - written
-            largest = max(largest, _size(written))
+    kind = target[0, 1]
+    size = uint64(4) if kind == uint64(0) else uint64(2)
+    largest = _put(kind, uint64(values.ctypes.data), n, uint64(error.ctypes.data), target[0, 0] + size * first)
+    if kind != uint64(0):
         _squares(error, n, sums[0])
-    elif target[0, 1]:
-        at += uint64(2) * first
-        for j in range(n):
-            half = _half(values[j])
-            _set_half(at, j, half)
-            written = _wide(half)
-            error[j] = values[j] - written
-            largest = max(largest, _size(written))
-        _squares(error, n, sums[0])
-    else:
-        at += uint64(4) * first
-        for j in range(n):
-            _set_float(at, j, values[j])
-            largest = max(largest, _size(values[j]))
     _squares(change, n, sums[1])
+    return largest
+
+
+@jit
+def _put(kind, values, n, error, at):  # type: ignore[no-untyped-def]
+    largest = uint32(0)
+    if kind == uint64(0):
+        for j in range(n):
+            value = _float_at(values, j)
+            _set_float(at, j, value)
+            largest = max(largest, _size(value))
+    elif kind == uint64(1):
+        for j in range(n):
+            value = _float_at(values, j)
+            half = _half(value)
+            written = _wide(half)
+            _set_half(at, j, half)
+            _set_float(error, j, value - written)
+            largest = max(largest, _size(written))
+    else:
+        for j in range(n):
+            value = _float_at(values, j)
+            half = _half_16(value)
+            written = _wide_16(half)
+            _set_half(at, j, half)
+            _set_float(error, j, value - written)
+            largest = max(largest, _size(written))
     return largest
 
 
@@ -528,7 +528,7 @@ def _squares(values, n, sums):  # type: ignore[no-untyped-def]
 def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, majority, divisor, coef, target):  # type: ignore[no-untyped-def]
     """Merges task vectors of which only bands of magnitudes stay.
 
-    Args: sources: uint64 (experts + 1, 2), see `_reach`, base first; start: of the window in its leaf; bands: uint32
+    Args: sources: uint64 (experts + 1, 2), see `_load`, base first; start: of the window in its leaf; bands: uint32
         (experts, 4), magnitudes from [0] on, below [2], stay, from position splits[0] on those from [1] on, and from
         splits[1] on those below [3]; splits: int64 (experts, 2); ratios, weights: float32 (experts,), each vector is
         multiplied by both; elect: take only what has the sign of the sum, else all; mean: over the weights of what is
@@ -543,14 +543,14 @@ def banded(sources, start, size, bands, splits, ratios, weights, elect, mean, ma
     while first < end:
         position = uint64(start) + first
         n = _until(splits, position, min(uint64(TILE), end - first))
-        _load(sources, 0, first, n, error, origin)
+        _load(sources, 0, first, n, origin)
         for j in range(n):
             merged[j] = float32(-0.0)  # so that a first -0 stays one
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
             width, ratio, weight = uint32(high - low), ratios[i], weights[i]
-            found = _banded_delta(sources, i + 1, first, n, origin, low, width, ratio, weight, error, rows[i], merged)
+            found = _banded_delta(sources, i + 1, first, n, origin, low, width, ratio, weight, rows[i], merged)
             largest = max(largest, found)
         if elect:
             for j in range(n):
@@ -603,19 +603,18 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
     """The sum of the signs of sums of task vectors; arguments as `banded`'s."""
     count = len(sources) - 1
     row, origin, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    room = np.empty(TILE, np.float32)
     net, first, end = 0, uint64(0), uint64(size)
     while first < end:
         position = uint64(start) + first
         n = _until(splits, position, min(uint64(TILE), end - first))
-        _load(sources, 0, first, n, room, origin)
+        _load(sources, 0, first, n, origin)
         for j in range(n):
             total[j] = float32(-0.0)
         for i in range(count):
             low = bands[i, 0] if int64(position) < splits[i, 0] else bands[i, 1]
             high = bands[i, 2] if int64(position) < splits[i, 1] else bands[i, 3]
             one = float32(1)
-            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), one, one, room, row, total)
+            _banded_delta(sources, i + 1, first, n, origin, low, uint32(high - low), one, one, row, total)
         tile = int32(0)
         for j in range(n):
             tile += int32(total[j] > 0) - int32(total[j] < 0)
@@ -625,12 +624,13 @@ def votes(sources, start, size, bands, splits):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _sizes(sources, first, n, origin, room, out):  # type: ignore[no-untyped-def]
+def _sizes(sources, first, n, origin, out):  # type: ignore[no-untyped-def]
     """The bits of the magnitudes of a task vector. Args: sources: base, expert; out: uint32. Returns: the largest."""
-    _load(sources, 0, first, n, room, origin)
-    (at, half), largest = _reach(sources, 1, first, n, room), uint32(0)
+    largest = uint32(0)
+    _load(sources, 0, first, n, origin)
+    _load(sources, 1, first, n, out)
     for j in range(n):
-        size = _size(_stored(at, half, j) - origin[j])
+        size = _size(uint32(out[j]).view(np.float32) - origin[j])
         out[j] = size
         largest = max(largest, size)
     return largest
@@ -643,12 +643,12 @@ def sampled(sources, size, offset, step, out):  # type: ignore[no-untyped-def]
     Args: sources: base, expert; offset: of the window among all coordinates; out: uint32 (runs, RUN).
     Returns: how many runs are written.
     """
-    origin, room, found, end = np.empty(RUN, np.float32), np.empty(RUN, np.float32), 0, offset + size
+    origin, found, end = np.empty(RUN, np.float32), 0, offset + size
     for run in range(offset // step, (end + step - 1) // step):
         drawn = (uint64(run) * uint64(0x9E3779B97F4A7C15)) >> _HALF
         first = run * step + int64((drawn * uint64(step - RUN)) >> _HALF) - offset
         if 0 <= first <= size - RUN:
-            _sizes(sources, uint64(first), uint64(RUN), origin, room, out[found])
+            _sizes(sources, uint64(first), uint64(RUN), origin, out[found])
             found += 1
     return found
 
@@ -661,13 +661,12 @@ def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
     Returns: how many are below low, equal to low, found and equal to high; the largest of all.
     """
     sizes, origin, flags = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(COLUMNS, np.uint32)
-    room = np.empty(TILE, np.float32)
     start, width = uint32(low + uint32(1)), uint32(high - low - uint32(1))
     below, at_low, found, at_high, largest = int64(0), int64(0), uint64(0), int64(0), uint32(0)
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        largest = max(largest, _sizes(sources, first, n, origin, room, sizes))
+        largest = max(largest, _sizes(sources, first, n, origin, sizes))
         under, lows, highs = uint32(0), uint32(0), uint32(0)
         for j in range(n):
             under = uint32(under + uint32(sizes[j] < low))
@@ -695,11 +694,10 @@ def between(sources, size, low, high, hits):  # type: ignore[no-untyped-def]
 def count_high(sources, size, counts):  # type: ignore[no-untyped-def]
     """Counts magnitudes of a task vector by their upper 16 bits. Args: sources: base, expert; counts: (2, 65536)."""
     sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
-    room = np.empty(TILE, np.float32)
     first, end = uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, room, sizes)
+        _sizes(sources, first, n, origin, sizes)
         for j in range(n):  # two tables: equal neighbours need not wait for each other
             counts[j & uint64(1), sizes[j] >> uint32(15)] += uint32(1)
         first += n
@@ -712,11 +710,10 @@ def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
     Args: sources: base, expert; counts: uint32, of low and those after it; others are not counted.
     """
     sizes, origin, hits = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE + 1, np.uint32)
-    room = np.empty(TILE, np.float32)
     width, first, end = uint32(len(counts)), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, room, sizes)
+        _sizes(sources, first, n, origin, sizes)
         found = uint64(0)
         for j in range(n):  # no branch, which nothing would foretell
             place = uint32(sizes[j] - low)
@@ -731,11 +728,10 @@ def count_between(sources, size, low, counts):  # type: ignore[no-untyped-def]
 def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
     """The position of the ``left``-th (from 1) magnitude whose bits are ``wanted``, or -1, and how many were met."""
     sizes, origin = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
-    room = np.empty(TILE, np.float32)
     met, first, end = int64(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, room, sizes)
+        _sizes(sources, first, n, origin, sizes)
         found = uint32(0)
         for j in range(n):
             found += uint32(sizes[j] == wanted)
@@ -753,10 +749,9 @@ def nth_equal(sources, size, wanted, left):  # type: ignore[no-untyped-def]
 def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
     """The bits of a task vector's magnitudes. Args: out: uint32 (size,)."""
     origin, first, end = np.empty(TILE, np.float32), uint64(0), uint64(size)
-    room = np.empty(TILE, np.float32)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _sizes(sources, first, n, origin, room, out[first:])
+        _sizes(sources, first, n, origin, out[first:])
         first += n
 
 
@@ -766,14 +761,14 @@ def rankable(sources, size, length, vectors, places):  # type: ignore[no-untyped
 
     Returns: the largest magnitude, as bits.
     """
-    origin, room, largest = np.empty(TILE, np.float32), np.empty(TILE, np.float32), uint32(0)
+    origin, largest = np.empty(TILE, np.float32), uint32(0)
     for row in range(0, size, length):
         for column in range(0, length, TILE):
             first, n = uint64(row + column), uint64(min(TILE, length - column))
-            _load(sources, 0, first, n, room, origin)
+            _load(sources, 0, first, n, origin)
             for i in range(len(vectors)):
                 vector, place = vectors[i, first:], places[i, first:]
-                largest = max(largest, _delta(sources, i + 1, first, n, origin, room, vector))
+                largest = max(largest, _delta(sources, i + 1, first, n, origin, vector))
                 for j in range(n):
                     place[j] = (uint64(_size(vector[j])) << _HALF) | (uint64(column) + j)
     return largest
@@ -824,12 +819,12 @@ def masked(sources, block, skip, size, keys, cutoffs, kept, ratios, weights, ele
     counter, ahead = block, uint64(skip)
     while first < end:
         n = min(uint64(TILE) - ahead, end - first)
-        _load(sources, 0, first, n, error, origin)
+        _load(sources, 0, first, n, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
         for i in range(count):
             row = rows[i]
-            largest = max(largest, _delta(sources, i + 1, first, n, origin, error, row))
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
             _draw(keys[i, 0], keys[i, 1] + counter, int64(ahead + n), state, words)
             drawn, cutoff, probability, ratio, weight = halves[ahead:], cutoffs[i], kept[i], ratios[i], weights[i]
             for j in range(n):
@@ -865,7 +860,7 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
     sums, written, first, end = np.zeros((2, 64)), uint32(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(base, 0, first, n, error, origin)
+        _load(base, 0, first, n, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
         for i in range(len(vectors)):
@@ -890,14 +885,15 @@ def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untype
     largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
     while first < end:
         n = min(uint64(TILE), end - first)
-        _load(sources, 0, first, n, error, origin)
+        _load(sources, 0, first, n, origin)
         for j in range(n):
             merged[j] = float32(-0.0)
             largest = max(largest, _size(origin[j]))
         for i in range(1, len(sources)):
-            (at, half), weight = _reach(sources, i, first, n, error), weights[i - 1]
+            weight = weights[i - 1]
+            _load(sources, i, first, n, error)
             for j in range(n):
-                value = _stored(at, half, j)
+                value = error[j]
                 largest = max(largest, _size(value))
                 merged[j] += value * weight
         _divided(merged, n, divisor)
