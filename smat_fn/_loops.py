@@ -278,11 +278,77 @@ def items(delta, length, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dropped_by_rank(delta, order, fields, by_rank, out):  # type: ignore[no-untyped-def]
+def packed(delta, length, bits, out):  # type: ignore[no-untyped-def]
+    """`items` in 32 bits: the upper bits of a magnitude, then whether its lower ones are not 0, then the position.
+
+    The magnitudes of a row that have upper bits are those down to 2^-16 of its largest one.
+
+    Args: bits: of a position, as few as a row needs; out: uint32.
+    Returns: how many magnitudes have lower bits.
+    """
+    sizes, width = delta.view(np.uint32), 31 - bits
+    shift = max(27 - width, 0)  # 16 exponents and 23 bits of a fraction are 2^27 magnitudes
+    step, bit, factor = uint32(1 << shift), uint32(1 << bits), uint32(1 << (bits + 1 - shift))
+    lower, most, cut = uint32(step - uint32(1)), (1 << width) - 2, 0
+    for first in range(0, len(delta), length):
+        row, places = sizes[first : first + length], out[first : first + length]
+        largest, found = uint32(0), uint32(0)
+        for i in range(length):
+            largest = max(largest, uint32(row[i] & uint32(0x7FFFFFFF)))
+        floor = uint32(max(int64(largest >> uint32(shift)) - most, 0) << shift)
+        for i in range(length):  # products, since numbers of 32 bits are not shifted as such
+            size = uint32(row[i] & uint32(0x7FFFFFFF))
+            above = size >= floor
+            upper = uint32(uint32(uint32(size - floor) + step) & uint32(~lower)) if above else uint32(0)
+            rest = uint32(size & (lower if above else uint32(0xFFFFFFFF)))
+            flag = bit if rest != uint32(0) else uint32(0)
+            places[i] = uint32(uint32(upper * factor) | flag) | uint32(i)
+            found += flag
+        cut += int64(found >> uint32(bits))
+    return cut
+
+
+@jit
+def mended(delta, length, bits, order):  # type: ignore[no-untyped-def]
+    """Sorts what `packed` could not tell apart, in rows that are sorted but for it. Args: order: uint32.
+
+    Returns: False, and stops, where that is over an eighth of a long row: another sort takes less time.
+    """
+    sizes, bit = delta.view(np.uint32), uint32(1 << bits)
+    for first in range(0, len(delta), length):
+        row, places, alike = sizes[first : first + length], order[first : first + length], uint32(0)
+        for i in range(1, length):
+            near = uint32(places[i] ^ places[i - 1]) < bit
+            alike += uint32(places[i] & bit) if near else uint32(0)
+        if 8 * int64(alike >> uint32(bits)) > max(length, 512):
+            return False
+        for i in range(1, length if alike else 0):
+            if places[i] & bit and uint32(places[i] ^ places[i - 1]) < bit:
+                _inserted(row, places, i, bit)
+    return True
+
+
+@inlined
+def _inserted(row, places, i, bit):  # type: ignore[no-untyped-def]
+    """Moves one place before those with the same upper bits whose magnitudes are larger."""
+    place = places[i]
+    size, at = uint32(row[place & uint32(bit - uint32(1))] & uint32(0x7FFFFFFF)), i
+    while at > 0 and uint32(place ^ places[at - 1]) < bit:
+        before = places[at - 1]
+        if uint32(row[before & uint32(bit - uint32(1))] & uint32(0x7FFFFFFF)) <= size:
+            break
+        places[at] = before
+        at -= 1
+    places[at] = place
+
+
+@jit
+def dropped_by_rank(delta, order, position, fields, by_rank, out):  # type: ignore[no-untyped-def]
     """`dropped` with a cutoff T for each rank of |delta| in its row, equal ones by position; ``kept = 1 - T / 65536``.
 
-    Args: order: `items`, sorted in each row; fields: int16, less 32768; by_rank: int32, T by ascending rank, whose
-        length is that of the rows; out: not delta, or it takes five times as long.
+    Args: order: `items`, or what is `packed`, sorted in each row; position: the bits of it that tell the place; fields:
+        int16, less 32768; by_rank: int32, T by ascending rank, whose length is that of the rows; out: not delta, or it
+        takes five times as long.
     """
     length = len(by_rank)
     cutoffs = np.empty(length, np.int32)
@@ -290,7 +356,7 @@ def dropped_by_rank(delta, order, fields, by_rank, out):  # type: ignore[no-unty
         row = slice(first, first + length)
         ranked = order[row]
         for rank in range(length):
-            cutoffs[ranked[rank] & _WORD] = by_rank[rank]
+            cutoffs[ranked[rank] & position] = by_rank[rank]
         _drop_row(delta[row], fields[row], cutoffs, out[row])
 
 
@@ -756,30 +822,26 @@ def magnitudes(sources, size, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def rankable(sources, size, length, vectors, places):  # type: ignore[no-untyped-def]
-    """Task vectors of whole rows, and their `items`. Args: vectors: float32 (experts, size); places: uint64, the same.
-
-    Returns: the largest magnitude, as bits.
-    """
+def vectors(sources, size, out):  # type: ignore[no-untyped-def]
+    """Task vectors. Args: out: float32 (experts, size). Returns: the largest magnitude, as bits."""
     origin, largest = np.empty(TILE, np.float32), uint32(0)
-    for row in range(0, size, length):
-        for column in range(0, length, TILE):
-            first, n = uint64(row + column), uint64(min(TILE, length - column))
-            _load(sources, 0, first, n, origin)
-            for i in range(len(vectors)):
-                vector, place = vectors[i, first:], places[i, first:]
-                largest = max(largest, _delta(sources, i + 1, first, n, origin, vector))
-                for j in range(n):
-                    place[j] = (uint64(_size(vector[j])) << _HALF) | (uint64(column) + j)
+    first, end = uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        for i in range(len(out)):
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, out[i, first:]))
+        first += n
     return largest
 
 
 @jit
-def ranked(vectors, places, keys, block, skip, by_rank, divide, ratios, weights):  # type: ignore[no-untyped-def]
+def ranked(vectors, order, position, keys, block, skip, by_rank, divide, ratios, weights):  # type: ignore[no-untyped-def]
     """Drops coordinates of rows by rank, divides others by the keep probability of theirs, times two numbers: DELLA.
 
-    Args: vectors, places: as of `rankable`, places sorted in each row; keys, block, skip, ratios, weights: as
-        `masked`'s; by_rank: int32 (experts, length of a row), T by ascending rank; divide: by 1 - T / 65536, else by 1.
+    Args: vectors: float32 (experts, size); order, position: as `dropped_by_rank`'s, as many rows; keys, block, skip,
+        ratios, weights: as `masked`'s; by_rank: int32 (experts, length of a row), T by ascending rank; divide: by
+        1 - T / 65536, else by 1.
     """
     length, cutoffs = by_rank.shape[1], np.empty(by_rank.shape[1], np.int32)
     state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
@@ -787,13 +849,13 @@ def ranked(vectors, places, keys, block, skip, by_rank, divide, ratios, weights)
     for i in range(len(vectors)):
         ratio, weight = ratios[i], weights[i]
         for row in range(0, vectors.shape[1], length):
-            order = places[i, row : row + length]
+            places = order[i, row : row + length]
             for rank in range(length):
-                cutoffs[order[rank] & _WORD] = by_rank[i, rank]
+                cutoffs[places[rank] & position] = by_rank[i, rank]
             for column in range(0, length, TILE - 8):
-                n, position = min(TILE - 8, length - column), skip + row + column
-                ahead = position % 8
-                _draw(keys[i, 0], keys[i, 1] + block + uint64(position // 8), ahead + n, state, words)
+                n, field = min(TILE - 8, length - column), skip + row + column
+                ahead = field % 8
+                _draw(keys[i, 0], keys[i, 1] + block + uint64(field // 8), ahead + n, state, words)
                 vector, drawn, cutoff = vectors[i, row + column :], halves[ahead:], cutoffs[column:]
                 for j in range(n):
                     kept = float32(1) - float32(cutoff[j]) / float32(65536) if divide else float32(1)

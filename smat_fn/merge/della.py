@@ -87,8 +87,7 @@ def thresholds(length: int, drop_prob: float, window: float, device: torch.devic
 def _masked(delta: Tensor, fields: Tensor, by_rank: Tensor) -> Tensor:
     if (loops := loops_for(delta, fields, by_rank)) is not None and delta.dtype == torch.float32:
         out, centered = torch.empty_like(delta), (fields - 32768).to(torch.int16)
-        items = torch.empty_like(delta, dtype=torch.int64)
-        looped.drop_by_rank(loops, *map(array, (delta, centered, by_rank, out, items)))
+        looped.drop_by_rank(loops, *map(array, (delta, centered, by_rank, out)))
         return out
     order = ascending(delta.view(-1, len(by_rank)).abs())
     drop = by_rank.new_empty(order.shape).scatter_(-1, order, by_rank.expand_as(order)).view(-1)

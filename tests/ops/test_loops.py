@@ -11,7 +11,7 @@ import torch
 from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
-from smat_fn.merge.parts.looped import Terms, Window, masked, sources
+from smat_fn.merge.parts.looped import Terms, Window, masked, ordered, sources
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal
@@ -155,6 +155,37 @@ def test_merges_with_random_masks(dtype, calls):
     same_bits(*both(merged))
     used = {"words", "fields"} | ({"dropped", "dropped_by_rank", "agree"} if dtype != torch.float64 else set())
     assert set(calls) == used
+
+
+NARROW, WIDE = 32, 64
+ROWS = {  # how three rows of n numbers are made of normal ones, and the bits that they are sorted by
+    "distinct": ([(7, NARROW), (1000, NARROW), (4097, NARROW), (8192, NARROW), (8193, WIDE)], lambda rows: rows),
+    "bfloat16": (
+        [(1000, NARROW), (8193, NARROW), (32768, NARROW), (32769, WIDE)],
+        lambda rows: rows.bfloat16().float(),
+    ),
+    "equal": ([(1, NARROW), (8, NARROW), (4096, NARROW)], lambda rows: (4 * rows).round()),
+    "zeros": ([(513, NARROW)], lambda rows: rows * (rows > 0.3)),
+    "subnormal": ([(1000, WIDE)], lambda rows: 1e-40 * rows),
+    "far apart": ([(60, NARROW), (1000, WIDE)], lambda rows: rows * torch.exp(4 * rows.roll(1))),
+    "one far above": ([(40, NARROW), (1000, WIDE)], lambda rows: rows.index_fill(1, torch.tensor([3]), 1e30)),
+    "close": ([(60, NARROW), (1000, WIDE)], lambda rows: rows.sign() + 1e-6 * rows),
+    "infinite": ([(1000, NARROW)], lambda rows: (rows * 2e38).bfloat16().float()),
+}
+
+
+@pytest.mark.parametrize(
+    ("length", "bits", "kind"), [(*case, kind) for kind, (cases, _) in ROWS.items() for case in cases]
+)
+def test_rows_are_ordered_by_magnitude_then_position(length, bits, kind):
+    rows = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
+    delta = ROWS[kind][1](rows).contiguous()
+    order, places = ordered(
+        compiled.loops(), compiled.array(delta), length, lambda _, *size: torch.empty(size[0], dtype=size[1])
+    )
+    assert order.itemsize * 8 == bits
+    found = torch.from_numpy((order & places).astype("int64")).view(3, length)
+    assert torch.equal(found, delta.abs().argsort(dim=-1, stable=True))
 
 
 def test_special_numbers_in_merges():
