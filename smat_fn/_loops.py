@@ -170,12 +170,7 @@ def slope_squares(theta, slope, adaptive, sums):  # type: ignore[no-untyped-def]
                 value[i] = abs(other[i]) * value[i]
         for i in range(count):
             value[i] *= value[i]
-        half = 2048
-        while half > 0:
-            for i in range(half):
-                value[i] += value[i + half]
-            half //= 2
-        sums[block] = value[0]
+        sums[block] = _halved(value, 4096)
 
 
 @jit
@@ -289,7 +284,7 @@ def packed(delta, length, bits, out):  # type: ignore[no-untyped-def]
     sizes, width = delta.view(np.uint32), 31 - bits
     shift = max(27 - width, 0)  # 16 exponents and 23 bits of a fraction are 2^27 magnitudes
     step, bit, factor = uint32(1 << shift), uint32(1 << bits), uint32(1 << (bits + 1 - shift))
-    lower, most, cut = uint32(step - uint32(1)), (1 << width) - 2, 0
+    lower, most, cut = uint32(step - uint32(1)), (1 << width) - 2, int64(0)
     for first in range(0, len(delta), length):
         row, places = sizes[first : first + length], out[first : first + length]
         largest, found = uint32(0), uint32(0)
@@ -538,8 +533,8 @@ def _finish(merged, n, origin, coef, target, first, change, error, sums):  # typ
 def _write(values, n, change, target, first, error, sums):  # type: ignore[no-untyped-def]
     """Writes n numbers, at most a tile. Returns: the largest magnitude that is written, as bits.
 
-    Args: target: a row as `_load`'s sources; change: from base; error: float32 (TILE,), is written to; sums: float64 (2, 64),
-        squares of the rounding error and of the change are added.
+    Args: target: a row as `_load`'s sources; change: from base; error: float32 (TILE,), is written to; sums: float64
+        (2, 64), squares of the rounding error and of the change are added.
     """
     kind = target[0, 1]
     size = uint64(4) if kind == uint64(0) else uint64(2)
@@ -967,18 +962,74 @@ def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untype
 
 
 @jit
+def norms(sources, start, size, bands, splits, keys, cutoffs, sums):  # type: ignore[no-untyped-def]
+    """Sums of magnitudes of task vectors, and of what stays of them, by blocks as of `absolute_sums`.
+
+    Args: start: a multiple of 4096; keys: (experts, 2) of mask streams, none where nothing is random; cutoffs: int32,
+        as `masked`'s; sums: float64 (2, experts, blocks); others as `banded`'s.
+    """
+    state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
+    halves, work = words.view(np.uint16).reshape(-1), np.empty(512, np.float64)
+    origin, row, kept = np.empty(4096, np.float32), np.empty(4096, np.float32), np.empty(4096, np.float32)
+    for block in range(sums.shape[2]):
+        begin, end = uint64(4096 * block), min(uint64(4096 * (block + 1)), uint64(size))
+        first = begin
+        while first < end:
+            n = min(uint64(TILE), end - first)
+            _load(sources, 0, first, n, origin[first - begin :])
+            first += n
+        row[end - begin :] = 0
+        kept[end - begin :] = 0
+        for i in range(len(sources) - 1):
+            first = begin
+            while first < end:
+                place, at, tile = uint64(start) + first, first - begin, (first - begin) % uint64(TILE)
+                n = _until(splits[i : i + 1], place, min(uint64(TILE) - tile, end - first))
+                low = bands[i, 0] if int64(place) < splits[i, 0] else bands[i, 1]
+                high = bands[i, 2] if int64(place) < splits[i, 1] else bands[i, 3]
+                values, some, width = row[at:], kept[at:], uint32(high - low)
+                _delta(sources, i + 1, first, n, origin[at:], values)
+                for j in range(n):
+                    some[j] = values[j] if uint32(_size(values[j]) - low) < width else float32(0)
+                if len(keys):  # bands have no splits then
+                    _draw(keys[i, 0], keys[i, 1] + place // uint64(8), int64(n), state, words)
+                    cutoff = cutoffs[i]
+                    for j in range(n):
+                        some[j] = some[j] if int32(halves[j]) >= cutoff else float32(0)
+                first += n
+            sums[0, i, block] = _absolute(row, work)
+            sums[1, i, block] = _absolute(kept, work)
+
+
+@jit
 def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
     """Sums of magnitudes of blocks of 4096, each added by halves. Args: values: float32; sums: float64, one a block."""
-    value = np.empty(4096, np.float64)
+    work = np.empty(512, np.float64)
     for block in range(len(sums)):
-        for i in range(4096):
-            value[i] = float64(abs(values[4096 * block + i]))
-        half = 2048
-        while half > 0:
-            for i in range(half):
-                value[i] += value[i + half]
-            half //= 2
-        sums[block] = value[0]
+        sums[block] = _absolute(values[4096 * block :], work)
+
+
+@inlined
+def _absolute(values, work):  # type: ignore[no-untyped-def]
+    """The sum of the first 4096 magnitudes. Args: work: float64 (512,)."""
+    for k in range(512):  # three halvings, without writing any before
+        a = float64(abs(values[k])) + float64(abs(values[k + 2048]))
+        b = float64(abs(values[k + 512])) + float64(abs(values[k + 2560]))
+        c = float64(abs(values[k + 1024])) + float64(abs(values[k + 3072]))
+        d = float64(abs(values[k + 1536])) + float64(abs(values[k + 3584]))
+        work[k] = (a + c) + (b + d)
+    return _halved(work, 512)
+
+
+@inlined
+def _halved(values, size):  # type: ignore[no-untyped-def]
+    """The sum of a power of two of numbers, added by halves; they are written to."""
+    half = size // 2
+    while half > 0:
+        for i in range(half):
+            values[i] += values[i + half]
+        half //= 2
+    return values[0]
 
 
 @jit
@@ -989,12 +1040,7 @@ def products(rows, out):  # type: ignore[no-untyped-def]
     for i in range(len(rows)):
         for j in range(i + 1):
             _folded(rows[i], rows[j], eighth, value)
-            half = eighth // 2
-            while half > 0:
-                for k in range(half):
-                    value[k] += value[k + half]
-                half //= 2
-            out[i, j] = out[j, i] = value[0]
+            out[i, j] = out[j, i] = _halved(value, eighth)
 
 
 @jit

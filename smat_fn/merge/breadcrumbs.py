@@ -138,8 +138,8 @@ class Breadcrumbs(Sparse):
 
         return Rule(lambda _: fuse, loop=partial(self.looped, leaves))
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
-        return partial(looped.banded, bands=[_band(*limits) for limits in self._ends(leaves)(own.path)], terms=terms)
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
+        return looped.ByMagnitude([_band(*limits) for limits in self._ends(leaves)(own.path)])
 
     def _ends(self, leaves: Mapped) -> Callable[[str], list[tuple[_End | None, _End | None]]]:
         """Of a leaf, by expert: the last one below those that stay, and the last one of them; None: there is none."""

@@ -74,13 +74,13 @@ def sparse(part: Part, plain: bool, *, drop_prob: float) -> Tensor:
     return _dropped(part.delta, part.fields, threshold, 1.0 if plain else 1 - threshold / 65536)
 
 
-def loop_of(own: Own, terms: looped.Terms, drop_prob: float, *, rescale: bool) -> looped.Loop:
-    """Merges a leaf of DARE in one pass."""
+def mask_of(own: Own, drop_prob: float, *, rescale: bool) -> looped.ByField:
+    """What stays of a leaf."""
     thresholds = [
         1 << 16 if density == 0 else int(random.threshold(drop_prob if density is None else 1 - density))
         for density in own.densities
     ]
-    return partial(looped.masked, thresholds=thresholds, terms=terms, divide=not rescale)
+    return looped.ByField(thresholds, divide=not rescale)
 
 
 def _dropped(delta: Tensor, fields: Tensor, threshold: int, kept: float) -> Tensor:
@@ -118,9 +118,9 @@ class Dare(Sparse):
         own = self.drop_prob
         return Rule(fuse=lambda _: lambda piece: add(dropped(piece, own)), loop=partial(self.looped, leaves))
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
         assert self.drop_prob is not None
-        return loop_of(own, terms, self.drop_prob, rescale=self.rescale)
+        return mask_of(own, self.drop_prob, rescale=self.rescale)
 
 
 dare_vector = vector_function(Dare)

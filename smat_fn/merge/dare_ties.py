@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..types import Aggregate, Params
-from .dare import dropped, loop_of, sparse
+from .dare import dropped, mask_of, sparse
 from .parts import looped
 from .parts.arithmetic import agreeing, elected
 from .parts.chunks import Piece
@@ -74,8 +74,8 @@ class DareTies(Sparse):
             lambda _: lambda piece: fuse(piece, self.drop_prob, self.aggregate), loop=partial(self.looped, leaves)
         )
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
-        return loop_of(own, terms, self.drop_prob, rescale=self.rescale)
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
+        return mask_of(own, self.drop_prob, rescale=self.rescale)
 
 
 dare_ties_vector = vector_function(DareTies)

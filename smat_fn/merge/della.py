@@ -190,7 +190,7 @@ class Della(Sparse):
             loop=partial(self.looped, leaves),
         )
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
         assert self.drop_prob is not None
         assert self.window is not None
         by_rank = numpy.empty((len(own.names), row_length(own.shape)), numpy.int32)
@@ -200,7 +200,7 @@ class Della(Sparse):
             else:
                 shares = _shares(name, own.path, density, self.drop_prob, self.window, self.windows)
                 row[:] = thresholds(len(row), *shares).numpy()
-        return partial(looped.ranked, by_rank=by_rank, terms=terms, divide=not self.rescale)
+        return looped.ByRank(by_rank, divide=not self.rescale)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         return max(

@@ -91,7 +91,7 @@ class MultiSlerp(Merger):
         def loop(path: str) -> looped.Loop:
             shares = shares_of(path, leaves.gram(path), weights)
             terms = looped.Terms([1.0] * len(shares), shares)
-            return partial(looped.banded, bands=[looped.ALL] * len(shares), terms=terms)
+            return partial(looped.ByMagnitude([looped.ALL] * len(shares)).merge, terms=terms)
 
         return Rule(fuse, loop=loop)
 

@@ -46,8 +46,8 @@ class TaskArithmetic(Weighted):
     def plain(self, leaves: Mapped) -> Rule:
         return Rule(total=partial(add, into_first=True), loop=partial(self.looped, leaves))
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop:
-        return partial(looped.banded, bands=[looped.ALL] * len(own.names), terms=terms)
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
+        return looped.ByMagnitude([looped.ALL] * len(own.names))
 
 
 task_arithmetic_vector = vector_function(TaskArithmetic)

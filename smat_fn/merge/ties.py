@@ -252,11 +252,11 @@ class Ties(Sparse):
             loop=partial(self.looped, leaves, majority=leaves.majority),
         )
 
-    def loop(self, leaves: Mapped, own: Own, terms: looped.Terms) -> looped.Loop | None:
+    def mask(self, leaves: Mapped, own: Own) -> looped.Mask | None:
         if (bands := bands_of(leaves.cuts[own.path])) is None:
             return None
-        bands = [looped.NOTHING if density == 0 else band for band, density in zip(bands, own.densities, strict=True)]
-        return partial(looped.banded, bands=bands, terms=terms)
+        pairs = zip(bands, own.densities, strict=True)
+        return looped.ByMagnitude([looped.NOTHING if density == 0 else band for band, density in pairs])
 
 
 ties_vector = vector_function(Ties, aggregate="sum", scope="global")

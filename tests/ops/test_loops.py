@@ -11,7 +11,7 @@ import torch
 from torch.func import vmap
 
 from smat_fn import compiled, merge, ops, random
-from smat_fn.merge.parts.looped import Terms, Window, masked, ordered, sources
+from smat_fn.merge.parts.looped import ByField, Terms, Window, ordered, sources
 from smat_fn.ops import cpu
 from smat_fn.ops.cpu import centered_fields
 from smat_fn.testing import assert_trees_equal
@@ -212,7 +212,7 @@ def test_dropped_changes_are_merged_in_one_pass(dtype, start):
         window = Window(
             loops, start, len(out), sources(parts), parts, compiled.array(keys).reshape(-1, 2), 0.5, out, torch.empty
         )
-        return out, masked(window, [threshold] * 2, Terms([1, 1], [1, 1]))
+        return out, ByField([threshold] * 2).merge(window, Terms([1, 1], [1, 1]))
 
     def kept(leaf, field):
         return (leaf.float() - base.float()) / (1 - threshold / 65536) * (field >= threshold)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import compiled, errors, tree
 from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys
-from ...merge.parts.looped import KINDS, Loop, Window, sources
+from ...merge.parts.looped import KINDS, NORMED, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
 from ..files import Identity
 from ..inputs.reading import Folder, Stored
@@ -204,15 +204,12 @@ class Sources:
 
 
 def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[], Written]]:
-    leaf, out, loops, read = job.base.leaves[path], target(job, path), compiled.loops(), Sources(job, path, job.experts)
-    assert loops is not None
-    drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
-    keys = None if drawn is None else compiled.array(drawn.contiguous()).reshape(-1, 2)
-    room = partial(job.scratch.take, device=job.device)
+    leaf, out, read = job.base.leaves[path], target(job, path), Sources(job, path, job.experts)
+    window = _windows(job, path, read)
 
     def merge(start: int, stop: int) -> Written:
-        size, values = stop - start, room("values", stop - start, out)
-        done = loop(Window(loops, start, size, *read(start, stop), keys, job.coefs.get(path, 1.0), values, room))
+        values = job.scratch.take("values", stop - start, out, job.device)
+        done = loop(window(start, stop, values))
         if not done.finite:
             refuse_values(job, path, list(vectors_of(job, path, start, stop, torch.float32)))
         if not done.fits:
@@ -221,6 +218,26 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
 
     limit = min(max(1, job.chunk // len(job.experts)), ROWS) if rule.rows else read.span
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
+
+
+def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor], Window]:
+    """Coordinates [start, stop) of a leaf for a loop, whose merged values are written into the last argument."""
+    loops, coef, room = compiled.loops(), job.coefs.get(path, 1.0), partial(job.scratch.take, device=job.device)
+    assert loops is not None
+    drawn = None if job.key is None else mask_keys(job.key, list(job.experts), [path])
+    keys = None if drawn is None else compiled.array(drawn.contiguous()).reshape(-1, 2)
+    return lambda start, stop, values: Window(loops, start, stop - start, *read(start, stop), keys, coef, values, room)
+
+
+def sums_of(job: Job, path: str, sums: Callable[[Window], Any]) -> Iterator[Callable[[], Any]]:
+    """Tasks that give the sums of magnitudes of a leaf that loops read, as of `looped.ByField.norms`, in order."""
+    read = Sources(job, path, job.experts)
+    window, nothing = _windows(job, path, read), torch.empty(0)
+    limit = max(read.span // NORMED, 1) * NORMED
+    return (
+        partial(lambda start, stop: sums(window(start, stop, nothing)), *span)
+        for span in spans(job.base.leaves[path], limit)
+    )
 
 
 def _too_wide(path: str, out: torch.dtype) -> ValueError:

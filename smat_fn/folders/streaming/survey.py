@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic
 from ...merge.parts.arithmetic import add, gram_sum, products
 from ...merge.parts.chunks import Piece, delta_of
+from ...merge.parts.looped import Window
 from ...merge.parts.looped import votes as votes_of
 from ...merge.parts.merger import Cut, Value
 from ...merge.parts.per_expert import NONE, Numbers, number
@@ -32,6 +34,7 @@ from .chunks import (
     looped,
     refuse_values,
     spans,
+    sums_of,
     vector_of,
     vectors_of,
     weights_of,
@@ -146,6 +149,12 @@ class Survey:
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         return vector_of(self.job, path, name, rows=rows)
+
+    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
+        found = list(self._threads.in_order(sums_of(self.job, path, sums)))
+        return (
+            (math.fsum(all_of), math.fsum(kept)) for all_of, kept in zip(*numpy.concatenate(found, -1), strict=True)
+        )
 
     def _net_sign(self) -> int:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from ... import tree
 from ...compiled import array, loops_for
+from .looped import NORMED
 
 BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
-NORMED = 4096  # the same of `Norm`
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:

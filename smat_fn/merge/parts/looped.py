@@ -18,6 +18,7 @@ KINDS = torch.float32, torch.bfloat16, torch.float16  # that the loops read and 
 NEVER = 1 << 62  # a position that no coordinate has
 INFINITE = 0x7F800000  # bits of infinity, above all others
 ALWAYS = 13  # bits of a position with which 32 bits tell most magnitudes apart
+NORMED = 4096  # coordinates whose magnitudes are added by halves: part of the definition of `arithmetic.Norm`
 WIDEST = 15  # with which they may, since magnitudes of bfloat16 have few bits
 
 
@@ -45,7 +46,7 @@ class Merged(NamedTuple):
 
 
 Loop: TypeAlias = Callable[[Window], Merged]
-Band: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int]]  # see `banded`
+Band: TypeAlias = tuple[tuple[int, int, int, int], tuple[int, int]]  # see `ByMagnitude`
 ALL: Band = (0, 0, INFINITE, INFINITE), (NEVER, NEVER)
 NOTHING: Band = (0, 0, 0, 0), (NEVER, NEVER)
 
@@ -75,15 +76,73 @@ class Terms(NamedTuple):
         return numpy.array(self.ratios, numpy.float32), numpy.array(self.weights, numpy.float32)
 
 
-def banded(window: Window, bands: Sequence[Band], terms: Terms) -> Merged:
-    """Merges the magnitudes from ``low`` on and below ``high``, as bits, of every expert.
+class ByMagnitude(NamedTuple):
+    """Of every expert the magnitudes from ``low`` on and below ``high``, as bits."""
 
-    Args: bands: of the experts: ((low, low', high, high'), (i, j)), where low' holds from flat position i of the leaf
-        on, high' from j on.
-    """
-    where = window.read, window.start, window.size, *_limits(bands), *terms.scales()
-    numbers = numpy.float32(terms.majority), numpy.float32(terms.divisor)
-    return _merged(window.loops.banded(*where, terms.elect, terms.mean, *numbers, *_written(window)))
+    bands: Sequence[Band]  # ((low, low', high, high'), (i, j)): low' from flat position i of the leaf on, high' from j
+
+    def merge(self, window: Window, terms: Terms) -> Merged:
+        """The merged window."""
+        where = window.read, window.start, window.size, *_limits(self.bands), *terms.scales()
+        numbers = numpy.float32(terms.majority), numpy.float32(terms.divisor)
+        return _merged(window.loops.banded(*where, terms.elect, terms.mean, *numbers, *_written(window)))
+
+    def norms(self, window: Window) -> Any:
+        """Sums of magnitudes as of `ByField.norms`."""
+        return _norms(window, self.bands, numpy.empty((0, 2), numpy.uint64), [])
+
+
+class ByField(NamedTuple):
+    """What mask streams keep, divided by the keep probability; a zero sum elects +."""
+
+    thresholds: Sequence[int]  # of the experts; 65536 keeps nothing
+    divide: bool = True
+
+    def merge(self, window: Window, terms: Terms) -> Merged:
+        """The merged window."""
+        kept = [1 - t / 65536 if self.divide and t < 65536 else 1 for t in self.thresholds]
+        numbers = numpy.array(self.thresholds, numpy.int32), numpy.array(kept, numpy.float32), *terms.scales()
+        where = window.read, *place(window.start), window.size, window.keys
+        combine = terms.elect, terms.mean, numpy.float32(terms.divisor)
+        return _merged(window.loops.masked(*where, *numbers, *combine, *_written(window)))
+
+    def norms(self, window: Window) -> Any:
+        """Sums of magnitudes by blocks of `NORMED`: float64 (2, experts, blocks), of all, then of what stays.
+
+        Args: window: from a multiple of `NORMED` on.
+        """
+        return _norms(window, [ALL] * len(self.thresholds), window.keys, self.thresholds)
+
+
+class ByRank(NamedTuple):
+    """As `ByField`, of whole rows, with a threshold for each rank of a magnitude in its row."""
+
+    by_rank: Any  # int32 (experts, length of a row)
+    divide: bool = True
+
+    def merge(self, window: Window, terms: Terms) -> Merged:
+        """The merged window."""
+        loops, size, (experts, length) = window.loops, window.size, self.by_rank.shape
+        vectors = array(window.room("vectors", experts * size, torch.float32))
+        rows = vectors.reshape(experts, size)
+        largest = loops.vectors(window.read, size, rows)
+        order, position = ordered(loops, vectors, length, window.room)
+        ratios, weights = terms.scales()
+        where = rows, order.reshape(experts, size), position, window.keys, *place(window.start)
+        loops.ranked(*where, self.by_rank, self.divide, ratios, weights)
+        combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
+        done = loops.added(rows, window.read[:1], size, *combine, *_written(window))
+        return _merged((*done[:2], largest, done[3]))
+
+
+Mask: TypeAlias = ByMagnitude | ByField | ByRank
+
+
+def _norms(window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequence[int]) -> Any:
+    sums = numpy.empty((2, len(bands), -(-window.size // NORMED)))
+    limits, cutoffs = _limits(bands), numpy.array(thresholds, numpy.int32)
+    window.loops.norms(window.read, window.start, window.size, *limits, keys, cutoffs, sums)
+    return sums
 
 
 def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0) -> Merged:
@@ -93,37 +152,13 @@ def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0) -> 
 
 
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
-    """The sum of the signs of the sums that `banded` elects by; arguments as `Window`'s."""
+    """The sum of the signs of the sums that `ByMagnitude` elects by; arguments as `Window`'s."""
     return int(loops.votes(read, start, size, *_limits(bands)))
 
 
 def _limits(bands: Sequence[Band]) -> tuple[Any, Any]:
     limits, splits = [limits for limits, _ in bands], [splits for _, splits in bands]
     return numpy.array(limits, numpy.uint32).reshape(-1, 4), numpy.array(splits, numpy.int64).reshape(-1, 2)
-
-
-def masked(window: Window, thresholds: Sequence[int], terms: Terms, *, divide: bool = True) -> Merged:
-    """Merges what mask streams keep, divided by the keep probability; 65536 keeps nothing. A zero sum elects +."""
-    kept = [1 - threshold / 65536 if divide and threshold < 65536 else 1 for threshold in thresholds]
-    numbers = numpy.array(thresholds, numpy.int32), numpy.array(kept, numpy.float32), *terms.scales()
-    where = window.read, *place(window.start), window.size, window.keys
-    combine = terms.elect, terms.mean, numpy.float32(terms.divisor)
-    return _merged(window.loops.masked(*where, *numbers, *combine, *_written(window)))
-
-
-def ranked(window: Window, by_rank: Any, terms: Terms, *, divide: bool = True) -> Merged:
-    """Merges whole rows; ``by_rank``, int32 (experts, length), gives the threshold of each rank; else as `masked`."""
-    loops, size, (experts, length) = window.loops, window.size, by_rank.shape
-    vectors = array(window.room("vectors", experts * size, torch.float32))
-    rows = vectors.reshape(experts, size)
-    largest = loops.vectors(window.read, size, rows)
-    order, position = ordered(loops, vectors, length, window.room)
-    ratios, weights = terms.scales()
-    where = rows, order.reshape(experts, size), position, window.keys, *place(window.start)
-    loops.ranked(*where, by_rank, divide, ratios, weights)
-    combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
-    done = loops.added(rows, window.read[:1], size, *combine, *_written(window))
-    return _merged((*done[:2], largest, done[3]))
 
 
 def drop_by_rank(loops: ModuleType, delta: Any, fields: Any, by_rank: Any, out: Any) -> None:

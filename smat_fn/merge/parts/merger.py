@@ -16,7 +16,7 @@ from . import arithmetic
 from .arithmetic import gram, gram_memory
 from .chunks import CHUNK, Fuse, compute_dtype, delta_of, fields_of, groups, mask_keys, pieces
 from .inputs import Experts, Leaves, check, coef_problems, key_problems, tied_problems, type_problems
-from .looped import Loop
+from .looped import Loop, Window
 from .ranks import order_of, position_of, value_of
 from .vectors import apply_vector
 
@@ -80,6 +80,12 @@ class Mapped(Protocol):
         """An expert's task vector of a leaf, window by window: start, coordinates, and with a key their fields.
 
         Args: rows: no row is cut.
+        """
+
+    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
+        """L1 norms of a leaf's task vectors and of what stays of them, by expert; for a `Rule.loop` that is asked for.
+
+        Args: sums: as `looped.ByField.norms`.
         """
 
 
@@ -211,6 +217,9 @@ class InMemory:
                 own.append((value_of(order.bits, dtype), place))
             found.append(own)
         return found
+
+    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
+        raise NotImplementedError  # loops of rules are for folders
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ from .arithmetic import Norm, add, divided, elected, zeroed
 from .chunks import Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
-from .looped import Loop, Terms
+from .looped import ByField, ByMagnitude, Loop, Mask, Terms
 from .merger import Mapped, Merger, Rule
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
@@ -138,17 +139,20 @@ class Weighted(Merger):
         """The rule without options by expert."""
         raise NotImplementedError
 
-    def loop(self, leaves: Mapped, own: Own, terms: Terms) -> Loop | None:
-        """The compiled loop that merges a leaf, with options by expert or without; None: there is none."""
+    def mask(self, leaves: Mapped, own: Own) -> Mask | None:
+        """What stays of a leaf for compiled loops, with options by expert or without; None: none of them says it."""
         return None
 
     def looped(self, leaves: Mapped, path: str, *, majority: int = 1) -> Loop | None:
-        """`loop` of a leaf by the options that are set. Args: majority: the sign of a zero sum."""
+        """The compiled loop that merges a leaf by the options that are set. Args: majority: the sign of a zero sum."""
         own = self._own(leaves, path)
+        if (mask := self.mask(leaves, own)) is None:
+            return None
         mean, share = vars(self)["aggregate"] == "mean", math.fsum(own.weights)
-        ratios = self._ratios(leaves, own) if self.rescale else [1.0] * len(own.names)
+        ratios = self._ratios(leaves, own, mask) if self.rescale else [1.0] * len(own.names)
         divisor = share if mean and not self.elect and abs(share) >= _ZERO else 1.0
-        return self.loop(leaves, own, Terms(ratios, own.weights, self.elect, mean, divisor, majority))
+        terms = Terms(ratios, own.weights, self.elect, mean, divisor, majority)
+        return partial(mask.merge, terms=terms)
 
     def problems(self, experts: Experts) -> list[str]:
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.default_factory is dict}
@@ -188,8 +192,10 @@ class Weighted(Merger):
 
         return fuse
 
-    def _ratios(self, leaves: Mapped, own: Own) -> list[float]:
+    def _ratios(self, leaves: Mapped, own: Own, mask: Mask | None = None) -> list[float]:
         """‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ of a leaf by expert, 1 where one of them is about 0."""
+        if isinstance(mask, ByMagnitude | ByField):
+            return [_ratio(*pair) for pair in leaves.norms(own.path, mask.norms)]
         sparsify = self.sparsify(leaves)
         assert sparsify is not None
 
@@ -198,10 +204,13 @@ class Weighted(Merger):
             for start, delta, drawn in leaves.vector(own.path, name, rows=self.rows):
                 dense.add(delta)
                 kept.add(sparsify(own.part(place, start, delta, drawn), True))
-            before, after = dense.value(), kept.value()
-            return 1.0 if min(before, after) < _SMALL else before / after
+            return _ratio(dense.value(), kept.value())
 
         return list(leaves.each(ratio, own.names))
+
+
+def _ratio(before: float, after: float) -> float:
+    return 1.0 if min(before, after) < _SMALL else before / after
 
 
 @dataclass(frozen=True, kw_only=True)
