@@ -224,17 +224,30 @@ def named(text: str, script: str) -> str:
     return re.sub(r"(?:python )?\b(train|merge|eval)\.py", r"smat-\1", text)
 
 
-def mistyped(words: Sequence[str], names: Sequence[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Error for a first word that is nearly a subcommand, and neither an option nor a path; else an empty text."""
-    word = words[0] if words else "-"
-    if word.startswith("-") or word in names or Path(word).exists():
+def mistyped(
+    words: Sequence[str],
+    names: Sequence[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    needed: Sequence[str] = (),
+) -> str:
+    """Error for a first word that is nearly a subcommand, and neither an option nor a path; else an empty text.
+
+    Args: needed: subcommands of which there must be one; with them any other word is an error, and no word, too.
+    """
+    word = words[0] if words else ""
+    if word.startswith("-") or word in names or (word and Path(word).exists()):
         return ""
     if word in elsewhere:
         return f"{word!r} is unknown, it is called {elsewhere[word]} here"
-    near = suggestion(word, names)
-    return f"{word!r} is unknown{near}" if near else ""
+    if near := suggestion(word, names) if word else "":
+        return f"{word!r} is unknown{near}"
+    if not needed:
+        return ""
+    some = ", ".join(needed[:SHOWN]) + (", ..." if len(needed) > SHOWN else "")
+    return f"{word!r} is unknown, the first word is one of {some}" if word else f"give one of {some} first"
 
 
+SHOWN = 10  # names of subcommands in an error
 Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
 
 
@@ -262,7 +275,7 @@ def run(
         alone, and the names of the others.
     """
     words, prog = prepare(sys.argv[1:]), script
-    if problem := mistyped(words, [*commands, *names], elsewhere):
+    if problem := mistyped(words, [*commands, *names], elsewhere, names):
         sys.exit(f"{script}: {problem} ({script} --help lists all)")
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"

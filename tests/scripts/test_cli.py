@@ -189,6 +189,16 @@ def test_a_mistyped_subcommand_is_suggested(words, said):
     assert mistyped(words, ["ft", "smat", "landscape"]) == said
 
 
+def test_a_subcommand_that_is_needed_is_asked_for():
+    assert mistyped([], ["ft", "smat", "sweep"], needed=["ft", "smat"]) == "give one of ft, smat first"
+    said = mistyped(["nothing"], ["ft", "smat", "sweep"], needed=["ft", "smat"])
+    assert said == "'nothing' is unknown, the first word is one of ft, smat"
+    assert mistyped(["sweep"], ["ft", "smat", "sweep"], needed=["ft", "smat"]) == ""
+    assert mistyped(["--out", "x"], ["ft"], needed=["ft"]) == ""
+    many = [f"m{i}" for i in range(cli.SHOWN + 1)]
+    assert mistyped([], many, needed=many).endswith("m9, ... first")
+
+
 def test_a_path_that_is_there_is_no_subcommand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reports").mkdir()
