@@ -321,7 +321,8 @@ class _Resolver:
                 source = part.experts[0]
             scopes, tested = [source.own, *scopes], spot.name((source.layers or (0, 0))[0])
         found = (self._value(scope.get(name), tested, spot.t) for scope in scopes)
-        return next((value for value in found if value is not None), default)
+        chosen = next((value for value in found if value is not None), default)
+        return float(chosen) if slot is not None and isinstance(chosen, bool) else chosen  # true is 1 in mergekit
 
     def _value(self, setting: Any, path: str, t: float) -> Any:
         if setting is None or isinstance(setting, (bool, int, float)):

@@ -401,6 +401,18 @@ def test_what_is_printed_and_written_is_what_a_recipe_says(models, tmp_path, cap
     assert f"merged: {made}, coef by parameter, rounding" in capsys.readouterr().out
 
 
+def test_true_is_one_and_false_is_zero_among_numbers(models, tmp_path):
+    outs = []
+    for place, yes, no in (("words", True, False), ("numbers", 1.0, 0.0)):
+        (tmp_path / place).mkdir()
+        listed = [{"model": name, "parameters": {"weight": w}} for name, w in (("A", yes), ("B", no), ("C", 0.5))]
+        recipe = {"merge_method": "linear", "models": listed, "parameters": {"normalize": False}, "dtype": "float32"}
+        outs.append(merged(recipe, models, tmp_path / place))
+    first, second = (load_file(out / "model.safetensors") for out in outs)
+    assert all(torch.equal(first[path], second[path]) for path in first)
+    commands.from_recipe(settings.FromRecipe(outs[0] / RECIPE, tmp_path / "again"))  # what is written is accepted
+
+
 def test_a_seed_of_the_command_line_is_taken_before_that_of_the_file(models, tmp_path):
     recipe = {
         "merge_method": "dare_linear",
