@@ -405,6 +405,8 @@ def foreign(path: Path, only: str = "*") -> str:
         return "holds an adapter, not a whole model: only experts can be adapters"
     if "adapters.safetensors" in names and "adapter_config.json" in names:
         return "holds an adapter of MLX (adapters.safetensors): write its whole model by mlx_lm.fuse, and give that"
+    if any(fnmatch(name, "pytorch_lora_weights.*") for name in names):
+        return "holds an adapter of diffusers: fuse it into its pipeline (fuse_lora, save_pretrained), and give that"
     if "adapter_config.json" in names:
         return "holds the configuration of an adapter and no adapter_model.safetensors: copy or download it again"
     if only.endswith(SUFFIXES + PICKLES):
