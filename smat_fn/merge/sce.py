@@ -18,9 +18,9 @@ def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1
     """θ₀ + γ Σ_i a_i w_i Δ_i / max(Σ_i a_i w_i, 1e-6) in every coordinate that stays; 0 in the others.
 
     Of a leaf ⌊density · v⌋ coordinates stay, those whose variance over the experts is largest, equal ones by position;
-    v is the number of variances above 0. a_i is 1 where Δ_i has the sign of Σ_i Δ_i, where 0 counts as +, else 0.
-    ``w_i`` is the mean of Δ_i² over the leaf, what does not stay counting as 0, divided by the sum of these means; or
-    1/N where that sum is below ``floor``.
+    v is the number of variances above 0, and the product is rounded to float32, as in mergekit. a_i is 1 where Δ_i has
+    the sign of Σ_i Δ_i, where 0 counts as +, else 0. ``w_i`` is the mean of Δ_i² over the leaf, what does not stay
+    counting as 0, divided by the sum of these means; or 1/N where that sum is below ``floor``.
 
     Args:
         base: tree that the experts were trained from.
@@ -61,9 +61,10 @@ def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
 
 def _varying(deltas: list[Tensor], density: float) -> Tensor:
     """1 for the coordinates of largest variance, 0 for the others."""
-    mean = divided(add(deltas), len(deltas))
-    variance = add((delta - mean).square_() for delta in deltas).reshape(-1)  # times N
-    count = int(int(variance.count_nonzero()) * density)
+    # from the first one: a sum of equal changes, divided by their number, may be rounded to another change
+    mean = divided(add(delta - deltas[0] for delta in deltas), len(deltas))
+    variance = add((delta - deltas[0]).sub_(mean).square_() for delta in deltas).reshape(-1)  # times N
+    count = int(variance.count_nonzero().cpu().float() * density)
     # abs: a NaN may have a sign
     return among_largest(variance.abs_(), count).to(variance.dtype).view(deltas[0].shape)
 

@@ -15,6 +15,7 @@ from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
 from .parts.merger import Mapped, Merger, Rule
 
+_SMALL = 1e-8  # a norm that counts as 1
 _PARALLEL = 0.9995  # |cos ω| above which an arc counts as a line
 
 Arc: TypeAlias = Literal["slerp", "leaf", "first", "last"]
@@ -31,7 +32,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
         coef: γ, finite; 0 gives the first, 1 the second.
         arc: "leaf", "first" or "last" is `nuslerp` without a base, with its ``along``: lines only where leaves, or
             their fibres, are parallel or opposite.
-        zeros: a zero leaf is at a right angle to the other, as in mergekit.
+        zeros: a leaf of norm 0 is at a right angle to the other, one of norm up to 1e-8 nearly so, as in mergekit.
 
     Returns:
         a new tree of the first expert's structure.
@@ -60,12 +61,20 @@ def along_arc(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -
     if arc == "leaf":
         near, far = shares_of(products, coef)
     else:
-        cos = cosine(products, 0, 1)
+        cos = _unscaled(products) if zeros else cosine(products, 0, 1)
         if abs(cos) > _PARALLEL or not (zeros or (products[0][0] and products[1][1])):
             return lambda left, right: left + (right - left) * coef
         angle = math.acos(cos)
         near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
     return lambda left, right: left * near + right * far
+
+
+def _unscaled(products: list[list[float]]) -> float:
+    """The cosine of an angle, where mergekit does not divide by norms up to 1e-8."""
+    sizes = [products[i][i] ** 0.5 for i in range(2)]
+    if min(sizes) > _SMALL:
+        return cosine(products, 0, 1)
+    return products[0][1] / math.prod(size for size in sizes if size > _SMALL)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Slerp(Merger):
     arc: Arc = field(default="slerp", kw_only=True)
     """leaf, first, last: NuSLERP without a base, one angle for a parameter, for each column, or for each row."""
     zeros: bool = field(default=False, kw_only=True)
-    """A parameter that is zero is at a right angle to the other, as in mergekit; else the arc is a line."""
+    """A parameter of norm 0, or up to 1e-8, is at a right angle to the other, as in mergekit; else the arc is a line."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:

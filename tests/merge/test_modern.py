@@ -737,3 +737,25 @@ def test_every_merger_is_tested_here():
     names = [merger.name for merger in merge.MORE_MERGERS]
     by_statistics = {"fisher", "reg_mean"}  # test_statistics.py
     assert list(PLAIN) == [name for name in names[names.index("tsv_merge") + 1 :] if name not in by_statistics]
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 7])
+def test_sce_selects_no_coordinate_in_which_all_experts_are_alike(count):
+    base = {"w": torch.randn(4000, generator=torch.Generator().manual_seed(1))}
+    moved = base["w"] + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(2))
+    merged = merge.sce(base, [{"w": moved}] * count, density=0.4)
+    assert torch.equal(merged["w"], base["w"])
+
+
+def test_sce_counts_in_float32_as_mergekit_does():
+    assert int(5000 * 0.408) == 2039  # the nearest float64 is below 2040
+    change = torch.arange(1.0, 5001.0)
+    kept = merge.sce_vector({"w": torch.zeros(5000)}, [{"w": change}, {"w": -2 * change}], density=0.408)["w"]
+    assert int(kept.count_nonzero()) == 2040
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-9])
+def test_slerp_divides_by_no_small_norm_where_mergekit_does_not(scale):
+    left, right = {"w": torch.tensor([scale, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
+    merged = merge.slerp([left, right], coef=0.25, zeros=True)["w"]
+    assert merged[1] == pytest.approx(4 * math.sin(math.pi / 8), rel=1e-6)  # the angle is a right one
