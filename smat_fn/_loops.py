@@ -935,9 +935,12 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
 
 
 @jit
-def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untyped-def]
-    """Adds weighted experts, without base. Args and returns: as `banded`'s, the first magnitude one of the inputs."""
-    origin, merged = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+def averaged(sources, size, weights, divisor, line, target):  # type: ignore[no-untyped-def]
+    """Adds weighted experts, without base. Args and returns: as `banded`'s, the first magnitude one of the inputs.
+
+    Args: line: add the weighted differences of the others from the first one to it.
+    """
+    origin, merged, first_one = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
     largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
     while first < end:
@@ -946,13 +949,21 @@ def averaged(sources, size, weights, divisor, target):  # type: ignore[no-untype
         for j in range(n):
             merged[j] = float32(-0.0)
             largest = max(largest, _size(origin[j]))
-        for i in range(1, len(sources)):
+        if line:
+            _load(sources, 1, first, n, first_one)
+            for j in range(n):
+                merged[j] = first_one[j]
+                largest = max(largest, _size(merged[j]))
+        for i in range(2 if line else 1, len(sources)):
             weight = weights[i - 1]
             _load(sources, i, first, n, error)
             for j in range(n):
-                value = error[j]
-                largest = max(largest, _size(value))
-                merged[j] += value * weight
+                largest = max(largest, _size(error[j]))
+            if line:
+                for j in range(n):
+                    error[j] -= first_one[j]
+            for j in range(n):
+                merged[j] += error[j] * weight
         _divided(merged, n, divisor)
         for j in range(n):
             change[j] = merged[j] - origin[j]
@@ -1033,14 +1044,37 @@ def _halved(values, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def products(rows, out):  # type: ignore[no-untyped-def]
-    """Inner products in float64, added by halves. Args: rows: float32 (n, a power of two from 8 on); out: (n, n)."""
-    eighth = rows.shape[1] // 8
-    value = np.empty(eighth, np.float64)
-    for i in range(len(rows)):
+def gram(sources, size, based, out):  # type: ignore[no-untyped-def]
+    """Inner products in float64 by blocks of 4096, of at most 64 blocks; both levels are added by halves.
+
+    Args: sources: as `banded`'s; based: of task vectors, else of the experts, and base is not read; out: float64
+        (experts, experts).
+    """
+    count = len(sources) - 1
+    rows, origin, work = np.empty((count, 4096), np.float32), np.empty(4096, np.float32), np.empty(512, np.float64)
+    sums, first, end = np.zeros((count, count, 64), np.float64), uint64(0), uint64(size)
+    for block in range((size + 4095) // 4096):
+        stop, at = min(first + uint64(4096), end), uint64(0)
+        rows[:, stop - first :] = 0
+        while first < stop:
+            n = min(uint64(TILE), stop - first)
+            if based:
+                _load(sources, 0, first, n, origin)
+            for i in range(count):
+                row = rows[i, at:]
+                _load(sources, i + 1, first, n, row)
+                if based:
+                    for j in range(n):
+                        row[j] -= origin[j]
+            first += n
+            at += n
+        for i in range(count):
+            for j in range(i + 1):
+                _folded(rows[i], rows[j], 512, work)
+                sums[i, j, block] = _halved(work, 512)
+    for i in range(count):
         for j in range(i + 1):
-            _folded(rows[i], rows[j], eighth, value)
-            out[i, j] = out[j, i] = _halved(value, eighth)
+            out[i, j] = out[j, i] = _halved(sums[i, j], 64)
 
 
 @jit

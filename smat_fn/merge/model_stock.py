@@ -6,7 +6,8 @@ from itertools import combinations
 from typing import ClassVar
 
 from ..types import Params
-from .parts.arithmetic import add, cosine, gram
+from .parts import looped
+from .parts.arithmetic import cosine, gram, weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, check, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -85,12 +86,15 @@ class ModelStock(Merger):
         return _count(experts)
 
     def rule(self, leaves: Mapped) -> Rule:
-        def fuse(path: str) -> Fuse:
+        def shares(path: str) -> list[float]:
             products = leaves.gram(path)
-            share = ratio_of(products, clamp=self.clamp) / len(products)
-            return lambda piece: add(piece.deltas) * share
+            return [ratio_of(products, clamp=self.clamp) / len(products)] * len(products)
 
-        return Rule(fuse)
+        def fuse(path: str) -> Fuse:
+            parts = shares(path)
+            return lambda piece: weighted(piece.deltas, parts)
+
+        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares(path)))
 
 
 model_stock_vector = vector_function(ModelStock)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ..types import Params
 from .parts import looped
@@ -88,12 +87,7 @@ class MultiSlerp(Merger):
             shares = shares_of(path, leaves.gram(path), weights)
             return lambda piece: weighted(piece.deltas, shares)
 
-        def loop(path: str) -> looped.Loop:
-            shares = shares_of(path, leaves.gram(path), weights)
-            terms = looped.Terms([1.0] * len(shares), shares)
-            return partial(looped.ByMagnitude([looped.ALL] * len(shares)).merge, terms=terms)
-
-        return Rule(fuse, loop=loop)
+        return Rule(fuse, loop=lambda path: looped.weighted_sum(shares_of(path, leaves.gram(path), weights)))
 
 
 multislerp_vector = vector_function(MultiSlerp)

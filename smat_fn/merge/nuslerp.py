@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
+from .parts import looped
 from .parts.arithmetic import largest, weighted
 from .parts.chunks import Fuse
 from .parts.inputs import Experts, count_problems
@@ -93,7 +94,10 @@ class NuSlerp(Merger):
                 *(delta.view(shape) for delta in piece.deltas), t=self.t, along=self.along
             ).reshape(-1)
 
-        return Rule(fuse, whole=lambda _: self.along != "leaf")
+        def loop(path: str) -> looped.Loop:
+            return looped.weighted_sum(shares_of(leaves.gram(path), self.t))
+
+        return Rule(fuse, whole=lambda _: self.along != "leaf", loop=loop if self.along == "leaf" else None)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         if self.along == "leaf":

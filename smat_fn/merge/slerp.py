@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..errors import all_at_once
 from ..types import Params
 from .nuslerp import between, shares_of
+from .parts import looped
 from .parts.arithmetic import cosine, gram, largest
 from .parts.chunks import Fuse, merge_weights
 from .parts.inputs import Experts, check_alone, coef_problems, count_problems
@@ -56,16 +58,22 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
     return merge_weights(experts, flat, fuse)
 
 
+def shares_along(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> tuple[float, float] | None:
+    """What two leaves whose inner products are those of `gram` are multiplied by; None where the arc is a line."""
+    if arc == "leaf":
+        return shares_of(products, coef)
+    cos = _unscaled(products) if zeros else cosine(products, 0, 1)
+    if abs(cos) > _PARALLEL or not (zeros or (products[0][0] and products[1][1])):
+        return None
+    angle = math.acos(cos)
+    return math.sin((1 - coef) * angle) / math.sin(angle), math.sin(coef * angle) / math.sin(angle)
+
+
 def along_arc(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The function that interpolates coordinates of two leaves whose inner products are those of `gram`."""
-    if arc == "leaf":
-        near, far = shares_of(products, coef)
-    else:
-        cos = _unscaled(products) if zeros else cosine(products, 0, 1)
-        if abs(cos) > _PARALLEL or not (zeros or (products[0][0] and products[1][1])):
-            return lambda left, right: left + (right - left) * coef
-        angle = math.acos(cos)
-        near, far = (math.sin(part * angle) / math.sin(angle) for part in (1 - coef, coef))
+    if (shares := shares_along(products, coef, arc, zeros)) is None:
+        return lambda left, right: left + (right - left) * coef
+    near, far = shares
     return lambda left, right: left * near + right * far
 
 
@@ -91,7 +99,7 @@ class Slerp(Merger):
     arc: Arc = field(default="slerp", kw_only=True)
     """leaf, first, last: NuSLERP without a base, one angle for a parameter, for each column, or for each row."""
     zeros: bool = field(default=False, kw_only=True)
-    """A parameter of norm 0, or up to 1e-8, is at a right angle to the other, as in mergekit; else the arc is a line."""
+    """A parameter of norm up to 1e-8 is at a right angle to the other, as in mergekit; else zeros give a line."""
 
     def rule(self, leaves: Mapped) -> Rule:
         def fuse(path: str) -> Fuse:
@@ -106,7 +114,13 @@ class Slerp(Merger):
             interpolate = along_arc(leaves.gram(path), coef, self.arc, self.zeros)
             return lambda piece: interpolate(*piece.deltas)
 
-        return Rule(fuse, whole=lambda _: self.arc in ("first", "last"))
+        def loop(path: str) -> looped.Loop:
+            coef = leaves.coefs[path]
+            shares = shares_along(leaves.gram(path), coef, self.arc, self.zeros)
+            return partial(looped.averaged, weights=shares or (1.0, coef), line=shares is None)
+
+        fibres = self.arc in ("first", "last")
+        return Rule(fuse, whole=lambda _: fibres, loop=None if fibres else loop)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
         least = super().memory(leaves, experts)

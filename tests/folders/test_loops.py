@@ -16,7 +16,10 @@ from smat_fn.config import (
     DareTies,
     Della,
     Karcher,
+    ModelStock,
     MultiSlerp,
+    NuSlerp,
+    Slerp,
     TaskArithmetic,
     Ties,
     WeightAverage,
@@ -51,6 +54,9 @@ CONFIGS |= {
     "linear": WeightedAverage(weights=(0.5, {"large": -0.25, "*": 1.5}, 0.3)),
     "linear, not normalised": WeightedAverage(weights=(0.5, 0.0, 0.3), normalize=False),
     "karcher": Karcher(),
+    "model_stock": ModelStock(clamp=False),
+    "slerp": Slerp(coef=0.3),
+    "nuslerp": NuSlerp(t=0.6),
     "multislerp": MultiSlerp(weights=(0.1, 0.2, 0.9)),
     "ta": TaskArithmetic(coef=0.7),
     "ta weights": TaskArithmetic(coef=0.7, weights=OF_EXPERTS["weights"], aggregate="mean"),
@@ -70,19 +76,36 @@ CONFIGS |= {
     ),
     "breadcrumbs rescale": Breadcrumbs(coef=0.3, drop_smallest=0.45, drop_largest=0.2, aggregate="mean", **SHARES),
 }
+TWO = "slerp", "nuslerp"  # that take two experts
 TABLES = {"count_high", "count_between"}
-LOOPS = *TABLES, "banded", "votes", "sampled", "between", "nth_equal", "magnitudes", "masked", "added", "averaged"
+LOOPS = (
+    *TABLES,
+    "banded",
+    "votes",
+    "sampled",
+    "between",
+    "nth_equal",
+    "magnitudes",
+    "masked",
+    "added",
+    "averaged",
+    "gram",
+    "norms",
+)
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
     "ties tensor": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
-    **{name: {"averaged"} for name in ("wa", "linear", "linear, not normalised", "karcher")},
-    "multislerp": {"banded"},
+    **{name: {"averaged"} for name in ("wa", "linear", "linear, not normalised")},
+    **{name: {"averaged", "gram"} for name in ("karcher", "slerp")},
+    **{name: {"banded", "gram"} for name in ("multislerp", "model_stock", "nuslerp")},
     "dare": {"masked"},
     "dare_ties": {"masked"},
     "della": {"added"},
     "breadcrumbs": {"banded", "sampled", "between", "magnitudes", "nth_equal"},
-    **{key: {"banded"} for key in ("ta", "ta weights", "ties weights", "ties rescale", "breadcrumbs rescale")},
-    **{key: {"masked"} for key in ("dare weights", "dare rescale", "dare_ties weights", "dare_ties rescale")},
+    **{key: {"banded"} for key in ("ta", "ta weights", "ties weights")},
+    **{key: {"banded", "norms"} for key in ("ties rescale", "breadcrumbs rescale")},
+    **{key: {"masked"} for key in ("dare weights", "dare_ties weights")},
+    **{key: {"masked", "norms"} for key in ("dare rescale", "dare_ties rescale")},
     **{key: {"added"} for key in ("della weights", "della rescale")},
 }
 DTYPES = {
@@ -137,6 +160,9 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SMALL", 1 << 12)
     monkeypatch.setattr(chunks, "STARTED", 0)
     base, experts = trees(DTYPES[dtypes], grid)
+    if name in TWO:
+        del experts["z"]
+        experts["y"]["large"] = 1.0001 * experts["x"]["large"]  # their arc is a line
     paths = folders.save_family(tmp_path, base, experts)
     with compiled.off():
         if CONFIGS[name].based:
@@ -264,7 +290,7 @@ def test_all_float16_numbers_are_read_and_written_as_by_torch():
 
     def copied(values, dtype):
         base, out = torch.zeros(len(values)), torch.empty(len(values), dtype=dtype)
-        loops.averaged(sources([base, values]), len(values), one, one[0], sources([out]))
+        loops.averaged(sources([base, values]), len(values), one, one[0], False, sources([out]))
         return out
 
     every = torch.arange(1 << 16).to(torch.int16).view(torch.float16)

@@ -138,7 +138,7 @@ def test_a_norm_depends_on_no_cut(dtype):
     assert Norm().value() == 0
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 18])
+@pytest.mark.parametrize("size", [1, 7, 1000, 4096, 10_001, 1 << 18])
 def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     rows = torch.randn(4, size) * torch.tensor([[1e-20], [1.0], [1e15], [-3.0]])
     with compiled.off():
@@ -147,5 +147,5 @@ def test_inner_products_of_a_block_by_loops_are_those_of_torch(size):
     scale = rows.double().square().sum(1).sqrt()
     exact = rows.double() @ rows.double().T
     torch.testing.assert_close(
-        expected / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-13
+        expected / (scale[:, None] * scale), exact / (scale[:, None] * scale), rtol=0, atol=1e-12
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import compiled
 from ...checkpoint import STATISTICS
 from ...merge.parts import arithmetic
-from ...merge.parts.arithmetic import add, gram_sum, products
+from ...merge.parts.arithmetic import add, gram_sum, products, products_of
 from ...merge.parts.chunks import Piece, delta_of
 from ...merge.parts.looped import Window
 from ...merge.parts.looped import votes as votes_of
@@ -95,16 +95,24 @@ class Survey:
     def gram(self, path: str) -> list[list[float]]:
         job, dtype = self.job, compute_dtype(self.job, path)
         count = sum(path not in folder.absent for folder in job.experts.values())
-        rows_of = vectors_of if job.config.based else weights_of
+        based, cuts = job.config.based, spans(job.base.leaves[path], arithmetic.BLOCK)
+        if (loops := compiled.loops()) is not None and looped(job, path):
+            read = Sources(job, path, job.experts)
+
+            def by_loop(start: int, stop: int) -> Tensor:
+                where, _held = read(start, stop)
+                return products_of(loops, where, stop - start, based=based)
+
+            return gram_sum(self._threads.in_order(partial(by_loop, *span) for span in cuts), count)
 
         def block(start: int, stop: int) -> Tensor:
             rows = job.scratch.take("rows", count * (stop - start), dtype, job.device).view(count, -1)
+            rows_of = vectors_of if based else weights_of
             for row, values in zip(rows, rows_of(job, path, start, stop, dtype), strict=True):
                 row.copy_(values)
             return products(rows)
 
-        tasks = (partial(block, *span) for span in spans(job.base.leaves[path], arithmetic.BLOCK))
-        return gram_sum(self._threads.in_order(tasks), count)
+        return gram_sum(self._threads.in_order(partial(block, *span) for span in cuts), count)
 
     def blocks(self, path: str) -> Iterator[list[Tensor]]:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)

@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import tree
 from ...compiled import array, loops_for
-from .looped import NORMED
+from .looped import NORMED, sources
 
-BLOCK = 1 << 18  # coordinates whose products are added by halves: part of the definition of `gram`, unlike CHUNK
+PART = 4096  # coordinates whose products are added by halves: part of the definition of `gram`
+BLOCK = 64 * PART  # the same of those sums
 
 
 def add(tensors: Iterable[Tensor], *, into_first: bool = False) -> Tensor:
@@ -67,8 +71,8 @@ def zeroed(values: Tensor, keep: Tensor) -> Tensor:
 def gram(leaves: Sequence[Tensor], start: Tensor | None = None) -> list[list[float]]:
     """All inner products of N tensors, or of their differences from ``start``, as float64 numbers.
 
-    The float64 products of a block of 262,144 coordinates are added by halves, coordinate i to coordinate i + half,
-    then block by block: no chunk size, thread count or device changes a bit.
+    The float64 products of 4,096 coordinates are added by halves, coordinate i to coordinate i + half, so are 64 of
+    these sums, and then one after the other: no chunk size, thread count or device changes a bit.
     """
     first, others = leaves[0], ([] if start is None else [start])
     dtype = tree.compute_dtype(*leaves, *others)
@@ -98,15 +102,18 @@ def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
 
 def products(rows: Tensor) -> Tensor:
     """All inner products of the rows of a block, float64 (n, n)."""
-    if (loops := loops_for(rows)) is None or rows.dtype != torch.float32 or not rows.numel():
-        wide = rows.double()
-        return torch.stack([halved(wide * row) for row in wide])
-    if more := max(8, 1 << (rows.shape[1] - 1).bit_length()) - rows.shape[1]:
-        rows = pad(rows, (0, more))
-    rows = rows.contiguous()
-    found = torch.empty(len(rows), len(rows), dtype=torch.float64, device="cpu")
-    loops.products(rows.numpy(), found.numpy())
-    return found
+    if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and rows.numel():
+        rows = rows.contiguous()
+        return products_of(loops, sources([rows[0], *rows]), rows.shape[1], based=False)
+    wide = pad(rows, (0, -rows.shape[1] % PART)).double()
+    return torch.stack([halved(halved((wide * row).view(-1, PART)).view(len(rows), -1)) for row in wide])
+
+
+def products_of(loops: ModuleType, read: Any, size: int, *, based: bool) -> Tensor:
+    """`products` by a loop. Args: read: `sources` of base, which is read where ``based``, and of others."""
+    found = numpy.empty((len(read) - 1, len(read) - 1))
+    loops.gram(read, size, based, found)
+    return torch.from_numpy(found)
 
 
 def halved(rows: Tensor) -> Tensor:

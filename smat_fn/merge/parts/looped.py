@@ -4,6 +4,7 @@ They read weights as they are stored, a tile at a time, and write merged ones: n
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -135,6 +136,11 @@ class ByRank(NamedTuple):
         return _merged((*done[:2], largest, done[3]))
 
 
+def weighted_sum(weights: Sequence[float]) -> Loop:
+    """Adds weighted task vectors."""
+    return partial(ByMagnitude([ALL] * len(weights)).merge, terms=Terms([1.0] * len(weights), weights))
+
+
 Mask: TypeAlias = ByMagnitude | ByField | ByRank
 
 
@@ -145,9 +151,12 @@ def _norms(window: Window, bands: Sequence[Band], keys: Any, thresholds: Sequenc
     return sums
 
 
-def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0) -> Merged:
-    """The sum of the weighted experts, without base, over a number."""
-    numbers = numpy.array(weights, numpy.float32), numpy.float32(divisor), sources([window.out])
+def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0, *, line: bool = False) -> Merged:
+    """The sum of the weighted experts, without base, over a number.
+
+    Args: line: instead add the weighted differences of the others from the first one to it.
+    """
+    numbers = numpy.array(weights, numpy.float32), numpy.float32(divisor), line, sources([window.out])
     return _merged(window.loops.averaged(window.read, window.size, *numbers))
 
 
