@@ -847,15 +847,18 @@ def ranked(vectors, order, position, keys, block, skip, by_rank, divide, ratios,
             places = order[i, row : row + length]
             for rank in range(length):
                 cutoffs[places[rank] & position] = by_rank[i, rank]
-            for column in range(0, length, TILE - 8):
-                n, field = min(TILE - 8, length - column), skip + row + column
+            column = 0
+            while column < length:
+                field = skip + row + column
                 ahead = field % 8
+                n = min(TILE - ahead, length - column)
                 _draw(keys[i, 0], keys[i, 1] + block + uint64(field // 8), ahead + n, state, words)
                 vector, drawn, cutoff = vectors[i, row + column :], halves[ahead:], cutoffs[column:]
                 for j in range(n):
                     kept = float32(1) - float32(cutoff[j]) / float32(65536) if divide else float32(1)
                     value = vector[j] / kept if int32(drawn[j]) >= cutoff[j] else float32(0)
                     vector[j] = value * ratio * weight
+                column += n
 
 
 @jit
