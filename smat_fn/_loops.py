@@ -1016,11 +1016,19 @@ def norms(sources, start, size, bands, splits, keys, cutoffs, sums):  # type: ig
 
 
 @jit
-def absolute_sums(values, sums):  # type: ignore[no-untyped-def]
-    """Sums of magnitudes of blocks of 4096, each added by halves. Args: values: float32; sums: float64, one a block."""
-    work = np.empty(512, np.float64)
-    for block in range(len(sums)):
-        sums[block] = _absolute(values[4096 * block :], work)
+def absolute_sums(rows, sums):  # type: ignore[no-untyped-def]
+    """Sums of magnitudes of blocks of 4096, the last one filled up with zeros, each added by halves.
+
+    Args: rows: float32 (n, size); sums: float64 (n, blocks).
+    """
+    work, rest = np.empty(512, np.float64), np.zeros(4096, np.float32)
+    left = rows.shape[1] % 4096
+    for i in range(len(rows)):
+        for block in range(rows.shape[1] // 4096):
+            sums[i, block] = _absolute(rows[i, 4096 * block :], work)
+        if left:
+            rest[:left] = rows[i, rows.shape[1] - left :]
+            sums[i, -1] = _absolute(rest, work)
 
 
 @inlined

@@ -91,6 +91,7 @@ LOOPS = (
     "averaged",
     "gram",
     "norms",
+    "absolute_sums",
 )
 USED = {
     "ties": {"banded", "votes", "sampled", "between"},
@@ -106,7 +107,8 @@ USED = {
     **{key: {"banded", "norms"} for key in ("ties rescale", "breadcrumbs rescale")},
     **{key: {"masked"} for key in ("dare weights", "dare_ties weights")},
     **{key: {"masked", "norms"} for key in ("dare rescale", "dare_ties rescale")},
-    **{key: {"added"} for key in ("della weights", "della rescale")},
+    "della weights": {"added"},
+    "della rescale": {"added", "absolute_sums"},
 }
 DTYPES = {
     "float32": (torch.float32,) * 3,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import compiled, errors, tree
-from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys
+from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys, row_length
 from ...merge.parts.looped import KINDS, NORMED, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
 from ..files import Identity
@@ -216,7 +216,7 @@ def _by_loop(job: Job, rule: Rule, path: str, loop: Loop) -> Iterator[Callable[[
             raise _too_wide(path, out)
         return Written(start, values, done.error, done.change)
 
-    limit = min(max(1, job.chunk // len(job.experts)), ROWS) if rule.rows else read.span
+    limit = _of_rows(job) if rule.rows else read.span
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 
@@ -229,15 +229,26 @@ def _windows(job: Job, path: str, read: Sources) -> Callable[[int, int, Tensor],
     return lambda start, stop, values: Window(loops, start, stop - start, *read(start, stop), keys, coef, values, room)
 
 
-def sums_of(job: Job, path: str, sums: Callable[[Window], Any]) -> Iterator[Callable[[], Any]]:
-    """Tasks that give the sums of magnitudes of a leaf that loops read, as of `looped.ByField.norms`, in order."""
-    read = Sources(job, path, job.experts)
+def sums_of(job: Job, path: str, sums: Callable[[Window], Any], *, rows: bool) -> Iterator[Callable[[], Any]] | None:
+    """Tasks that give the sums of magnitudes of a leaf that loops read, as of `looped.ByField.norms`, in order.
+
+    Args: rows: no row is cut. Returns: None where a chunk does not hold rows that begin and end with blocks.
+    """
+    leaf, read = job.base.leaves[path], Sources(job, path, job.experts)
     window, nothing = _windows(job, path, read), torch.empty(0)
-    limit = max(read.span // NORMED, 1) * NORMED
-    return (
-        partial(lambda start, stop: sums(window(start, stop, nothing)), *span)
-        for span in spans(job.base.leaves[path], limit)
-    )
+    step, most = (math.lcm(NORMED, row_length(leaf.shape)), _of_rows(job)) if rows else (NORMED, read.span)
+    if rows and min(step, leaf.numel()) > job.chunk // len(job.experts):
+        return None
+
+    def task(start: int, stop: int) -> Any:
+        return sums(window(start, stop, nothing))
+
+    return (partial(task, *span) for span in spans(leaf, max(most // step, 1) * step, rows=rows))
+
+
+def _of_rows(job: Job) -> int:
+    """Coordinates of whole rows at a time."""
+    return min(max(1, job.chunk // len(job.experts)), ROWS)
 
 
 def _too_wide(path: str, out: torch.dtype) -> ValueError:

@@ -158,11 +158,11 @@ class Survey:
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         return vector_of(self.job, path, name, rows=rows)
 
-    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
-        found = list(self._threads.in_order(sums_of(self.job, path, sums)))
-        return (
-            (math.fsum(all_of), math.fsum(kept)) for all_of, kept in zip(*numpy.concatenate(found, -1), strict=True)
-        )
+    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
+        if (tasks := sums_of(self.job, path, sums, rows=rows)) is None:
+            return None
+        found = numpy.concatenate(list(self._threads.in_order(tasks)), -1)
+        return [(math.fsum(every), math.fsum(kept)) for every, kept in zip(*found, strict=True)]
 
     def _net_sign(self) -> int:
         """The majority sign of TIES, sgn Σ_k sgn(Σ_i δ̂_ik)."""

@@ -151,16 +151,16 @@ class Norm:
 
     def value(self) -> float:
         """The norm of all so far."""
-        rest = [] if self._rest is None else [_absolute_sums(pad(self._rest, (0, NORMED - len(self._rest))))]
+        rest = [] if self._rest is None else [_absolute_sums(self._rest)]
         return math.fsum((*self._numbers, *(number for sums in (*self._sums, *rest) for number in sums.tolist())))
 
 
 def _absolute_sums(values: Tensor) -> Tensor:
     if (loops := loops_for(values)) is None or values.dtype != torch.float32:
-        return halved(values.view(-1, NORMED).abs().double())
-    sums = torch.empty(len(values) // NORMED, dtype=torch.float64, device="cpu")
-    loops.absolute_sums(array(values), array(sums))
-    return sums
+        return halved(pad(values, (0, -len(values) % NORMED)).view(-1, NORMED).abs().double())
+    sums = numpy.empty((1, -(-len(values) // NORMED)))
+    loops.absolute_sums(array(values)[None], sums)
+    return torch.from_numpy(sums[0])
 
 
 def largest(leaves: Mapping[str, Tensor]) -> int:

@@ -123,17 +123,31 @@ class ByRank(NamedTuple):
 
     def merge(self, window: Window, terms: Terms) -> Merged:
         """The merged window."""
-        loops, size, (experts, length) = window.loops, window.size, self.by_rank.shape
-        vectors = array(window.room("vectors", experts * size, torch.float32))
-        rows = vectors.reshape(experts, size)
-        largest = loops.vectors(window.read, size, rows)
-        order, position = ordered(loops, vectors, length, window.room)
+        rows, largest = self._vectors(window)
         ratios, weights = terms.scales()
-        where = rows, order.reshape(experts, size), position, window.keys, *place(window.start)
-        loops.ranked(*where, self.by_rank, self.divide, ratios, weights)
+        self._drop(window, rows, ratios, weights, divide=self.divide)
         combine = weights, terms.elect, terms.mean, numpy.float32(terms.divisor)
-        done = loops.added(rows, window.read[:1], size, *combine, *_written(window))
+        done = window.loops.added(rows, window.read[:1], window.size, *combine, *_written(window))
         return _merged((*done[:2], largest, done[3]))
+
+    def norms(self, window: Window) -> Any:
+        """Sums of magnitudes as of `ByField.norms`, of whole rows."""
+        rows, _ = self._vectors(window)
+        sums, ones = numpy.empty((2, len(rows), -(-window.size // NORMED))), numpy.ones(len(rows), numpy.float32)
+        window.loops.absolute_sums(rows, sums[0])
+        self._drop(window, rows, ones, ones, divide=False)
+        window.loops.absolute_sums(rows, sums[1])
+        return sums
+
+    def _vectors(self, window: Window) -> tuple[Any, int]:
+        experts, size = len(self.by_rank), window.size
+        rows = array(window.room("vectors", experts * size, torch.float32)).reshape(experts, size)
+        return rows, window.loops.vectors(window.read, size, rows)
+
+    def _drop(self, window: Window, rows: Any, ratios: Any, weights: Any, *, divide: bool) -> None:
+        order, position = ordered(window.loops, rows.reshape(-1), self.by_rank.shape[1], window.room)
+        where = rows, order.reshape(rows.shape), position, window.keys, *place(window.start)
+        window.loops.ranked(*where, self.by_rank, divide, ratios, weights)
 
 
 def weighted_sum(weights: Sequence[float]) -> Loop:

@@ -82,10 +82,11 @@ class Mapped(Protocol):
         Args: rows: no row is cut.
         """
 
-    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
-        """L1 norms of a leaf's task vectors and of what stays of them, by expert; for a `Rule.loop` that is asked for.
+    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
+        """L1 norms of a leaf's task vectors and of what stays of them, by expert, for a `Rule.loop` that is asked for.
 
-        Args: sums: as `looped.ByField.norms`.
+        Args: sums: as `looped.ByField.norms`; rows: no row is cut.
+        Returns: None where the chunks are too small for it: then `vector` gives the same.
         """
 
 
@@ -218,8 +219,8 @@ class InMemory:
             found.append(own)
         return found
 
-    def norms(self, path: str, sums: Callable[[Window], Any]) -> Iterator[tuple[float, float]]:
-        raise NotImplementedError  # loops of rules are for folders
+    def norms(self, path: str, sums: Callable[[Window], Any], *, rows: bool) -> list[tuple[float, float]] | None:
+        return None  # loops of rules are for folders
 
     def vector(self, path: str, name: str, *, rows: bool) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         dtype, origin = compute_dtype(path, self.base, self.trees), self.base[path].reshape(-1)

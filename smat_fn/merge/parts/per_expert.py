@@ -14,7 +14,7 @@ from .arithmetic import Norm, add, divided, elected, zeroed
 from .chunks import Fuse, Piece
 from .coefs import Rules, coef_of
 from .inputs import Experts, type_problems
-from .looped import ByField, ByMagnitude, Loop, Mask, Terms
+from .looped import Loop, Mask, Terms
 from .merger import Mapped, Merger, Rule
 
 Numbers: TypeAlias = Mapping[str, Rules]  # by expert: a number, or {glob: number} as in `coefs.coef_of`
@@ -194,8 +194,8 @@ class Weighted(Merger):
 
     def _ratios(self, leaves: Mapped, own: Own, mask: Mask | None = None) -> list[float]:
         """‖Δ_i‖₁ / ‖m ⊙ Δ_i‖₁ of a leaf by expert, 1 where one of them is about 0."""
-        if isinstance(mask, ByMagnitude | ByField):
-            return [_ratio(*pair) for pair in leaves.norms(own.path, mask.norms)]
+        if mask is not None and (norms := leaves.norms(own.path, mask.norms, rows=self.rows)) is not None:
+            return [_ratio(*pair) for pair in norms]
         sparsify = self.sparsify(leaves)
         assert sparsify is not None
 
