@@ -196,6 +196,7 @@ def main(options: Options) -> None:
         names = "threads", "repeats", "experts", "embedding", "embedding_experts"
         facts |= {name: getattr(options, name) for name in names}
         facts |= {"model": SMALL if options.small else LARGE, "MB": sizes, "MB of a model": sizes.get("bfloat16")}
+        facts["instructions"] = torch.backends.cpu.get_cpu_capability()  # loops and sorts use them too
         facts |= {"mergekit": _version(options.mergekit), "load at the end": os.getloadavg()[0], "rows": rows}
         timing.store(file, facts)
 

@@ -345,8 +345,12 @@ def merge(result: dict[str, Any]) -> str:
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
-        f"From `{result['command']}` on {result['hardware']}.{after}\n"
+        f"From `{result['command']}` on {result['hardware']}{_instructions(result)}.{after}\n"
     )
+
+
+def _instructions(result: dict[str, Any]) -> str:
+    return f", with {result['instructions']}" if "instructions" in result else ""
 
 
 def _costs(result: dict[str, Any], case: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
