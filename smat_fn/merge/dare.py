@@ -75,7 +75,7 @@ def sparse(part: Part, plain: bool, *, drop_prob: float) -> Tensor:
 
 
 def mask_of(own: Own, drop_prob: float, *, rescale: bool) -> looped.ByField:
-    """What stays of a leaf."""
+    """The mask of a leaf by thresholds of its experts."""
     thresholds = [
         1 << 16 if density == 0 else int(random.threshold(drop_prob if density is None else 1 - density))
         for density in own.densities

@@ -59,7 +59,7 @@ def slerp(experts: Experts, *, coef: float, arc: Arc = "slerp", zeros: bool = Fa
 
 
 def shares_along(products: list[list[float]], coef: float, arc: Arc, zeros: bool) -> tuple[float, float] | None:
-    """What two leaves whose inner products are those of `gram` are multiplied by; None where the arc is a line."""
+    """The factors of two leaves whose inner products are those of `gram`; None where the arc is a line."""
     if arc == "leaf":
         return shares_of(products, coef)
     cos = _unscaled(products) if zeros else cosine(products, 0, 1)

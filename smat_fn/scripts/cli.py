@@ -276,7 +276,8 @@ def run(
     """
     words, prog = prepare(sys.argv[1:]), script
     if problem := mistyped(words, [*commands, *names], elsewhere, names):
-        sys.exit(f"{script}: {problem} ({script} --help lists all)")
+        print(f"{script}: {problem} ({script} --help lists all)", file=sys.stderr)
+        sys.exit(2)  # as tyro's errors
     if words and words[0] in commands:
         prog = f"{script} {words[0]}"
         main, options = commands[words.pop(0)]

@@ -94,7 +94,7 @@ class ByMagnitude(NamedTuple):
 
 
 class ByField(NamedTuple):
-    """What mask streams keep, divided by the keep probability; a zero sum elects +."""
+    """The coordinates that mask streams keep, divided by the keep probability; a zero sum elects +."""
 
     thresholds: Sequence[int]  # of the experts; 65536 keeps nothing
     divide: bool = True

@@ -140,7 +140,7 @@ class Weighted(Merger):
         raise NotImplementedError
 
     def mask(self, leaves: Mapped, own: Own) -> Mask | None:
-        """What stays of a leaf for compiled loops, with options by expert or without; None: none of them says it."""
+        """The mask of a leaf for compiled loops, with options by expert or without; None: it is none of theirs."""
         return None
 
     def looped(self, leaves: Mapped, path: str, *, majority: int = 1) -> Loop | None:
