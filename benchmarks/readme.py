@@ -320,15 +320,30 @@ def seeds(result: dict[str, Any]) -> str:
     return f"{done} seed{'s' * (done != 1)}" if done == planned else f"{done} of {planned} planned seeds"
 
 
-def merge(result: dict[str, Any]) -> str:
-    """Seconds, memory and their ratios to mergekit's by merger; cost of the other cases beside that of copying."""
+def beside_mergekit(result: dict[str, Any]) -> str:
+    """Seconds, memory and their ratios to mergekit's by merger, of a model in bfloat16."""
     shown = {
         "s": 2, "mergekit s": 1, "time ratio": 1, "command s": 1, "mergekit command s": 1, "command ratio": 1,
         "MB": 0, "mergekit MB": 0, "memory ratio": 0,
     }  # fmt: skip
-    rows = [row for row in result["rows"] if row["case"] == "bfloat16"]
     head = "Merger", "s", "mergekit s", "ratio", "command s", "mergekit's", "ratio", "MB", "mergekit MB", "ratio"
-    lines = [(row["merger"], *(f"{row[name]:.{digits}f}" for name, digits in shown.items())) for row in rows]
+    return table(
+        head,
+        [(row["merger"], *(f"{row[name]:.{digits}f}" for name, digits in shown.items())) for row in model_rows(result)],
+    )
+
+
+def merge_avx2(result: dict[str, Any]) -> str:
+    """The same beside mergekit on a processor whose vector registers are half as wide."""
+    return (
+        f"{beside_mergekit(result)}\n"
+        f"The same, with {result['instructions']}: from `{result['command']}` at commit {result['commit'][:7]} on "
+        f"{result['hardware']}.\n"
+    )
+
+
+def merge(result: dict[str, Any]) -> str:
+    """`beside_mergekit`; cost of the other cases beside that of copying."""
     cases = {case: [row for row in result["rows"] if row["case"] == case] for case in result["MB"]}
     costs = [(case, *cost) for case, found in cases.items() for cost in _costs(result, case, found)]
     later = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
@@ -336,7 +351,7 @@ def merge(result: dict[str, Any]) -> str:
     more = "Case", "Merger", "s", "ns of CPU a weight", "x copying", "command s", "mergekit's / ours", "MB"
     rows_, columns = result["embedding"]
     return (
-        f"{table(head, lines)}\n"
+        f"{beside_mergekit(result)}\n"
         f"{result['experts']} experts of {result['MB of a model']} MB (bfloat16), {result['threads']} threads, "
         f"mergekit {result['mergekit'].split()[0]} on CPU. The first times are of the merge itself; those of commands "
         "are from their start to their end, with imports and our hashing and model card. MB is anonymous memory of the "
@@ -345,12 +360,8 @@ def merge(result: dict[str, Any]) -> str:
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
-        f"From `{result['command']}` on {result['hardware']}{_instructions(result)}.{after}\n"
+        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{after}\n"
     )
-
-
-def _instructions(result: dict[str, Any]) -> str:
-    return f", with {result['instructions']}" if "instructions" in result else ""
 
 
 def _costs(result: dict[str, Any], case: str, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -454,6 +465,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "text_mergers": ("docs/merging.md", text_mergers),
     "text_data_mergers": ("docs/merging.md", text_data_mergers),
     "merge": ("docs/folders.md", merge),
+    "merge_avx2": ("docs/folders.md", merge_avx2),
 }
 SOURCES = {
     "results": "digits_onepass",
