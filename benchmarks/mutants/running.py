@@ -43,8 +43,8 @@ HEAD = """# Mutation check
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
 dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
 `tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
-`tests/folders/test_loops.py`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is gone is reported, not skipped; a fault runs again when its file, or the
-test that found it, has changed.
+`tests/folders/test_loops.py`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is
+gone is reported, not skipped; a fault runs again when its file, or the test that found it, has changed.
 """
 
 Result = dict[str, Any]
