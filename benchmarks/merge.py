@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -181,6 +181,7 @@ def main(options: Options) -> None:
     rows: list[dict[str, Any]] = []
     sizes: dict[str, int] = {}
     for case in options.cases:
+        compile_loops(case, options)
         with tempfile.TemporaryDirectory(prefix="merge-") as name:
             base, experts = checkpoints(Path(name), case, options)
             sizes[case] = round(sum(file.stat().st_size for file in base.glob("*.safetensors")) / 1e6)
@@ -199,6 +200,15 @@ def main(options: Options) -> None:
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()  # loops and sorts use them too
         facts |= {"mergekit": _version(options.mergekit), "load at the end": os.getloadavg()[0], "rows": rows}
         timing.store(file, facts)
+
+
+def compile_loops(case: Case, options: Options) -> None:
+    """Merge something small by every merger, so that no merge that counts is the first one of its kind."""
+    with tempfile.TemporaryDirectory(prefix="merge-") as name:
+        base, experts = checkpoints(Path(name), case, replace(options, small=True, experts=2))
+        for merger in options.mergers:
+            words = OURS.format(threads=1), MERGERS[merger][0], base, Path(name) / merger, *experts
+            measure([sys.executable, "-c", *map(str, words)], 1)
 
 
 def checkpoints(folder: Path, case: Case, options: Options) -> tuple[Path, list[Path]]:
