@@ -337,17 +337,22 @@ def merge_avx2(result: dict[str, Any]) -> str:
     """The same beside mergekit on a processor whose vector registers are half as wide."""
     return (
         f"{beside_mergekit(result)}\n"
-        f"The same, with {result['instructions']}: from `{result['command']}` at commit {result['commit'][:7]} on "
-        f"{result['hardware']}.\n"
+        f"The same with {result['instructions']}, on a machine whose memory is slower: from `{result['command']}` at "
+        f"commit {result['commit'][:7]} on "
+        f"{result['hardware']}.{_later(result)}\n"
     )
+
+
+def _later(result: dict[str, Any]) -> str:
+    """Sentences on rows that are not of the run of all."""
+    found = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
+    return "".join(f" Our numbers of {name} are from a later run, at commit {commit}." for name, commit in found)
 
 
 def merge(result: dict[str, Any]) -> str:
     """`beside_mergekit`; cost of the other cases beside that of copying."""
     cases = {case: [row for row in result["rows"] if row["case"] == case] for case in result["MB"]}
     costs = [(case, *cost) for case, found in cases.items() for cost in _costs(result, case, found)]
-    later = dict.fromkeys((row["merger"], row["commit"][:7]) for row in result["rows"] if "commit" in row)
-    after = "".join(f" Our numbers of {name} are from a later run, at commit {commit}." for name, commit in later)
     more = "Case", "Merger", "s", "ns of CPU a weight", "x copying", "command s", "mergekit's / ours", "MB"
     rows_, columns = result["embedding"]
     return (
@@ -360,7 +365,7 @@ def merge(result: dict[str, Any]) -> str:
         f"The same in float32, and {result['embedding_experts']} experts of one embedding of {rows_:,} x {columns:,} "
         "in bfloat16, for which mergekit may need more memory than the machine has. CPU time is of all threads, for "
         "each weight of each expert; copying reads all inputs and writes one output as plain bytes. "
-        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{after}\n"
+        f"From `{result['command']}` at commit {result['commit'][:7]} on {result['hardware']}.{_later(result)}\n"
     )
 
 
