@@ -68,10 +68,15 @@ def test_a_report_that_exists_is_only_replaced_on_demand(call, tmp_path):
     assert (tmp_path / "report.html").read_text() != "mine"
 
 
-def test_a_mistyped_command_is_suggested_by_every_script(exits):
-    assert exits("eval.py", "landscap").startswith("eval.py: 'landscap' is unknown, did you mean 'landscape'?")
-    assert exits("train.py", "samt", "--out", "x").startswith("train.py: 'samt' is unknown, did you mean 'smat'?")
-    assert exits("merge.py", "verfy", "x").startswith("merge.py: 'verfy' is unknown, did you mean 'verify'?")
+def test_a_mistyped_command_is_suggested_by_every_script(exits, capsys):
+    for words, near in (
+        (("eval.py", "landscap"), "landscape"),
+        (("train.py", "samt", "--out", "x"), "smat"),
+        (("merge.py", "verfy", "x"), "verify"),
+    ):
+        assert exits(*words) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"{words[0]}: {words[1]!r} is unknown, did you mean {near!r}?")
     assert exits("merge.py", "verify", "/nope") == (
         "merge.py verify: there is no folder /nope: give that of a merged model, or its README.md"
     )
