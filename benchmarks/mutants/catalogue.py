@@ -351,7 +351,7 @@ MUTANTS = [
     ),
     *_of("_loops.py:gram", ("rows[:, stop - first :] = 0", "pass"), ("row[j] -= origin[j]", "row[j] += origin[j]")),
     *_of("_loops.py:absolute_sums", ("rest[:left] = rows[i, rows.shape[1] - left :]", "rest[:left] = rows[i, :left]")),
-    *_of("_loops.py:averaged", ("2 if line else 1", "1")),
+    *_of("_loops.py:averaged", ("error[j] -= first_one[j]", "error[j] += first_one[j]")),
     *_of("_loops.py:between", ("under + uint32(sizes[j] < low)", "under + uint32(sizes[j] <= low)")),
     *_of("_loops.py:nth_equal", ("if met == left:", "if met > left:")),
     *_of("_loops.py:_half_16", ("0x38800000", "0x38000000")),

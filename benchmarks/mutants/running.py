@@ -33,6 +33,7 @@ TESTS = {
     "tree.py": "tests/core/test_grad.py",
     "where.py": "tests/core/test_where.py",
     "_loops.py": "tests/folders/test_loops.py",
+    "_loops.py:packed": "tests/ops/test_loops.py",
 }
 NICE = 15  # of the tests
 LIMIT = 900  # seconds of one run of a folder's tests; a mutant that takes longer has failed
@@ -43,8 +44,9 @@ HEAD = """# Mutation check
 `make mutants` puts small faults into a copy of the library, one at a time (sign flips, off-by-one, swapped arguments,
 dropped terms), and runs the tests in the folder of the fault's package until one fails (for `grad` and `tree.py`
 `tests/core/test_grad.py`, for `where.py` `tests/core/test_where.py`, for the compiled loops
-`tests/folders/test_loops.py`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose place in the source is
-gone is reported, not skipped; a fault runs again when its file, or the test that found it, has changed.
+`test_loops.py` of `tests/folders` or `tests/ops`). `benchmarks/mutants/catalogue.py` lists the faults. A fault whose
+place in the source is gone is reported, not skipped; a fault runs again when its file, or the test that found it, has
+changed.
 """
 
 Result = dict[str, Any]
@@ -95,7 +97,7 @@ def survives(mutant: Mutant, stored: dict[str, Result]) -> bool:
 def tests_of(mutant: Mutant) -> str:
     """The folder, or file, of the tests that must find a mutant."""
     part = mutant.place.partition(":")[0].partition("/")[0]
-    return TESTS.get(part, f"tests/{part}")
+    return TESTS.get(mutant.place) or TESTS.get(part, f"tests/{part}")
 
 
 def mutated(root: Path, mutant: Mutant) -> str:

@@ -27,6 +27,7 @@ from smat_fn.config import (
 )
 from smat_fn.folders import merge_folders
 from smat_fn.folders.streaming import chunks, ranks, survey
+from smat_fn.merge.parts import looped
 from smat_fn.merge.parts.looped import sources
 
 SHAPES = {"large": (37, 1031), "rows": (9, 300), "short": (50, 7), "edge": (3, 1024), "vector": (2049,), "one": ()}
@@ -178,6 +179,18 @@ def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
         folders.assert_same_bits(folders.load(tmp_path / f"{i}"), expected)
     assert calls >= USED.get(name, set()) - (set() if grid else {"nth_equal"})
     assert calls
+
+
+@pytest.mark.parametrize("split", [0, 1, 2, 1023, 1024, 1025, 3000])
+def test_equal_magnitudes_stay_up_to_a_position(split):
+    base, expert, out = torch.zeros(3000), torch.ones(3000), torch.empty(3000)
+    bits = looped.bits_of(torch.tensor(1.0))
+    window = looped.Window(
+        compiled.loops(), 0, 3000, sources([base, expert]), (base, expert), None, 1.0, out, torch.empty
+    )
+    band = (bits, bits + 1, looped.INFINITE, looped.INFINITE), (split, looped.NEVER)
+    looped.ByMagnitude([band]).merge(window, looped.Terms([1.0], [1.0]))
+    assert torch.equal(out, (torch.arange(3000) < split).float())
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
