@@ -110,7 +110,7 @@ def products(rows: Tensor) -> Tensor:
 
 
 def products_of(loops: ModuleType, read: Any, size: int, *, based: bool) -> Tensor:
-    """`products` by a loop. Args: read: `sources` of base, which is read where ``based``, and of others."""
+    """`products` by a loop. Args: read: `sources`, base first; based: of the differences from base, else ignore it."""
     found = numpy.empty((len(read) - 1, len(read) - 1))
     loops.gram(read, size, based, found)
     return torch.from_numpy(found)
