@@ -1,5 +1,6 @@
 """What all tests share: the cache in a folder of the run, and no silent skips in CI."""
 
+import atexit
 import gc
 import math
 import os
@@ -64,9 +65,8 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-def pytest_unconfigure(config):
-    """Let go of everything, or triton's bindings list what is left."""
-    gc.unfreeze()
+# or triton's bindings list what is left; at the very end, since pytest collects garbage several times before
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(trylast=True)

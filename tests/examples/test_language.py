@@ -196,8 +196,9 @@ def test_llama_main_takes_an_encoder_decoder_as_it_takes_other_models(experiment
     assert sum(row.score for row in rows if row.model.startswith("expert:")) > 0
 
 
-@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=[pytest.mark.slow, pytest.mark.skipif(
-    not DATA.is_dir(), reason="no ../shared")])])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["own", pytest.param("real", marks=pytest.mark.skipif(
+    not DATA.is_dir(), reason="no ../shared"))])  # fmt: skip
 def test_the_tiny_example_lowers_the_loss_on_its_rows(source, inputs, run, tmp_path):
     data, tasks = (inputs / "rows", TASKS) if source == "own" else (DATA, ("C-STANCE",))
     short = ("--tasks", *tasks, "--steps", "6", "--rows", "8", "--new-tokens", "4")

@@ -105,7 +105,9 @@ def around_on_two(name, layers):
     return calls.found - own.found
 
 
-@pytest.mark.parametrize("name", ["smat", "smat clean", "finetune"])
+@pytest.mark.parametrize(
+    "name", ["smat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smat clean", "finetune"))]
+)
 def test_a_device_map_asks_for_below_sixty_calls_a_device(name, monkeypatch):
     monkeypatch.setattr(tree, "PLAIN", (*tree.PLAIN, Placed))  # as real devices' tensors
     few, many = around_on_two(name, 1), around_on_two(name, 16)

@@ -27,7 +27,9 @@ def assert_same(*results):
 
 
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[::2])], ids=str
+)
 def test_all_sizes(case, dtype, noise):
     c = case(by_size(*SIZES[: None if noise == "uniform" else -1]), dtype, noise=noise)
     assert_same(c.public(), c.chunked(), c.kernels())
@@ -53,7 +55,9 @@ def test_the_opposite_of_a_draw_against_the_literal_equations(case, dtype, drop_
     assert_same((states, weighted), c.public(), c.chunked(), c.kernels())
 
 
-@pytest.mark.parametrize("start", [3, 8, 4089, 2**32 + 2**31, 2**35 + 5, 2**35 + 16])
+@pytest.mark.parametrize(
+    "start", [3, 4089, 2**35 + 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 2**32 + 2**31, 2**35 + 16))]
+)
 @pytest.mark.parametrize("dtype", [*DTYPES[:-1], pytest.param(DTYPES[-1], marks=pytest.mark.slow)], ids=str)
 def test_starts(case, dtype, start):
     c = case(by_size(7, 64, 4097, 4104), dtype, start=start)

@@ -34,14 +34,15 @@ def arguments(c):
     }
 
 
-@pytest.mark.parametrize("noise", ["uniform", "laplace"])
+@pytest.mark.parametrize("noise", ["uniform", pytest.param("laplace", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(case, dtype, noise):
     for op, args in arguments(case(SHAPES, dtype, noise=noise)).items():
         assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("noise", ["uniform", pytest.param("gaussian", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", ["uniform", "gaussian"])
 def test_derivatives_by_finite_differences(case, noise):
     c = case({"a": (2, 2), "b": (5,), "c": ()}, torch.float64, noise=noise, sigma=0.1)
     streams, scale, cutoff, sigma, quantiles = c.numbers
@@ -131,9 +132,9 @@ def load_uses():
 
 USES = load_uses()
 ROWS = [(table, row) for table in ("EAGER", "REWEIGHT") for row in getattr(USES, table)]
-# batches over coordinates, a launch each: seconds in the interpreter
-DENSE = ("hessian", "jacrev jacrev", "jacfwd jacfwd")
-BY_KERNELS = [pytest.param(*row, marks=[pytest.mark.slow] * (row[1] in DENSE), id=" ".join(row)) for row in ROWS]
+# the interpreter takes half a second or more for others, seconds for batches over coordinates: a launch each
+FAST = ("vmap key", "jvp alpha", "vmap(grad) key", "forward over reverse")
+BY_KERNELS = [pytest.param(*row, marks=[pytest.mark.slow] * (row[1] not in FAST), id=" ".join(row)) for row in ROWS]
 
 
 def through_faces(dtype, device="cpu"):

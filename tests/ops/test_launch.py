@@ -56,6 +56,7 @@ def test_a_variant_serves_every_seed_step_size_and_draw(case, variants):
     assert sorted(name for name, *_ in variants) == ["reweight_kernel", "simulate_kernel"]
 
 
+@pytest.mark.slow
 def test_variants_are_dtype_masked_noise_and_aligned(case, variants):
     wanted = {
         (dtype, masked, noise, aligned)

@@ -92,7 +92,7 @@ def check(build, base, start, batches, **options):
     return one, two
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_to_the_bits_of_one_device(name, masters):
     module, base, start, batches = setting()
@@ -171,7 +171,7 @@ def test_the_states_and_gradients_lie_where_their_leaves_lie():
     assert float(before) == float(optim.clip(start, None)[1])
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("offload", ["cpu", "recompute", "stream"])
 def test_an_offload_mode_serves_each_device(offload, masters):
     module, base, start, batches = setting()

@@ -424,6 +424,7 @@ def mean_gradients(kind, rank):
     one = ModuleLoss(module, loss)
     averaged = parallel.replicated(one)
     gc.collect()
+    gc.freeze()  # what is there is not looked through
     gc.disable()
     with events:
         _, found = value_and_grad(
@@ -431,6 +432,7 @@ def mean_gradients(kind, rank):
         )(params, parallel.Share(None, 0.5))
     left = sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects())
     gc.enable()
+    gc.unfreeze()
     happened = list(events)
     if kind == "nothing" and rank == 1:  # alone, it is an error
         own = {path: torch.zeros_like(leaf) for path, leaf in params.items()}

@@ -42,7 +42,7 @@ def as_numpy(tree):
 
 
 @pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("noise", ["uniform", "gaussian"])
 def test_states_and_gradients_in_every_argument_equal_jax(noise, dtype, jit):
     theta, theta_0 = (random_tree(s, SHAPES, dtype=dtype) for s in (1, 2))

@@ -362,10 +362,12 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
 @pytest.mark.parametrize(
     ("method", "place"),
     [
-        *((own, "auto") for own in (Finetune(), Asam(rho=0.5), Mergopt(b=1e-3, k_max=3))),
-        *((SMAT(), place) for place in ("cpu", "stream")),
+        (Asam(rho=0.5), "auto"),
+        *(pytest.param(own, "auto", marks=pytest.mark.slow) for own in (Finetune(), Mergopt(b=1e-3, k_max=3))),
+        (SMAT(), "stream"),
+        pytest.param(SMAT(), "cpu", marks=pytest.mark.slow),
     ],
-    ids=["ft", "asam", "mergopt", "cpu", "stream"],
+    ids=["asam", "ft", "mergopt", "stream", "cpu"],
 )
 def test_base_gives_its_memory_back_while_it_is_not_needed(method, place, precision, suite, monkeypatch):
     base = tree.clone(suite.base)
