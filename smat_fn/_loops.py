@@ -938,6 +938,73 @@ def added(vectors, base, size, weights, elect, mean, divisor, coef, target):  # 
 
 
 @jit
+def erased(sources, size, weights, least, coef, target):  # type: ignore[no-untyped-def]
+    """Means of the task vectors that have the sign of their sum, + where that is 0, by weight: SCE.
+
+    Args: weights: float32 (experts,); least: of their sum in a coordinate; others and returns: as `banded`'s.
+    """
+    count = len(sources) - 1
+    rows, origin, merged = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sign, share = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    change, error, sums = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros((2, 64))
+    largest, written, first, end = uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        for j in range(n):
+            merged[j] = float32(-0.0)
+        for i in range(count):
+            row = rows[i]
+            largest = max(largest, _delta(sources, i + 1, first, n, origin, row))
+            for j in range(n):
+                merged[j] += row[j]
+        _elected(merged, n, sign)
+        for j in range(n):
+            merged[j] = float32(0)
+            share[j] = float32(0)
+        for i in range(count):
+            row, weight = rows[i], weights[i]
+            for j in range(n):
+                value = row[j]
+                own = weight if value * sign[j] > 0 else float32(0)
+                merged[j] += value * own
+                share[j] += own
+        for j in range(n):
+            merged[j] /= share[j] if share[j] > least else least
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+        first += n
+    return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@jit
+def farthest(sources, size, coef, target):  # type: ignore[no-untyped-def]
+    """The task vector of largest magnitude in every coordinate, of opposite ones the positive: MagMax.
+
+    Args and returns: as `banded`'s.
+    """
+    origin, merged, row = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    low, change, error = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    sums, largest, written, first, end = np.zeros((2, 64)), uint32(0), uint32(0), uint64(0), uint64(size)
+    while first < end:
+        n = min(uint64(TILE), end - first)
+        _load(sources, 0, first, n, origin)
+        largest = max(largest, _delta(sources, 1, first, n, origin, merged))
+        for j in range(n):
+            low[j] = merged[j]
+        for i in range(2, len(sources)):
+            largest = max(largest, _delta(sources, i, first, n, origin, row))
+            for j in range(n):
+                value = row[j]
+                merged[j] = value if value > merged[j] else merged[j]
+                low[j] = value if value < low[j] else low[j]
+        for j in range(n):
+            merged[j] = merged[j] if merged[j] >= -low[j] else low[j]
+        written = max(written, _finish(merged, n, origin, coef, target, first, change, error, sums))
+        first += n
+    return sums[0].sum(), sums[1].sum(), largest, written
+
+
+@jit
 def averaged(sources, size, weights, divisor, line, target):  # type: ignore[no-untyped-def]
     """Adds weighted experts, without base. Args and returns: as `banded`'s, the first magnitude one of the inputs.
 

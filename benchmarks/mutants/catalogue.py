@@ -352,6 +352,8 @@ MUTANTS = [
     *_of("_loops.py:gram", ("rows[:, stop - first :] = 0", "pass"), ("row[j] -= origin[j]", "row[j] += origin[j]")),
     *_of("_loops.py:absolute_sums", ("rest[:left] = rows[i, rows.shape[1] - left :]", "rest[:left] = rows[i, :left]")),
     *_of("_loops.py:averaged", ("error[j] -= first_one[j]", "error[j] += first_one[j]")),
+    *_of("_loops.py:erased", ("value * sign[j] > 0", "value * sign[j] >= 0"), ("if share[j] > least else least", "")),
+    *_of("_loops.py:farthest", ("merged[j] >= -low[j]", "merged[j] > -low[j]"), ("merged[j] if", "low[j] if")),
     *_of("_loops.py:between", ("under + uint32(sizes[j] < low)", "under + uint32(sizes[j] <= low)")),
     *_of("_loops.py:nth_equal", ("if met == left:", "if met > left:")),
     *_of("_loops.py:_half_16", ("0x38800000", "0x38000000")),
@@ -448,7 +450,7 @@ MUTANTS = [
     ),
     *_of(
         "merge/sce.py",
-        ("below.clamp_(min=1e-6)", "1"),
+        ("below.clamp_(min=LEAST)", "1"),
         ("total >= floor", "total < floor"),
         ("among_largest(variance.abs_(), count)", "~among_largest(variance.abs_(), count)"),
     ),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Params
+from .parts import looped
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import UNKNOWN, Mapped, Merger, Rule, merged, vector_function
@@ -41,7 +42,7 @@ class MagMax(Merger):
     """gamma, the factor of the merged update. Presets have none: set it, or choose it on dev with --search."""
 
     def rule(self, leaves: Mapped) -> Rule:
-        return Rule(lambda _: fuse)
+        return Rule(lambda _: fuse, loop=lambda _: looped.farthest)
 
 
 magmax_vector = vector_function(MagMax)

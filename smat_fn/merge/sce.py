@@ -1,17 +1,21 @@
 """SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..types import Params
-from .parts.arithmetic import add, divided, elected, largest
+from .parts import looped
+from .parts.arithmetic import add, divided, elected, gram_memory, largest, squares
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 from .parts.ranks import among_largest
+
+LEAST = 1e-6  # of the weights that a coordinate is divided by
 
 
 def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1.0, floor: float = 1e-6) -> Params:
@@ -40,33 +44,39 @@ def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1
     return merged(Sce, **locals())
 
 
-def fused(deltas: Iterable[Tensor], *, density: float, floor: float) -> Tensor:
-    """The merged vector of a leaf."""
-    every = [delta.contiguous() for delta in deltas]
-    if density < 1:
-        keep = _varying(every, density)
-        every = [delta * keep for delta in every]
-    sums = torch.stack([delta.double().square().sum() for delta in every]).tolist()
-    squares = [square / max(every[0].numel(), 1) for square in sums]
-    total = sum(squares)
-    weights = [square / total for square in squares] if total and total >= floor else [1 / len(every)] * len(every)
-    sign = elected(every)
+def selected(deltas: Sequence[Tensor], *, density: float, floor: float) -> Tensor:
+    """The merged vector of a whole leaf of which only a share of the coordinates stays."""
+    keep = _varying(deltas, density)
+    kept = [delta * keep for delta in deltas]
+    return erased(kept, shares_of(squares(kept), keep.numel(), floor))
+
+
+def shares_of(norms: Sequence[float], size: int, floor: float) -> list[float]:
+    """w of every expert, from the squared norms of a leaf's task vectors."""
+    means = [norm / max(size, 1) for norm in norms]
+    total = sum(means)
+    return [mean / total for mean in means] if total and total >= floor else [1 / len(means)] * len(means)
+
+
+def erased(deltas: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The merged vector of a chunk: weighted means without minority signs."""
+    sign = elected(deltas)
     above, below = torch.zeros_like(sign), torch.zeros_like(sign)
-    for delta, weight in zip(every, weights, strict=True):
+    for delta, weight in zip(deltas, shares, strict=True):
         share = (delta.sign() == sign).to(sign.dtype).mul_(weight)
         above += delta * share
         below += share
-    return above / below.clamp_(min=1e-6)
+    return above / below.clamp_(min=LEAST)
 
 
-def _varying(deltas: list[Tensor], density: float) -> Tensor:
+def _varying(deltas: Sequence[Tensor], density: float) -> Tensor:
     """1 for the coordinates of largest variance, 0 for the others."""
     # from the first one: a sum of equal changes, divided by their number, may be rounded to another change
     mean = divided(add(delta - deltas[0] for delta in deltas), len(deltas))
     variance = add((delta - deltas[0]).sub_(mean).square_() for delta in deltas).reshape(-1)  # times N
     count = int(variance.count_nonzero().cpu().float() * density)
     # abs: a NaN may have a sign
-    return among_largest(variance.abs_(), count).to(variance.dtype).view(deltas[0].shape)
+    return among_largest(variance.abs_(), count).to(variance.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,16 +98,23 @@ class Sce(Merger):
         return problems + ([] if 0 <= floor < float("inf") else [f"floor is {floor}, must be finite and at least 0"])
 
     def rule(self, leaves: Mapped) -> Rule:
-        def fuse(path: str) -> Fuse:
-            shape = leaves.shape(path)
-            return lambda piece: fused(
-                (delta.view(shape) for delta in piece.deltas), density=self.density, floor=self.floor
-            ).reshape(-1)
+        def shares(path: str) -> list[float]:
+            diagonal = [row[i] for i, row in enumerate(leaves.gram(path))]
+            return shares_of(diagonal, leaves.shape(path).numel(), self.floor)
 
-        return Rule(fuse, whole=lambda _: True)
+        def fuse(path: str) -> Fuse:
+            if self.density < 1:
+                return lambda piece: selected(piece.deltas, density=self.density, floor=self.floor)
+            own = shares(path)
+            return lambda piece: erased(piece.deltas, own)
+
+        def loop(path: str) -> looped.Loop | None:
+            return partial(looped.erased, weights=shares(path), least=LEAST) if self.density == 1 else None
+
+        return Rule(fuse, whole=lambda _: self.density < 1, loop=loop)
 
     def memory(self, leaves: Mapping[str, Tensor], experts: int) -> int:
-        return (8 * experts + 48) * largest(leaves)
+        return (8 * experts + 48) * largest(leaves) if self.density < 1 else gram_memory(leaves, experts)
 
 
 sce_vector = vector_function(Sce)

@@ -52,12 +52,20 @@ for i, config in enumerate(configs):
 CONFIGS = (
     "WeightAverage()",
     "Ties(coef=1.0, keep=0.5, aggregate='sum', scope='global')",
+    "Sce()",
     "Dare(coef=1.0, drop_prob=0.5)",
     "DareTies(coef=1.0, drop_prob=0.5, rescale=True, weights={'0': 0.5})",
     "Della(coef=1.0, drop_prob=0.5, window=0.14)",
 )
 # what they need grows with the experts, or with the leaf
-GREEDY = "ModelStock()", "TsvMerge(coef=1.0)", "IsoCts(coef=1.0)", "Wudi(coef=1.0)", "Cart(coef=1.0)", "Sce()"
+GREEDY = (
+    "ModelStock()",
+    "TsvMerge(coef=1.0)",
+    "IsoCts(coef=1.0)",
+    "Wudi(coef=1.0)",
+    "Cart(coef=1.0)",
+    "Sce(density=0.5)",
+)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc/self/status to measure by")

@@ -260,7 +260,7 @@ JOINT = {
 # decompositions, transcendental functions, sums in an order of the library: other last bits on CUDA
 OF_A_DEVICE = {
     *SPECTRAL,
-    *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "arcee", "sce", "sce-half"),
+    *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "arcee"),
     *("nuslerp-first", "nuslerp-last"),
 }
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

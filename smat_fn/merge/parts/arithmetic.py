@@ -100,6 +100,13 @@ def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
     return total.tolist()
 
 
+def squares(leaves: Sequence[Tensor]) -> list[float]:
+    """The diagonal of `gram`: squared norms of tensors of one size and dtype."""
+    parts = zip(*(leaf.reshape(-1).split(BLOCK) for leaf in leaves), strict=True)
+    sums = (torch.stack([products(row[None])[0, 0] for row in part]) for part in parts)
+    return add(sums, into_first=True).tolist()
+
+
 def products(rows: Tensor) -> Tensor:
     """All inner products of the rows of a block, float64 (n, n)."""
     if (loops := loops_for(rows)) is not None and rows.dtype == torch.float32 and rows.numel():

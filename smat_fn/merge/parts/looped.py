@@ -174,6 +174,20 @@ def averaged(window: Window, weights: Sequence[float], divisor: float = 1.0, *, 
     return _merged(window.loops.averaged(window.read, window.size, *numbers))
 
 
+def erased(window: Window, weights: Sequence[float], least: float) -> Merged:
+    """Weighted means of what has the sign of the sum.
+
+    Args: least: the sum of weights that a coordinate is divided by at least.
+    """
+    numbers = numpy.array(weights, numpy.float32), numpy.float32(least)
+    return _merged(window.loops.erased(window.read, window.size, *numbers, *_written(window)))
+
+
+def farthest(window: Window) -> Merged:
+    """The difference of largest magnitude in every coordinate; of two opposite ones the positive."""
+    return _merged(window.loops.farthest(window.read, window.size, *_written(window)))
+
+
 def votes(loops: ModuleType, read: Any, start: int, size: int, bands: Sequence[Band]) -> int:
     """The sum of the signs of the sums that `ByMagnitude` elects by; arguments as `Window`'s."""
     return int(loops.votes(read, start, size, *_limits(bands)))
