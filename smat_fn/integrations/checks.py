@@ -4,8 +4,9 @@ import hashlib
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -262,6 +263,25 @@ def no_compute_loss(trainer: Any) -> str:
     )
 
 
+def early_forward(trainer: Any) -> str:
+    """The error for a forward pass whose loss would be taken at theta in a simulated step."""
+    return (
+        f"training_step of {type(trainer).__name__} runs the model with gradients before or without compute_loss, "
+        "where the weights are not simulated: take the whole loss in compute_loss, use torch.no_grad() where only "
+        "values are needed, or write the loop yourself, with smat_fn.mat.smat.build"
+    )
+
+
+def cast_problems(leaves: Mapping[str, Tensor], dtypes: Sequence[torch.dtype]) -> list[str]:
+    """Errors for parameters that were converted since training began."""
+    problems = [
+        f"parameter {path!r} is {p.dtype}, and was {dtype} when training began"
+        for (path, p), dtype in zip(leaves.items(), dtypes, strict=True)
+        if p.dtype != dtype
+    ]
+    return errors.shortened(problems, "{} more parameters were converted")
+
+
 def no_training_step(trainer: Any) -> str:
     """The error for an update whose gradient came from elsewhere."""
     return (
@@ -308,15 +328,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
             f"offloaded to host memory or disk by device_map, on the meta device here: {names}: use a device_map of "
             "devices alone, or train fewer parameters"
         )
-    places: dict[tuple[torch.device, int], str] = {}
-    for path, p in leaves.items():
-        if p.is_meta or is_traceable_wrapper_subclass(p) or not p.numel():
-            continue
-        if (first := places.setdefault((p.device, p.data_ptr()), path)) != path:
-            problems.append(
-                f"parameters {first!r} and {path!r} share memory, which theta~ would separate: tie them as one "
-                "nn.Parameter in both modules, or clone one of them"
-            )
+    problems += _overlaps(trainer.model, leaves)
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper holds it
     inside = [f"optim={name!r}"] if made is None and (name.endswith("layerwise") or name in ("lomo", "adalomo")) else []
@@ -339,6 +351,45 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
                 "(p.requires_grad_(False)) before attach, or give them to the optimizer"
             )
     return problems
+
+
+def _overlaps(model: nn.Module, leaves: Mapping[str, nn.Parameter]) -> list[str]:
+    """Errors for trained parameters that share memory with another tensor of the model."""
+    trained = {id(p): path for path, p in leaves.items()}
+    ranges = sorted(
+        (str(own.device), *_range(own), place, trained.get(id(own), path), id(own) in trained)
+        for place, (path, own) in enumerate(_tensors(model))
+        if own.numel() and not own.is_meta and not is_traceable_wrapper_subclass(own) and own.layout == torch.strided
+    )
+    problems = list[str]()
+    for one, two in pairwise(ranges):
+        (device, _, end, *first), (where, start, _, *second) = one, two
+        (_, name, simulated), (_, other, too) = sorted((first, second))  # in the model's order
+        if device != where or start >= end or not (simulated or too):
+            continue
+        if simulated and too:
+            problems.append(
+                f"parameters {name!r} and {other!r} share memory, which theta~ would separate: tie them as one "
+                "nn.Parameter in both modules, or clone one of them"
+            )
+            continue
+        name, other = (name, other) if simulated else (other, name)
+        problems.append(
+            f"parameter {name!r} shares memory with {other!r}, which is not trained and would stay at theta in a "
+            "simulated step: tie them as one nn.Parameter in both modules, or clone one of them"
+        )
+    return errors.shortened(problems, "{} more share memory")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's coordinates, from the first to behind the last one; with gaps, of the first alone."""
+    size = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (size if size == tensor.numel() else 1) * tensor.itemsize
 
 
 def keeps_statistics(module: nn.Module) -> bool:

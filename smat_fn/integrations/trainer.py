@@ -30,7 +30,8 @@ _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
 _RECORD = "smat_fn"  # the name of its settings in a checkpoint's trainer_state.json
 _ORIGINS = WeakKeyDictionary[nn.Module, str]()  # of models that began to train: the hash of their theta_0
 _METHODS = "training_step", "compute_loss", "log", "call_model_init"
-_AT_THETA = "evaluate", "predict", "save_model", "save_state"  # methods of the trainer and of its accelerator, ...
+# methods of the trainer and of its accelerator, ...
+_AT_THETA = "evaluate", "predict", "evaluation_loop", "prediction_loop", "save_model", "save_state"
 _AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
 
 
@@ -47,9 +48,10 @@ class Attached:
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
         self._untrained = False  # whether no step has been trained since the copy
+        self._origin = ""  # the hash of theta_0
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
-        self._leaves = dict[str, nn.Parameter]()
+        self._leaves, self._dtypes = dict[str, nn.Parameter](), list[torch.dtype]()
         self._norms = list[tuple[str, nn.Module]]()  # batch norms with running statistics
         self._at_theta = list[tuple[Any, str]]()  # methods that run at theta inside a simulated step too
         self._step = -1  # an optimizer step that is not complete, ...
@@ -140,15 +142,13 @@ class Attached:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
-        self._leaves = leaves
+        self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
         record = checks.record(self._options, base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         state = self._trainer.state
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
         self._remember(record)
-        if self._untrained and not self._trainer.state.global_step:
-            errors.raise_problems(checks.start_problems(self._own, leaves))
-        _ORIGINS[checks.bare(model)] = record["theta_0"]
+        self._origin = record["theta_0"]
         self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
         # wrappers of torch.compile pass on what is set and deleted
         modules = [own for own in model.modules() if not isinstance(getattr(own, "_orig_mod", None), nn.Module)]
@@ -190,7 +190,10 @@ class Attached:
             return original(*args, **options)
         if self._weights is None:  # a trainer without that event, or one that trains already
             self._begin()
+        if self._untrained and not self._trainer.state.global_step:  # here, since callbacks may load weights too
+            errors.raise_problems(checks.start_problems(self._own, self._leaves))
         self._untrained = False
+        _ORIGINS[checks.bare(self._trainer.model)] = self._origin
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
@@ -207,6 +210,7 @@ class Attached:
         self._within = True
         try:
             with ExitStack() as self._inside:
+                self._inside.enter_context(self._watched(args[0] if args else options["model"]))
                 if loss != self._compute_loss:  # replaced since attach: all that it computes is at theta~
                     self._inside.enter_context(_instead(trainer, "compute_loss", partial(self._loss, loss)))
                 result = original(*args, **options)
@@ -229,6 +233,22 @@ class Attached:
             found = checks.changes(self._leaves, leaves_of(self._trainer.model), "when training began")
             found = found or ["the model that is trained is not the trainer's"]
             raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
+        if problems := checks.cast_problems(self._leaves, self._dtypes):
+            raise ValueError("; ".join([*problems, "convert the model before it is trained"]))
+
+    @contextmanager
+    def _watched(self, model: nn.Module) -> Iterator[None]:
+        """An error for a forward pass with gradients before compute_loss: in a simulated step it would be at theta."""
+
+        def before(*_: Any) -> None:
+            if self._inside is not None and not self._options.off and torch.is_grad_enabled():
+                raise ValueError(checks.early_forward(self._trainer))
+
+        hook = model.register_forward_pre_hook(before)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _finish_step(self) -> None:
         if self._now is not None and self._weights is not None:

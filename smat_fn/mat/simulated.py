@@ -154,6 +154,7 @@ class SimulatedWeights:
             )
         self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._versions = dict[str, int]()  # of theta, when it was simulated
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
         self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
@@ -170,8 +171,10 @@ class SimulatedWeights:
     def at(self, drawn: Draw) -> Iterator[None]:
         """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
-        One ``Draw`` object is simulated once: all micro-batches of a step share it.
+        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it.
         """
+        if tree.written(self._parameters, self._versions):
+            self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}
         kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
         self._kept = kept
@@ -216,7 +219,7 @@ class SimulatedWeights:
                     else:
                         weights[path].copy_(kept[path])
             torch.clear_autocast_cache()
-            self._kept = {}
+            self._kept, self._versions = {}, tree.versions(self._parameters)
 
     def _compared(self, drawn: Draw) -> dict[str, Tensor]:
         """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.

@@ -112,7 +112,12 @@ class Breadcrumbs(Sparse):
             problems.append(f"drop_smallest {first} and drop_largest {last} leave nothing: lower one")
         if self.count not in ("dropped", "kept"):
             problems.append(f"count is {self.count!r}, must be 'dropped' or 'kept'")
-        return [*problems, *super().problems(experts)]
+        return [*problems, *super().problems(experts)] or [
+            f"drop_smallest {self.drop_smallest} and largest {share} of {name!r} leave nothing: lower one"
+            for name, rules in self.largest.items()
+            for share in (rules.values() if isinstance(rules, Mapping) else [rules])
+            if name not in self.densities and not self.drop_smallest + share < 1
+        ]
 
     def sparsify(self, leaves: Mapped) -> Sparsify:
         ends = self._ends(leaves)

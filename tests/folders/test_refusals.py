@@ -300,6 +300,10 @@ def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
         (WiseFt(coef=1.0), "the number of experts is 2: wise_ft takes exactly 1"),
         (WeightedAverage((1.0,)), "weights holds 1 numbers for 2 experts: give one for each"),
         (Breadcrumbs(0.6, 0.5, coef=1.0), "drop_smallest 0.6 and drop_largest 0.5 leave nothing: lower one"),
+        (
+            Breadcrumbs(0.1, 0.1, coef=1.0, largest={"sum": {"*": 0.95}}),
+            "drop_smallest 0.1 and largest 0.95 of 'sum' leave nothing: lower one",
+        ),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

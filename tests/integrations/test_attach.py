@@ -369,6 +369,61 @@ def test_parameters_that_share_memory_are_told_at_attach(tmp_path):
         attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
 
 
+@pytest.mark.parametrize("part", ["frozen", "buffer", "overlap"])
+def test_trained_parameters_that_share_memory_with_other_tensors_are_told_at_attach(part, tmp_path):
+    model = tiny_llama()
+    weight = model.model.embed_tokens.weight.detach()
+    message = r"'model.embed_tokens.weight' shares memory with '\S+', which is not trained and would stay at theta"
+    if part == "buffer":
+        model.register_buffer("table", weight[1:])
+    elif part == "frozen":
+        model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    else:
+        model.extra = nn.Parameter(weight[1:])
+        message = r"'extra' and 'model.embed_tokens.weight' share memory.*tie them"
+    with pytest.raises(ValueError, match=message):
+        attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
+
+
+def test_views_with_gaps_between_each_others_coordinates_are_not_shared_memory(tmp_path):
+    model = tiny_llama()
+    columns = torch.zeros(4, 2)
+    model.left, model.right = (nn.Parameter(columns[:, i]) for i in range(2))
+    attach(own_trainer(model, tmp_path), key=KEY, **STRENGTHS)
+
+
+class Loading(transformers.TrainerCallback):
+    """Changes the model at an event."""
+
+    def __init__(self, event, change):
+        setattr(self, event, lambda args, state, control, model=None, **_: state.global_step or change(model))
+
+
+def load_others(model):
+    model.load_state_dict({name: leaf + 1 for name, leaf in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin"])
+@pytest.mark.parametrize("late", [False, True], ids=["given before", "given after"])
+def test_callbacks_that_load_other_weights_after_attach_are_told(event, late, tmp_path):
+    callback = Loading(event, load_others)
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[] if late else [callback])
+    attach(trainer, key=KEY, **STRENGTHS)
+    if late:
+        trainer.add_callback(callback)
+    with pytest.raises(ValueError, match="have changed between attach, which copied them as theta_0, and the first"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("base", [None, "host"])
+def test_a_model_that_is_converted_while_it_is_trained_is_told(base, tmp_path):
+    callback = Loading("on_step_begin", lambda model: model.to(torch.bfloat16))
+    trainer = own_trainer(tiny_llama(), tmp_path, callbacks=[callback])
+    attach(trainer, key=KEY, base=base, **STRENGTHS)
+    with pytest.raises(ValueError, match=r"is torch.bfloat16, and was torch.float32 when training began"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1, 0)])
 def test_detach_in_any_order_gives_plain_training_back(order, tmp_path):
     plain, detached = own_trainer(tiny_llama(), tmp_path), own_trainer(tiny_llama(), tmp_path)
@@ -913,8 +968,18 @@ class TwoLosses(transformers.Trainer):
     """Takes another loss before the one of compute_loss."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.accelerator.backward(model(**inputs).loss)
+        self.accelerator.backward(sum(p.square().sum() for p in model.parameters()))
         return super().training_step(model, inputs, num_items_in_batch)
+
+
+class TwoPasses(transformers.Trainer):
+    """Compares two passes, as R-Drop does, of which compute_loss has the second one."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        first = model(**inputs).logits
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        self.accelerator.backward(loss + (first - outputs.logits).square().mean())
+        return loss.detach()
 
 
 class OwnLoop(transformers.Trainer):
@@ -932,7 +997,8 @@ class OwnLoop(transformers.Trainer):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (OwnStep, "training step of OwnStep does not call compute_loss"),
+        (OwnStep, "training_step of OwnStep runs the model with gradients before or without compute_loss"),
+        (TwoPasses, "training_step of TwoPasses runs the model with gradients before or without compute_loss"),
         (ZerothOrder, "training step of ZerothOrder does not call compute_loss with gradients enabled"),
         (TwoLosses, "gradients were summed before the first compute_loss .* take all losses of a step in compute_loss"),
         (OwnLoop, "OwnLoop updates the weights without a complete training_step"),

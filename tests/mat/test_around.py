@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import draw, lora, optim, random, value_and_grad
+from smat_fn import draw, lora, optim, random, simulate, value_and_grad
 from smat_fn.grad import ModuleLoss
 from smat_fn.mat import finetune, l2sp, orthoreg, smat
 from smat_fn.mat.simulated import SimulatedWeights
@@ -135,6 +135,21 @@ def test_writes_through_data_are_found_in_later_steps_too(dtype):
     with pytest.raises(ValueError, match=r"held theta~ \(layers\.1\.0\.bias\)"):
         [step("layers.1.0.bias") for _ in params]
     assert_bits(copies(module), base)
+
+
+@pytest.mark.parametrize("way", ["switched", "copied", "host"])
+def test_a_draw_that_is_used_again_is_of_the_weights_of_now(way):
+    module = net()
+    params, base, drawn = dict(module.named_parameters()), copies(module), draw(KEY, **OPTIONS)
+    weights = SimulatedWeights(params, base, switch=way != "copied", slices=1 if way == "host" else None)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        wanted = simulate(copies(module), base, drawn)
+        for _ in range(2):
+            with weights.at(drawn):
+                assert_bits(copies(module), wanted)
+        squares(module, BATCH)[0].backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("switch", [True, False])
