@@ -294,6 +294,16 @@ def test_coefficients_by_leaf_that_do_not_fit(inputs, tmp_path):
     assert refusal(tmp_path, *inputs, WeightAverage(), coef={"*": 0.3})[0].endswith("wa has none: leave it out")
 
 
+def test_a_link_to_weights_that_are_gone_is_told_as_one(inputs, tmp_path):
+    base, experts = inputs
+    (gone := tmp_path / "gone").mkdir()
+    (gone / "model.safetensors").symlink_to("../blobs/0f")
+    (problem,) = refusal(tmp_path, base, experts | {"sum": gone})
+    assert problem.endswith(
+        "holds a link model.safetensors to ../blobs/0f, which does not exist: copy or download it again"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

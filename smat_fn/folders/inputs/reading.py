@@ -386,6 +386,9 @@ def foreign(path: Path, only: str = "*") -> str:
     """Error message for a path without safetensors weights: it names what is there instead."""
     names = sorted(file.name for file in path.glob("*") if fnmatch(file.name, only))
     verb = "holds" if only == "*" else "is"
+    if lost := [name for name in names if (path / name).is_symlink() and not (path / name).exists()]:
+        file = path / lost[0]
+        return f"{verb} a link {lost[0]} to {file.readlink()}, which does not exist: copy or download it again"
     if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _SHARDED)]:
         return (
             f"holds parts of a model ({found[0]}) as FSDP or DeepSpeed saves them: write whole weights from them first"
