@@ -212,14 +212,21 @@ class SimulatedWeights:
             self._first = None if self._first is drawn else self._first
             raise
         finally:
-            with torch.no_grad():
-                for path, p in self._parameters.items():
-                    if self._switch:
-                        p.data = kept[path]
-                    else:
-                        weights[path].copy_(kept[path])
+            try:
+                self._put_back(kept)
+            except BaseException:  # an interrupt between two parameters
+                self._put_back(kept)
+                raise
             torch.clear_autocast_cache()
             self._kept, self._versions = {}, tree.versions(self._parameters)
+
+    def _put_back(self, kept: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for path, p in self._parameters.items():
+                if self._switch:
+                    p.data = kept[path]
+                else:
+                    p.detach().copy_(kept[path])
 
     def _compared(self, drawn: Draw) -> dict[str, Tensor]:
         """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.

@@ -152,6 +152,30 @@ def test_a_draw_that_is_used_again_is_of_the_weights_of_now(way):
         optimizer.step()
 
 
+class Interrupted(dict):
+    """Parameters; the user interrupts the program once, when the first one is restored."""
+
+    waiting = None
+
+    def items(self):
+        for i, (name, p) in enumerate(super().items()):
+            if i == 1 and self.waiting is not None and torch.equal(self[next(iter(self))], self.waiting):
+                self.waiting = None
+                raise KeyboardInterrupt
+            yield name, p
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_an_interrupt_between_two_parameters_leaves_no_simulated_one(switch):
+    module = net()
+    params, base = Interrupted(module.named_parameters()), copies(module)
+    weights = SimulatedWeights(params, base, switch=switch)
+    with pytest.raises(KeyboardInterrupt), weights.at(draw(KEY, **OPTIONS)):
+        params.waiting = next(iter(base.values()))
+    assert params.waiting is None
+    assert_bits(copies(module), base)
+
+
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_base_that_is_the_weights_themselves_is_refused(switch):
     params = dict(net().named_parameters())
