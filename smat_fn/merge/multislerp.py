@@ -13,6 +13,7 @@ from .weighted_average import given_weights
 
 Weights = Mapping[str, float] | Sequence[float]
 _EPS = 1e-8
+_CANCELS = 1e-6  # far above sqrt(2^-52), the size that rounding of inner products leaves of 0
 
 
 def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: Weights = ()) -> Params:
@@ -31,8 +32,8 @@ def multislerp(base: Params, experts: Experts, *, coef: float = 1.0, weights: We
         A new tree of base's structure and dtypes; non-floating leaves are base's.
 
     Raises:
-        ValueError: lists every problem of values, structure and shapes; names a leaf whose directions cancel out, of
-            two experts it is their weighted mean instead.
+        ValueError: lists every problem of values, structure and shapes; names a leaf whose directions cancel out,
+            ‖m‖ up to 1e-6 Σ_i |w_i|; of two experts it is their weighted mean instead.
 
     Source: mergekit 0.1.5, merge_methods/multislerp.py.
     """
@@ -44,15 +45,22 @@ def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) 
     norms = [products[i][i] ** 0.5 for i in range(len(products))]
     if len(norms) == 1 or not any(norms):
         return [1.0] * len(norms)
-    parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
-    square = sum(x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True))
-    size = max(square, 0.0) ** 0.5
-    if not size < _EPS:  # NaN too: who reads the values lists them
-        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / size
+    # without _EPS, which gives opposite vectors of two norms a direction
+    exact = [weight / norm if norm else 0.0 for weight, norm in zip(weights, norms, strict=True)]
+    live = sum(abs(weight) for weight, norm in zip(weights, norms, strict=True) if norm)
+    if not _size(exact, products) <= _CANCELS * live:  # NaN too: who reads the values lists them
+        parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
+        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / _size(parts, products)
         return [scale * part for part in parts]
     if len(norms) == 2:
         return list(weights)
     raise ValueError(f"leaf {path!r}: the directions of the task vectors cancel out: give other weights")
+
+
+def _size(parts: Sequence[float], products: list[list[float]]) -> float:
+    """The norm of Σ_i parts_i Δ_i."""
+    square = sum(x * p * y for x, row in zip(parts, products, strict=True) for p, y in zip(row, parts, strict=True))
+    return max(square, 0.0) ** 0.5
 
 
 def _weights(experts: Experts, weights: Weights) -> tuple[list[str], list[float]]:

@@ -16,12 +16,15 @@ from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 Along: TypeAlias = Literal["leaf", "first", "last"]
+_PARALLEL = 1e-16  # sin² ω up to which two vectors lie on a line
+_OPPOSITE = 1e-12  # the same of opposite ones, whose factors 1 / sin ω would multiply the rounding of cos ω
 
 
 def nuslerp(base: Params, experts: Experts, *, coef: float = 1.0, t: float = 0.5, along: Along = "leaf") -> Params:
     """θ₀ + γ (sin((1 − t) ω) Δ₁ + sin(t ω) Δ₂) / sin ω, ω the angle between the two, of a leaf or of its fibres.
 
-    Where they are parallel, or opposite: (1 − t) Δ₁ + t Δ₂. ω is computed in float64; norms count as 1e-7 at least.
+    Where they are parallel, or opposite with sin ω up to 1e-6: (1 − t) Δ₁ + t Δ₂. ω is computed in float64; norms
+    count as 1e-7 at least.
 
     Args:
         base: tree that the experts were trained from; without one it is `slerp`.
@@ -46,7 +49,7 @@ def shares_of(products: list[list[float]], t: float) -> tuple[float, float]:
     """How much of both goes into a leaf, from the inner products of `gram`."""
     sizes = [max(products[i][i] ** 0.5, 1e-7) for i in (0, 1)]
     cos = min(max(products[0][1] / sizes[0] / sizes[1], -1.0), 1.0)
-    if 1 - cos * cos <= 1e-16:
+    if 1 - cos * cos <= (_OPPOSITE if cos < 0 else _PARALLEL):
         return 1 - t, t
     angle = math.acos(cos)
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
@@ -58,7 +61,8 @@ def between(one: Tensor, two: Tensor, *, t: float, along: Along) -> Tensor:
     one, two = one.contiguous(), two.contiguous()
     sizes = [leaf.double().norm(dim=axis, keepdim=True).clamp(min=1e-7) for leaf in (one, two)]
     cos = ((one.double() * two).sum(axis, keepdim=True) / sizes[0] / sizes[1]).clamp(-1, 1)
-    line = 1 - cos.square() <= 1e-16
+    square = 1 - cos.square()
+    line = (square <= _PARALLEL) | ((square <= _OPPOSITE) & (cos < 0))
     angle = cos.masked_fill(line, 0).acos()
     near, far = (torch.sin(part * angle) / torch.sin(angle) for part in (1 - t, t))
     near, far = near.masked_fill(line, 1 - t).to(one.dtype), far.masked_fill(line, t).to(one.dtype)

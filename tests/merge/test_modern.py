@@ -484,6 +484,19 @@ def test_nuslerp_of_parallel_opposite_and_zero_vectors_is_linear():
     assert of(merge.nuslerp, one, -one, t=0.5).tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("factor", [0.9, 0.37, 0.2, 0.1])
+def test_rounding_gives_opposite_vectors_no_angle(factor):
+    one = torch.linspace(0.01, 0.05, 64).view(8, 8)
+    for left, right in ((one, -factor * one), (torch.tensor(0.5), torch.tensor(-0.5 * factor)), (one[:1, :1],) * 2):
+        for along in ("leaf", "first", "last") if left.ndim else ("leaf",):
+            torch.testing.assert_close(of(merge.nuslerp, left, right, t=0.5, along=along), (left + right) / 2)
+        torch.testing.assert_close(of(merge.multislerp, left, right), (left + right) / 2)
+        if right is not left:
+            with raises("leaf 'w': the directions of the task vectors cancel out"):
+                of(merge.multislerp, left, right, left, right)
+    torch.testing.assert_close(of(merge.multislerp, one, 0 * one, weights=[0.0, 1.0]), 0 * one)
+
+
 def test_nuslerp_keeps_the_norm_and_takes_rows_and_columns_by_themselves():
     one, two = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     rows = of(merge.nuslerp, one, two, along="last")
