@@ -127,6 +127,14 @@ def unrounded(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if rounded else nullcontext()
 
 
+@contextmanager
+def unrounded_everywhere() -> Iterator[None]:
+    """`unrounded` on the CPU and on the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    with unrounded(torch.device("cpu")), nullcontext() if accelerator is None else unrounded(accelerator):
+        yield
+
+
 def unread(value: object) -> bool:
     """Whether a hyperparameter is a tensor that cannot be checked, since a transform has not given it a value yet."""
     return isinstance(value, Tensor) and transformed()

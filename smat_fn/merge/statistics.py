@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import random, tree
+from ..compiled import unrounded
 from ..grad import ModuleLoss, value_and_grad
 from ..types import Batch, LossFn, Micro, Params
 from .parts.inputs import Leaves
@@ -110,7 +111,8 @@ def input_grams(loss_fn: LossFn, params: Params, batches: Iterable[Batch], *, on
             loss_fn(params, batch)
             for path, inputs in seen:  # a weight that layers share has the inputs of all of them
                 rows = _rows(inputs, batch).float()
-                sums[path] = rows.mT @ rows + sums.get(path, 0)
+                with unrounded(rows.device):
+                    sums[path] = rows.mT @ rows + sums.get(path, 0)
                 counts[path] = counts.get(path, 0) + len(rows)
     if batch is None:
         raise ValueError("no batches: give at least one")

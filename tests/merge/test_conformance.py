@@ -47,7 +47,7 @@ def grams(base, experts):
         rows = drawn(name, path, (9, size)) - 0.5
         if path != "matrix":
             rows[:, ::2] = 0
-        return rows.mT @ rows / 9
+        return (rows.double().mT @ rows.double() / 9).float()  # which torch.autocast does not round
 
     shapes = {path: leaf.shape[1] for path, leaf in tree.flatten(base).items() if leaf.ndim == 2 and leaf.numel()}
     return {str(name): {path: gram(str(name), path, size) for path, size in shapes.items()} for name in experts}
@@ -318,6 +318,14 @@ def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_ot
     with as_on_cuda() as mode:  # in which no compiled loop runs, as on CUDA
         merged = run(base, experts, KEY)
     assert bool(mode.inexact) == (request.node.callspec.id in OF_A_DEVICE), mode.inexact
+    same(merged, run(base, experts, KEY))
+
+
+@every_run
+def test_an_autocast_of_the_caller_plays_no_part(run, family):
+    base, experts = family()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        merged = run(base, experts, KEY)
     same(merged, run(base, experts, KEY))
 
 

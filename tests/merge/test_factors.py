@@ -75,6 +75,16 @@ def test_how_peft_computes_an_svd_changes_nothing(full):
     torch.testing.assert_close(product(merged).float(), delta, rtol=1e-5, atol=1e-5)
 
 
+def test_an_autocast_of_the_caller_plays_no_part():
+    for method in ("svd", "ties_svd"):
+        options = {"density": 0.5} if method == "ties_svd" else {}
+        want = combine(some(), method=method, **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = combine(some(), method=method, **options)
+        assert torch.equal(got.a, want.a)
+        assert torch.equal(got.b, want.b)
+
+
 @pytest.mark.parametrize("method", ["cat", "svd", "ties_svd"])
 def test_ranks_and_scales_may_differ(method):
     adapters = some(rank=2, scale=0.5, names="x") | some(rank=4, scale=3.0, names="yz", seed=1)

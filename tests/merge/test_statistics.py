@@ -192,6 +192,14 @@ def test_grams_are_those_of_all_inputs(layered):
     torch.testing.assert_close(input_grams(shared, params, [x])["first.weight"], rows.T @ rows / 10)
 
 
+def test_grams_are_products_in_float32_inside_autocast(layered):
+    _, loss, params = layered
+    x = normal(5, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = input_grams(loss, params, [x])["first.weight"]
+    assert torch.equal(found, x.T @ x / 5)
+
+
 def test_grams_leave_padding_out(layered):
     _, loss, params = layered
     x, mask = normal(2, 3, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ... import checkpoint, errors, tree
+from ...compiled import unrounded
 from ...merge.around.factors import Factors
 from .naming import namings
 from .reading import Folder, Pickled, Read, Store, Stored, config_of, foreign
@@ -537,7 +538,8 @@ def _changed(store: Store | Pickled, pair: _Pair, origin: Read, leaf: Tensor) ->
         out = origin(start, stop).to(leaf.dtype, copy=True)
         # whole blocks, always the same ones: a product's last bit depends on its shape
         for first in range(start // columns // height * height, -(-stop // columns), height):
-            block = (left[first : first + height].float().contiguous() @ right).mul_(pair.scale).view(-1)
+            with unrounded(right.device):
+                block = (left[first : first + height].float().contiguous() @ right).mul_(pair.scale).view(-1)
             begin = first * columns
             low, high = max(start, begin), min(stop, begin + block.numel())
             if pair.magnitude is None:

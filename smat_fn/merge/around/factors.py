@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import errors, random, tree
+from ...compiled import unrounded
 from ..parts.arithmetic import divisor
 from ..parts.inputs import type_problems
 from ..parts.ranks import among_largest
@@ -100,7 +101,8 @@ def combine(
         if method == "svd":
             rank = rank or max(found.rank for found in adapters.values())
     else:
-        deltas = [b @ a * s for a, b, s in zip(*halves, scales, strict=True)]
+        with unrounded(halves[0][0].device):
+            deltas = [b @ a * s for a, b, s in zip(*halves, scales, strict=True)]
         return nearest(fused(deltas, given, "BA"), rank or max(found.rank for found in adapters.values()))
     return merged if rank is None else truncated(merged, rank)
 

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ...compiled import unrounded_everywhere
 from . import tall
 from .arithmetic import add, divided
 from .chunks import Fuse
@@ -64,8 +65,10 @@ def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
+    """What a decomposition raises names the matrix; products inside are not those of a caller's ``torch.autocast``."""
     try:
-        yield
+        with unrounded_everywhere():
+            yield
     except torch.linalg.LinAlgError as error:
         raise ValueError(f"leaf {path!r} has no singular values, are all of its values finite? {error}") from error
 
