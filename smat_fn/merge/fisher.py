@@ -81,8 +81,10 @@ def fuse(
     stop = piece.start + piece.deltas[0].numel()
     top, bottom = torch.zeros_like(piece.deltas[0]), torch.zeros_like(piece.deltas[0])
     for delta, own, scale, weight in zip(piece.deltas, fishers, scales, weights, strict=True):
-        share = own[piece.start : stop].to(delta.device, delta.dtype, copy=True)
-        share.mul_(scale).clamp_(min=floor).mul_(weight)
+        # by the power of two while float64, since diagonals may be outside of float32's range as a whole
+        power = _power(scale)
+        share = own[piece.start : stop].to(delta.device, torch.float64, copy=True).mul_(power).to(delta.dtype)
+        share.mul_(scale / power).clamp_(min=floor).mul_(weight)
         bottom += share
         top += share.mul_(delta)
     return top.div_(bottom)
@@ -99,12 +101,18 @@ def scale_of(leaves: Iterable[Tensor]) -> float:
     return (count / total) ** 0.5 if total else 0.0
 
 
+def _power(number: float) -> float:
+    """The power of two at or below a positive number; 1 for 0."""
+    return math.ldexp(1.0, math.frexp(number)[1] - 1) if number else 1.0
+
+
 def _of(weights: Numbers, names: Sequence[str], path: str) -> list[float]:
-    """Raises: ValueError where all weights of a leaf are 0."""
+    """Weights up to a common power of two. Raises: ValueError where all weights of a leaf are 0."""
     found = [number(weights, name, path, 1.0) for name in names]
     if not any(found):
         raise ValueError(f"all weights of leaf {path!r} are 0: leave one expert in")
-    return found
+    power = _power(max(found))  # they may all be outside of float32's range
+    return [weight / power for weight in found]
 
 
 def _problems(experts: Experts, floor: float, weights: Numbers) -> list[str]:

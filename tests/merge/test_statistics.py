@@ -42,6 +42,19 @@ def test_fisher_is_the_weighted_mean_coordinate_by_coordinate():
             assert float(leaf[at]) == pytest.approx(mean, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("exponent", [-140, 130, 400])
+def test_fisher_of_diagonals_that_float32_does_not_hold(exponent):
+    base, experts = {"w": torch.zeros(3, 2)}, {name: {"w": normal(3, 2)} for name in "xy"}
+    plain = {name: {"w": uniform(3, 2).double() + 0.1} for name in "xy"}
+    scaled = {name: {"w": own["w"] * 2.0**exponent} for name, own in plain.items()}  # exactly
+    want = fisher(base, experts, plain)
+    assert torch.equal(fisher(base, experts, scaled)["w"], want["w"])
+    small = {name: {"w": own["w"].mul(2.0**-135).float()} for name, own in plain.items()}  # 2**-149 is the least
+    torch.testing.assert_close(fisher(base, experts, small)["w"], want["w"], rtol=0, atol=1e-3)
+    weights = dict.fromkeys("xy", 2.0**exponent)
+    assert torch.equal(fisher(base, experts, plain, weights=weights)["w"], want["w"])
+
+
 def test_fisher_of_equal_diagonals_is_the_mean_and_the_largest_decides():
     base, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
     experts = [{"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, {"w": torch.tensor([3.0, 2.0, 1.0, 0.0])}]
