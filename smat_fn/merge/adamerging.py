@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import errors, random, tree
 from ..types import Aux, Batch, LossFn, Params
 from .parts.chunks import delta_of
-from .parts.inputs import Experts, Leaves, check
+from .parts.inputs import Experts, Leaves, check, type_problems
 from .parts.vectors import apply_vector
 
 
@@ -62,9 +62,10 @@ def adamerging(
     from .. import optim  # here, so that importing a merger loads no training
     from ..grad import loss_and_aux, value_and_grad
 
-    problems = [] if steps >= 1 else [f"steps is {steps}, must be at least 1"]
-    problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
-    problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]
+    if not (problems := type_problems(steps=steps, lr=lr, start=start)):
+        problems += [] if steps >= 1 else [f"steps is {steps}, must be at least 1"]
+        problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
+        problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]
     origin, flat = check(base, experts, problems)
     floating = [path for path, leaf in origin.items() if leaf.is_floating_point()]
     for name in flat:
@@ -77,7 +78,9 @@ def adamerging(
     }
     places = floating if layer_wise else ["*"]
     first = next(iter(deltas.values()))[floating[0]]
-    coefs: Leaves = {name: torch.full((len(places),), float(start), device=first.device) for name in flat}
+    coefs: Leaves = {
+        name: torch.full((len(places),), float(start), dtype=torch.float32, device=first.device) for name in flat
+    }
 
     def vector(coefs: Leaves, path: str) -> Tensor:
         place = floating.index(path) if layer_wise else 0
@@ -86,7 +89,7 @@ def adamerging(
     def objective(coefs: Leaves, step: int) -> tuple[Tensor, Aux]:
         merged = {path: (origin[path].to(wide[path]) + vector(coefs, path)).to(origin[path].dtype) for path in floating}
         params = tree.unflatten(base, {**origin, **merged})
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         for name in flat:
             drawn = float(random.uniform(random.fold_in(random.fold_in(key, name), step), (1,), dtype=torch.float64))
             batch = batches[name][int(drawn * len(batches[name]))]
