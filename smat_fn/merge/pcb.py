@@ -1,6 +1,6 @@
 """PCB-Merging: coordinates weighted by how large they are in their expert, and how far experts agree on them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from .parts.arithmetic import add, largest
 from .parts.chunks import Piece
 from .parts.inputs import Experts
 from .parts.merger import UNKNOWN, WIDE, Mapped, Merger, Rule, merged, vector_function
-from .parts.ranks import BINS, Scan, ordered
+from .parts.ranks import BINS, ordered
 
 _EXPERTS = 88  # the largest N whose exp(N) is below infinity in float32
 
@@ -34,7 +34,7 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
     β_i = exp(N n(|δ̃_i|)²) ⊙ tanh(Δ_i ⊙ Σ_j Δ_j), n(x) = (x − low_i) / (high_i − low_i); δ̃_i = sgn(Δ_i) |Δ_i| clamped to
     [low_i, high_i]. Over all d coordinates of an expert, counted from 0, low and high are the ⌊clip d⌋-th and the
     ⌊(1 − clip) d − 1⌋-th smallest magnitude, floor is the ⌊(1 − ratio) d⌋-th smallest β, top the largest. 0 / 0 is 0.
-    β is computed in float64 and rounded to float32 (float64 where a leaf is float64).
+    β is computed in float64 and rounded to float32 (in float64 leaves it is not).
 
     Args:
         base: tree that the experts were trained from.
@@ -79,8 +79,12 @@ def bounds_of(blocks: Callable[[], Iterable[list[Tensor]]], ratio: float, clip: 
     ranks = [first, max(first, int(size * (1 - clip) - 1))]
     low, high = ordered(lambda: (torch.stack(d).abs().to(dtype) for d in blocks()), ranks)
     partial = Bounds(low, high, low, high)
-    scan: Scan = lambda: (_balance(torch.stack(deltas).double(), partial, dtype) for deltas in blocks())  # noqa: E731
-    floor, top = ordered(scan, [min(int(size * (1 - ratio)), size - 1), size - 1])
+
+    def betas() -> Iterator[Tensor]:  # each rounded to its leaf's dtype, as in `fuse`: floor and top are among those
+        for deltas in blocks():
+            yield _balance(torch.stack(deltas).double(), partial, deltas[0].dtype).to(dtype)
+
+    floor, top = ordered(betas, [min(int(size * (1 - ratio)), size - 1), size - 1])
     return Bounds(low, high, floor, top)
 
 

@@ -58,6 +58,15 @@ def test_pcb_is_its_definition_on_the_whole_vector(ratio, clip):
     assert kept.double().mean() >= min(ratio, 0.9) - 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_leaf_of_another_dtype_lets_no_coordinate_at_the_floor_in(dtype):
+    for seed in range(6):
+        change = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+        expert = {"w": change, "z": torch.full((1,), 1e-3, dtype=dtype)}
+        vector = merge.pcb_vector({path: torch.zeros_like(leaf) for path, leaf in expert.items()}, [expert], ratio=0.3)
+        assert int((vector["w"] != 0).sum()) == 30  # above the 70th of 101 from 0
+
+
 def test_exponents_of_many_experts_do_not_overflow(monkeypatch):
     deltas = torch.ones(89, 3, dtype=torch.float64) * torch.arange(1, 4)
     bounds = pcb.Bounds(*(torch.full((89, 1), bound, dtype=torch.float64) for bound in (1.0, 3.0, 0.0, 0.0)))
