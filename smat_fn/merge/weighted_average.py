@@ -102,8 +102,10 @@ def given_weights(
         if not math.isfinite(w)
     ]
     numbers = [w for w in table.values() if not isinstance(w, Mapping)]
-    if not problems and names and normalize and len(numbers) == len(table) and no_sum(numbers):
-        problems.append("the sum of weights is 0: turn normalize off, or give other weights")
+    if not problems and names and normalize and len(numbers) == len(table):
+        problems += type_problems(**{"the sum of weights": math.fsum(numbers)})
+        if no_sum(numbers):
+            problems.append("the sum of weights is 0: turn normalize off, or give other weights")
     return problems, {name: table[name] for name in names if name in table}
 
 

@@ -110,6 +110,16 @@ ONE = {"w": torch.ones(2, 2)}
     ("call", "message"),
     [
         (lambda: merge.ties(ONE, [ONE], coef="1", keep="0.5"), "coef is '1', must be a number; keep is '0.5', must be"),
+        (lambda: merge.svc(ONE, [ONE, ONE], alpha=1e39), "alpha is 1e+39, must be at most 3.4e+38 in size"),
+        (lambda: merge.nearswap(ONE, [ONE], t=1e39), "t is 1e+39, must be at most"),
+        (lambda: merge.task_arithmetic(ONE, [ONE], coef=-1e39), "coef is -1e+39, must be at most"),
+        (lambda: merge.apply_rules(ONE, ONE, coef={"*": 1e39}), "coef of '*' is 1e+39, must be at most"),
+        (lambda: merge.weighted_average([ONE], weights=[1e39]), "the weight of '0' is 1e+39, must be at most"),
+        (lambda: merge.weighted_average([ONE] * 2, weights=[3e38] * 2), "the sum of weights is 6e+38, must be at most"),
+        (
+            lambda: merge.dare(KEY, ONE, [ONE], coef=1.0, drop_prob=0.5, weights={"0": 1e39}, aggregate="mean"),
+            "the weight of '0' is 1e+39, must be at most",
+        ),
         (lambda: merge.ties_density(ONE, [ONE], keep=None), "keep is None, must be a number"),
         (lambda: merge.della(KEY, ONE, [ONE], coef=1.0, drop_prob=0.5, window=[0.1]), "window is [0.1], must be a"),
         (lambda: merge.ties(ONE, [ONE], coef=1.0, keep=0.5, densities=0.5), "densities is 0.5, must be a mapping"),

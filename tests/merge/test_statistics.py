@@ -51,7 +51,7 @@ def test_fisher_of_diagonals_that_float32_does_not_hold(exponent):
     assert torch.equal(fisher(base, experts, scaled)["w"], want["w"])
     small = {name: {"w": own["w"].mul(2.0**-135).float()} for name, own in plain.items()}  # 2**-149 is the least
     torch.testing.assert_close(fisher(base, experts, small)["w"], want["w"], rtol=0, atol=1e-3)
-    weights = dict.fromkeys("xy", 2.0**exponent)
+    weights = dict.fromkeys("xy", 2.0 ** -abs(exponent))
     assert torch.equal(fisher(base, experts, plain, weights=weights)["w"], want["w"])
 
 

@@ -17,6 +17,7 @@ from ...types import Params
 
 Experts: TypeAlias = Mapping[str, Params] | Sequence[Params]
 Leaves: TypeAlias = dict[str, Tensor]
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def coef_problems(coef: float) -> list[str]:
@@ -29,13 +30,15 @@ def coef_problems(coef: float) -> list[str]:
 
 
 def type_problems(**values: object) -> list[str]:
-    """Errors for options that are not numbers, and for tensors that torch.func differentiates."""
+    """Errors for options that are not numbers or exceed float32, and for tensors that torch.func differentiates."""
     problems = []
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             problems += derivative_problems("the call", {name: value})
         elif not isinstance(value, Real):
             problems.append(f"{name} is {value!r}, must be a number")
+        elif _LARGEST < abs(float(value)) < math.inf:  # the error of torch would not name the option
+            problems.append(f"{name} is {value}, must be at most {_LARGEST:.3g} in size, as a float32 is")
     return problems
 
 
