@@ -50,7 +50,8 @@ def shares_of(path: str, products: list[list[float]], weights: Sequence[float]) 
     live = sum(abs(weight) for weight, norm in zip(weights, norms, strict=True) if norm)
     if not _size(exact, products) <= _CANCELS * live:  # NaN too: who reads the values lists them
         parts = [weight / (norm + _EPS) for weight, norm in zip(weights, norms, strict=True)]
-        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / _size(parts, products)
+        size = _size(parts, products)
+        scale = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / size
         return [scale * part for part in parts]
     if len(norms) == 2:
         return list(weights)

@@ -94,30 +94,6 @@ def test_adamerging_lists_its_problems(tasks):
         adamerging({"b": classify}, base, experts, {"a": batches["a"], "b": []}, random.key(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torchs_default_dtype_plays_no_part_in_adamerging(tasks, dtype):
-    losses, base, experts, batches = tasks
-    want = adamerging(losses, base, experts, batches, random.key(0), steps=4)
-    torch.set_default_dtype(dtype)
-    try:
-        found = adamerging(losses, base, experts, batches, random.key(0), steps=4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert (found.coefs, found.entropy) == (want.coefs, want.entropy)
-    assert all(torch.equal(found.params[path], want.params[path]) for path in base)
-
-
-@pytest.mark.parametrize("option", ["lr", "start"])
-def test_options_of_adamerging_have_no_derivative(tasks, option):
-    losses, base, experts, batches = tasks
-
-    def merged(value):
-        return adamerging(losses, base, experts, batches, random.key(0), steps=2, **{option: value}).params["w"].sum()
-
-    with pytest.raises(ValueError, match=f"'{option}' of the call is differentiated by torch.func"):
-        torch.func.grad(merged)(torch.tensor(0.1))
-
-
 @pytest.mark.parametrize(("aux", "got"), [(torch.Tensor.detach, "without a gradient"), (lambda _: None, "a NoneType")])
 def test_logits_without_a_gradient_would_move_no_coefficient(tasks, aux, got):
     losses, base, experts, batches = tasks
@@ -204,3 +180,27 @@ def test_reg_mean_plus_wants_blocks_losses_and_rows():
     assert [block_prefix(p) for p in ("h.3.w", "enc.layer.11.mlp.0.w", "w", "3.w", "h.3")] == [
         "h.3", "enc.layer.11", "", "", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_plays_no_part_in_adamerging(tasks, dtype):
+    losses, base, experts, batches = tasks
+    want = adamerging(losses, base, experts, batches, random.key(0), steps=4)
+    torch.set_default_dtype(dtype)
+    try:
+        found = adamerging(losses, base, experts, batches, random.key(0), steps=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.coefs, found.entropy) == (want.coefs, want.entropy)
+    assert all(torch.equal(found.params[path], want.params[path]) for path in base)
+
+
+@pytest.mark.parametrize("option", ["lr", "start"])
+def test_options_of_adamerging_have_no_derivative(tasks, option):
+    losses, base, experts, batches = tasks
+
+    def merged(value):
+        return adamerging(losses, base, experts, batches, random.key(0), steps=2, **{option: value}).params["w"].sum()
+
+    with pytest.raises(ValueError, match=f"'{option}' of the call is differentiated by torch.func"):
+        torch.func.grad(merged)(torch.tensor(0.1))
