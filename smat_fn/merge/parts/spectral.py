@@ -65,7 +65,7 @@ def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """What a decomposition raises names the matrix; products inside are not those of a caller's ``torch.autocast``."""
+    """Name the matrix in errors of decompositions; round no product as the caller's ``torch.autocast`` would."""
     try:
         with unrounded_everywhere():
             yield
