@@ -93,5 +93,5 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
 def check_max_norm(max_norm: float | None, name: str = "max_norm") -> None:
     """Raises: ValueError unless max_norm, an argument of that name, is None or positive and finite."""
     number = isinstance(max_norm, Real | Tensor)
-    if max_norm is not None and not (number and math.isfinite(max_norm) and max_norm > 0):
+    if max_norm is not None and not (number and 0 < max_norm < math.inf):
         raise ValueError(f"{name} is {max_norm!r}, must be positive and finite, or None for no clipping")

@@ -138,4 +138,4 @@ def _lr_problems(lr: float | Tensor) -> list[str]:
         return []
     if not isinstance(lr, Tensor | Real):
         return [f"learning rate is {lr!r}, must be a number or a function of the step"]
-    return [] if math.isfinite(lr) and lr >= 0 else [f"learning rate is {lr}, must be finite and not negative"]
+    return [] if 0 <= lr < math.inf else [f"learning rate is {lr}, must be finite and not negative"]

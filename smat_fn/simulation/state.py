@@ -151,14 +151,15 @@ def draw_problems(
         return problems
     if not (unread(alpha_min) or 0 <= alpha_min <= 1):
         problems.append(f"alpha_min is {alpha_min}, must lie in [0, 1] (1 switches Scale off)")
+    # torch.compile traces comparisons of a number that another program had otherwise, and not math.isfinite
     known = not (unread(alpha_min) or unread(alpha_max))
-    if not (unread(alpha_max) or math.isfinite(alpha_max)) or (known and not alpha_max >= min(alpha_min, 1)):
+    if not (unread(alpha_max) or abs(alpha_max) < math.inf) or (known and not alpha_max >= min(alpha_min, 1)):
         problems.append(f"alpha_max is {alpha_max}, must be finite and at least alpha_min, {alpha_min}")
     if not (unread(drop_prob) or 0 <= drop_prob < 1):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")
     if isinstance(drop_prob, Tensor) and drop_prob.requires_grad:
         problems.append(_DIFFERENTIATED)
-    if not (unread(sigma) or (math.isfinite(sigma) and sigma >= 0)):
+    if not (unread(sigma) or 0 <= sigma < math.inf):
         problems.append(f"sigma is {sigma}, must be finite and not negative (0 switches Perturb off)")
     if noise not in NOISES:
         problems.append(f"noise is {noise!r}, choose one of {', '.join(NOISES)}")
@@ -169,7 +170,7 @@ def factor_problems(factors: Mapping[str, float]) -> list[str]:
     """Errors for factors of alpha that are not finite."""
     if not isinstance(factors, Mapping):
         return [f"factors is {factors!r}: give a mapping {{parameter name: number}}"]
-    finite = (isinstance(factor, Real) and math.isfinite(factor) for factor in factors.values())
+    finite = (isinstance(factor, Real) and abs(factor) < math.inf for factor in factors.values())
     bad = [f"{path} {factor}" for (path, factor), fine in zip(factors.items(), finite, strict=True) if not fine]
     return [f"factors of alpha must be finite: {', '.join(shortened(bad, '{} more'))}"] if bad else []
 

@@ -163,6 +163,20 @@ def test_an_update_compiles_as_one_graph(run, few_rounds):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_rounds")
+def test_a_second_method_with_other_numbers_compiles_too():
+    start = {"w": torch.zeros(16)}
+    for number in (1e-3, 2e-3):  # which torch takes for a variable from the second one on
+        method = smat.build(
+            lambda params, batch: ((params["w"] - batch).square().sum(), {}), optim.adam(number), start, sigma=number,
+            alpha_min=0.2 + number, alpha_max=1 + number, drop_prob=0.5 + number, max_grad_norm=number, engine="func",
+        )  # fmt: skip
+        update = torch.compile(method.update, fullgraph=True, backend="eager")
+        found, _ = update(KEY, as_tensors(method.init(start)), torch.ones(16))
+        assert_close(found.params, method.update(KEY, method.init(start), torch.ones(16))[0].params)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(NO_CXX, reason="slow: Inductor needs a C++ compiler")
 @each
 def test_an_update_compiles_by_inductor(run, few_rounds):
