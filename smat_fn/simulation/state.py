@@ -153,7 +153,7 @@ def draw_problems(
         problems.append(f"alpha_min is {alpha_min}, must lie in [0, 1] (1 switches Scale off)")
     # torch.compile traces comparisons of a number that another program had otherwise, and not math.isfinite
     known = not (unread(alpha_min) or unread(alpha_max))
-    if not (unread(alpha_max) or abs(alpha_max) < math.inf) or (known and not alpha_max >= min(alpha_min, 1)):
+    if not (unread(alpha_max) or -math.inf < alpha_max < math.inf) or (known and not alpha_max >= min(alpha_min, 1)):
         problems.append(f"alpha_max is {alpha_max}, must be finite and at least alpha_min, {alpha_min}")
     if not (unread(drop_prob) or 0 <= drop_prob < 1):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): it is the probability of removing a coordinate")

@@ -422,11 +422,20 @@ def test_other_leaves_and_skipped_matrices(merger):
         merger(base, experts, coef=1.0, others="sum", skip="embed*")
 
 
-@pytest.mark.parametrize("merger", [merge.iso_c, merge.iso_cts, merge.wudi])
-def test_a_matrix_that_is_not_finite_is_named(merger):
-    bad = {"v": torch.ones(2, 2), "w": torch.full((2, 2), float("nan"))}
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("merger", [merge.iso_c, merge.iso_cts, merge.wudi, merge.svc, merge.opcm])
+def test_a_matrix_that_is_not_finite_is_named(merger, value):
+    bad = {path: torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) for path in "vw"}
+    bad["w"][1, 2] = value  # which LAPACK takes for a small matrix, and gives NaN
     with raises("leaf 'w' has no singular values, are all of its values finite?"):
-        merger({path: torch.zeros(2, 2) for path in bad}, [bad], coef=1.0)
+        merger({path: torch.zeros(8, 8) for path in bad}, [bad, {path: torch.eye(8) for path in bad}], coef=1.0)
+
+
+@pytest.mark.parametrize("skip", [None, [1]])
+def test_what_is_no_list_of_globs_is_told(skip):
+    leaf = {"w": torch.eye(2)}
+    with raises(f"skip is {skip!r}: pass a list of globs"):
+        merge.iso_c(leaf, [leaf], coef=1.0, skip=skip)
 
 
 def test_a_ridge_of_wudi_that_is_lost_in_rounding_is_named_with_the_way_out():

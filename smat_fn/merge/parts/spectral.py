@@ -21,6 +21,7 @@ from .merger import UNKNOWN, WIDE, Mapped, Merger, Rule
 Others: TypeAlias = Literal["mean", "zero"]
 LARGEST = 2**31 - 1  # numbers of a matrix, and of what its SVD works in: (4 k + 7) k for k = min(rows, columns)
 SIDE = 23169  # k at which these are exceeded, after which LAPACK's own count is negative, or small again
+_NOT_FINITE = "leaf {!r} has no singular values, are all of its values finite?"
 HELD = 64  # bytes per coordinate of a matrix that decompositions take, beside the task vectors
 Mix: TypeAlias = Callable[[list[Tensor]], Tensor]  # the merged vector of a matrix, from its task vectors
 
@@ -33,7 +34,10 @@ def other_problems(others: str, skip: Sequence[str]) -> list[str]:
 
 def skip_problems(skip: Sequence[str]) -> list[str]:
     """Validation errors for ``skip``."""
-    return [f"skip is the text {skip!r}: pass a list of globs"] if isinstance(skip, str) else []
+    if isinstance(skip, str):
+        return [f"skip is the text {skip!r}: pass a list of globs"]
+    fits = isinstance(skip, Sequence) and all(isinstance(glob, str) for glob in skip)
+    return [] if fits else [f"skip is {skip!r}: pass a list of globs"]
 
 
 def is_matrix(path: str, shape: Sequence[int], skip: Sequence[str]) -> bool:
@@ -58,7 +62,9 @@ def rest(deltas: list[Tensor], others: Others) -> Tensor:
 
 
 def of_matrix(path: str, deltas: list[Tensor], mix: Mix) -> Tensor:
-    """``mix(deltas)``. Raises: ValueError that names the matrix where a decomposition does not converge."""
+    """``mix(deltas)``. Raises: ValueError that names a matrix that is not finite, as LAPACK may take it in silence."""
+    if deltas[0].device.type == "cpu" and not all(bool(delta.isfinite().all()) for delta in deltas):
+        raise ValueError(_NOT_FINITE.format(path))
     with _named(path):
         return mix(deltas)
 
@@ -70,7 +76,7 @@ def _named(path: str) -> Iterator[None]:
         with unrounded_everywhere():
             yield
     except torch.linalg.LinAlgError as error:
-        raise ValueError(f"leaf {path!r} has no singular values, are all of its values finite? {error}") from error
+        raise ValueError(f"{_NOT_FINITE.format(path)} {error}") from error
 
 
 def matrix_rule(
