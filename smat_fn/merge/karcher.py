@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..errors import all_at_once
+from ..errors import all_at_once, count_problem
 from ..types import Params
 from .parts import looped
 from .parts.arithmetic import gram, weighted
@@ -87,9 +87,9 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
 
 
 def _problems(max_iter: int, tol: float) -> list[str]:
-    if wrong := type_problems(max_iter=max_iter, tol=tol):
-        return wrong
-    problems = [] if max_iter >= 0 else [f"max_iter is {max_iter}, must be at least 0"]
+    problems = count_problem("max_iter", max_iter, 0)
+    if wrong := type_problems(tol=tol):
+        return problems + wrong
     return problems + ([] if 0 < tol < math.inf else [f"tol is {tol}, must be above 0 and finite"])
 
 

@@ -740,8 +740,10 @@ def test_options_out_of_range():
         merge.wudi(one, [one], coef=1.0, ridge=-1.0)
     with raises("coef is nan", "t is inf, must be finite", "along is 'row', must be 'leaf', 'first' or 'last'"):
         merge.nuslerp(one, [one, one], coef=float("nan"), t=float("inf"), along="row")
-    with raises("max_iter is -1, must be at least 0", "tol is 0, must be above 0 and finite"):
+    with raises("max_iter is -1, must be an integer of at least 0", "tol is 0, must be above 0 and finite"):
         merge.karcher([one], max_iter=-1, tol=0)
+    with raises("max_iter is 2.5, must be an integer of at least 0"):
+        merge.karcher([one], max_iter=2.5)
     with raises("density is 2, must be in [0, 1]", "floor is -1, must be finite and at least 0"):
         merge.sce(one, [one], density=2, floor=-1)
     with raises("coef is nan", "share is 0, must be in (0, 1]", "skip is the text 'w'"):
