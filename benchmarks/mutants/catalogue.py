@@ -37,7 +37,7 @@ MUTANTS = [
         "simulation/state.py:draw_problems",
         ("0 <= alpha_min <= 1", "0 < alpha_min <= 1"),
         ("0 <= drop_prob < 1", "0 <= drop_prob <= 1"),
-        ("sigma >= 0", "sigma > 0"),
+        ("0 <= sigma < math.inf", "0 < sigma < math.inf"),
         ("alpha_max >= min(alpha_min, 1)", "alpha_max > min(alpha_min, 1)"),
     ),
     *_of(
@@ -247,7 +247,7 @@ MUTANTS = [
         "optim/chain.py",
         ("clip(grads, max_norm)[0]", "grads"),
         ("for transform in transforms", "for transform in reversed(transforms)"),
-        ("max_norm > 0", "max_norm >= 0"),
+        ("0 < max_norm < math.inf", "0 <= max_norm < math.inf"),
         ("any(isinstance(t, Optimizer) for t in transforms)", "all(isinstance(t, Optimizer) for t in transforms)"),
     ),
     # mergers
