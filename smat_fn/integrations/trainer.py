@@ -48,7 +48,7 @@ class Attached:
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
         self._model: nn.Module | None = None  # ... this model
         self._untrained = False  # whether no step has been trained since the copy
-        self._origin = ""  # the hash of theta_0
+        self._origin = ""  # the hash of theta_0, until a step is trained from it
         self._text = ""
         self._weights: SimulatedWeights | None = None  # while the trainer trains, and the parameters of then
         self._leaves, self._dtypes = dict[str, nn.Parameter](), list[torch.dtype]()
@@ -193,7 +193,8 @@ class Attached:
         if self._untrained and not self._trainer.state.global_step:  # here, since callbacks may load weights too
             errors.raise_problems(checks.start_problems(self._own, self._leaves))
         self._untrained = False
-        _ORIGINS[checks.bare(self._trainer.model)] = self._origin
+        if self._origin:  # the first step of a training
+            _ORIGINS[checks.bare(self._trainer.model)], self._origin = self._origin, ""
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
