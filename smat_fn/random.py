@@ -36,7 +36,7 @@ def key(seed: int) -> Tensor:
     Raises:
         ValueError: seed is not an integer.
     """
-    return torch.tensor([_int64(seed), 0], dtype=torch.int64)
+    return torch.tensor([_int64(seed), 0], dtype=torch.int64, device="cpu")
 
 
 def philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,7 +172,7 @@ def threshold(prob: float | Tensor) -> Tensor:
     -T (`smat_fn.simulation.opposite`). Returns: int64.
     """
     # a tensor stays where it is, whatever torch.set_default_device says
-    prob = prob.to(torch.float64) if isinstance(prob, Tensor) else torch.as_tensor(prob, dtype=torch.float64)
+    prob = torch.as_tensor(prob, dtype=torch.float64, device=prob.device if isinstance(prob, Tensor) else "cpu")
     if compiled.readable(prob) and not prob.ndim and not prob.requires_grad:
         limit = max(min(round(65536 * float(prob.numpy())), 65535), -65535)
         return torch.full((), limit, dtype=torch.int64, device=prob.device)

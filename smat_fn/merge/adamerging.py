@@ -62,8 +62,8 @@ def adamerging(
     from .. import optim  # here, so that importing a merger loads no training
     from ..grad import loss_and_aux, value_and_grad
 
-    if not (problems := type_problems(steps=steps, lr=lr, start=start)):
-        problems += [] if steps >= 1 else [f"steps is {steps}, must be at least 1"]
+    problems = [*errors.count_problem("steps", steps), *type_problems(lr=lr, start=start)]
+    if not type_problems(lr=lr, start=start):
         problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
         problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]
     origin, flat = check(base, experts, problems)

@@ -90,12 +90,22 @@ def fuse(
     return top.div_(bottom)
 
 
-def scale_of(leaves: Iterable[Tensor]) -> float:
-    """1 / RMS of all coordinates of some leaves, 0 where they are 0; summed in float64, by halves."""
+def scale_of(leaves: Iterable[tuple[str, Tensor]]) -> float:
+    """1 / RMS of all coordinates of some leaves, 0 where they are 0; summed in float64, by halves.
+
+    Raises: ValueError for a leaf with a negative value, or one that is not finite.
+    """
     total, count = 0.0, 0
-    for leaf in leaves:
+    for label, leaf in leaves:
         flat, count = leaf.detach().reshape(-1), count + leaf.numel()
-        sums = [halved(part.double().square()[None]) for part in flat.split(arithmetic.BLOCK) if len(part)]
+        parts = [part for part in flat.split(arithmetic.BLOCK) if len(part)]
+        if parts and not bool(torch.stack([((part >= 0) & part.isfinite()).all() for part in parts]).all()):
+            raise ValueError(
+                f"{label} has values that are negative or not finite, and a diagonal of a Fisher matrix is a mean of "
+                "squared gradients: compute it again, by merge.py statistics or "
+                "smat_fn.merge.statistics.diagonal_fisher"
+            )
+        sums = [halved(part.double().square()[None]) for part in parts]
         for own in torch.cat(sums).tolist() if sums else ():
             total += own
     return (count / total) ** 0.5 if total else 0.0
@@ -149,9 +159,13 @@ class Fisher(Weighted):
         return self.weights_from
 
     def rule(self, leaves: Mapped) -> Rule:
-        names, scales = list(leaves.experts), [1.0] * len(leaves.experts)
-        if self.normalize:
-            scales = [scale_of(leaves.statistic(name, path) for path in leaves.coefs) for name in names]
+        names = list(leaves.experts)
+        scales = [
+            scale_of((f"{path!r} of the statistics of {name!r}", leaves.statistic(name, path)) for path in leaves.coefs)
+            for name in names
+        ]
+        if not self.normalize:
+            scales = [1.0] * len(names)
 
         def fuse_of(path: str) -> Fuse:
             own = [leaves.statistic(name, path).detach().reshape(-1) for name in names]

@@ -16,6 +16,8 @@ from .parts.merger import UNKNOWN, WIDE, InMemory, Mapped, Merger, Rule, vector_
 from .parts.spectral import Others, other_problems, rest
 from .parts.vectors import apply_vector
 
+_ASYMMETRY = 2**-6  # of a matrix in bfloat16, whose two halves were rounded on their own, in its largest entries
+
 
 def reg_mean(
     base: Params, experts: Experts, grams: Experts, *, coef: float = 1.0, scale: float = 0.9, others: Others = "mean"
@@ -60,6 +62,14 @@ def reg_mean_vector(
 def regressed(deltas: list[Tensor], grams: Sequence[Tensor], *, scale: float) -> Tensor:
     """τ of a matrix."""
     wide = [gram.to(deltas[0].device, torch.float64) for gram in grams]
+    for gram in wide:
+        largest = gram.diagonal().amax()
+        if not bool((gram.diagonal() >= 0).all() & ((gram - gram.mT).abs().amax() <= _ASYMMETRY * largest)):
+            raise ValueError(
+                f"a Gram matrix of weights {tuple(deltas[0].shape)} is not one: XᵀX of the rows X of inputs is finite "
+                "and symmetric, and its diagonal is not negative; compute it again, by merge.py statistics or "
+                "smat_fn.merge.statistics.input_grams"
+            )
     parts = [gram * scale + torch.diag_embed(gram.diagonal() * (1 - scale)) for gram in wide]
     left, total = add(delta.double() @ gram for delta, gram in zip(deltas, parts, strict=True)), add(parts)
     dead = total.diagonal() == 0

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 
 import torch
 from torch import Tensor
 
+from ..errors import raise_problems
 from ..types import Params
 from .parts.coefs import Rules, apply_rules
 from .parts.inputs import Experts, Leaves
@@ -88,12 +90,12 @@ def merge_by(
     options = config.settings()
     own = options.pop("coef", None)
     coef = own if coef is None else coef
+    if config.based and coef is None:
+        raise ValueError(f"{config.name} needs a coefficient: give coef here or in its options")
     if not config.based:
         merged: Params = config.function(experts, **options, **({} if coef is None else {"coef": coef}))
         return merged
     vector = vector_by(config, base, experts, key=key, statistics=statistics)
-    if coef is None:
-        raise ValueError(f"{config.name} needs a coefficient: give coef here or in its options")
     return apply_rules(base, vector, coef=coef) if isinstance(coef, Mapping) else apply_vector(base, vector, coef=coef)
 
 
@@ -111,6 +113,14 @@ def vector_by(
 def _check_options(config: Merger) -> None:
     if not isinstance(config, Merger):
         raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
+    given = config.settings()
+    raise_problems(
+        [
+            f"{name} of {type(config).__name__} is None: give a value, a preset's is used by merge.py alone"
+            for name, option in signature(config.function).parameters.items()
+            if option.kind is option.KEYWORD_ONLY and option.default is option.empty and name not in (*given, "coef")
+        ]
+    )
 
 
 def tried(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:

@@ -96,6 +96,8 @@ def _registry(instances: Sequence[Any], first: First) -> ConstructorRegistry:
 
 def _at_home(word: str) -> Path:
     """A path from the command line; ``~name`` stays where there is no such user."""
+    if not word:  # pathlib would take the current folder
+        raise ValueError("the path is empty: is a variable of the shell unset?")
     return Path(os.path.expanduser(word))
 
 

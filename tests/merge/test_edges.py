@@ -129,8 +129,9 @@ def test_none_is_no_weight_and_no_density_of_any_expert(name):
 
 def test_none_is_no_weight_of_fisher():
     base, experts = tree(0.0, 0.0), [tree(1.0, -2.0), tree(2.0, 5.0)]
-    merged = merge.fisher(base, experts, experts, weights=None)
-    assert merged["w"].tolist() == merge.fisher(base, experts, experts)["w"].tolist()
+    fishers = [tree(1.0, 3.0), tree(2.0, 5.0)]
+    merged = merge.fisher(base, experts, fishers, weights=None)
+    assert merged["w"].tolist() == merge.fisher(base, experts, fishers)["w"].tolist()
 
 
 @pytest.mark.parametrize("bad", ["1", None, torch.ones(2)])

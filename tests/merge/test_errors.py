@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
-from smat_fn.config import Ties
+from smat_fn.config import Della, Ties
 
 KEY = random.key(0)
 
@@ -150,6 +150,15 @@ ONE = {"w": torch.ones(2, 2)}
             lambda: merge.merge_by(Ties(keep=0.5), ONE, [ONE]),
             "ties needs a coefficient: give coef here or in",
         ),
+        (
+            lambda: merge.merge_by(Ties(coef=1.0), ONE, [ONE]),
+            "keep of Ties is None: give a value, a preset's",
+        ),
+        (lambda: merge.vector_by(Della(drop_prob=0.5), ONE, [ONE], key=KEY), "window of Della is None: give a value"),
+        (
+            lambda: merge.ties(ONE, [ONE], coef=1.0, keep=None, scope=None, aggregate=None),
+            "keep is None, must be a number; aggregate is None: give a value; scope is None: give a value",
+        ),
         (lambda: merge.vector_by("ties", ONE, [ONE]), "config is 'ties', must be the options of a merger"),
         (lambda: merge.merge_by(Ties, ONE, [ONE]), "must be the options of a merger, such as Ties(coef=0.4, keep=0.2)"),
     ],
@@ -168,6 +177,15 @@ def test_a_nested_vector_is_applied_and_one_of_buffers_named():
         merge.apply_vector(base(), merge.task_vector(base(), base()), coef=1.0)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_vector_is_written_to_parameters(contiguous):
+    weight = torch.nn.Parameter(torch.zeros(2, 3) if contiguous else torch.zeros(3, 2).mT)
+    base, vector = {"w": torch.ones(2, 3)}, {"w": torch.arange(6.0).view(2, 3)}
+    merged = merge.apply_vector(base, vector, coef=0.5, out={"w": weight})
+    assert merged["w"] is weight
+    assert weight.tolist() == [[1.0, 1.5, 2.0], [2.5, 3.0, 3.5]]
+
+
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
@@ -180,6 +198,15 @@ def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
     two = {path: odd(leaf) for path, leaf in one.items()}
     for call in (lambda: merge.task_arithmetic(one, [one, two], coef=1.0), lambda: merge.weight_average([one, two])):
         with pytest.raises(ValueError, match=f"leaf 'w' of expert '1' is {why}"):
+            call()
+    vector, odd_vector = {"w": torch.eye(2)}, {"w": two["w"]}
+    for label, call in {
+        "params": lambda: merge.task_vector(two, one),
+        "base": lambda: merge.apply_vector(two, vector, coef=1.0),
+        "vector": lambda: merge.apply_vector(one, odd_vector, coef=1.0),
+        "out": lambda: merge.apply_vector(one, vector, coef=1.0, out=two),
+    }.items():
+        with pytest.raises(ValueError, match=f"leaf 'w' of {label} is {why}"):
             call()
 
 

@@ -66,6 +66,40 @@ def test_fisher_of_equal_diagonals_is_the_mean_and_the_largest_decides():
     assert raw.tolist() == [2.5, 2.0, 1.5, 1.0]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("value", [-1e-9, torch.nan, torch.inf])
+def test_diagonals_that_are_no_means_of_squares(value, normalize):
+    tree, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    wrong = {"w": torch.tensor([1.0, 2.0, value, 0.0])}
+    with pytest.raises(ValueError, match=r"'w' of the statistics of '1' has values that are negative or not finite"):
+        fisher(tree, [tree, tree], [ones, wrong], normalize=normalize)
+
+
+def test_complex_statistics_have_no_order():
+    tree, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    with pytest.raises(ValueError, match="leaf 'w' of statistics of '1' is complex64, must be floating-point"):
+        fisher(tree, [tree, tree], [ones, {"w": torch.ones(4, dtype=torch.complex64)}])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.tensor([[1.0, 2.0], [-2.0, 4.0]]), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]), torch.full((2, 2), torch.nan)],
+)
+def test_gram_matrices_that_are_none(wrong):
+    tree, gram = {"w": torch.zeros(3, 2)}, {"w": torch.eye(2)}
+    with pytest.raises(ValueError, match=r"a Gram matrix of weights \(3, 2\) is not one"):
+        reg_mean(tree, [tree, tree], [gram, {"w": wrong}])
+
+
+def test_gram_matrices_that_were_rounded_are_taken():
+    rows = normal(50, 7)
+    gram = {"w": (rows.mT @ rows).bfloat16()}
+    gram["w"][0, 1] = torch.nextafter(gram["w"][0, 1], torch.tensor(torch.inf, dtype=torch.bfloat16))
+    tree = {"w": normal(3, 7)}
+    merged = reg_mean({"w": torch.zeros(3, 7)}, [tree, tree], [gram, gram])
+    torch.testing.assert_close(merged["w"], tree["w"], rtol=0, atol=5e-3)
+
+
 def test_reg_mean_minimises_the_difference_of_outputs():
     weights, inputs = [normal(4, 5).double() for _ in range(3)], [normal(20, 5).double() for _ in range(3)]
     grams = [{"w": x.mT @ x / len(x)} for x in inputs]

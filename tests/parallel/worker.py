@@ -16,11 +16,12 @@ import torch.utils.checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from smat_fn import checkpoint, draw, lora, optim, parallel, random, reweight, simulate
+from smat_fn import checkpoint, draw, lora, optim, parallel, random, simulate
 from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
 from smat_fn.mat import asam, finetune, l2sp, mergopt, msam, orthoreg, smat
+from smat_fn.mat.simulated import SimulatedWeights
 from smat_fn.parallel import World, replicas
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.options import RunOptions
@@ -199,18 +200,15 @@ def wrapped(*, rank=None):
     weights = dict(module.named_parameters())
     base = {path: p.detach().clone() for path, p in weights.items()}
     optimizer, states = torch.optim.SGD(module.parameters(), lr=0.1), []
+    simulated = SimulatedWeights(weights, base, where=masked)
     for step in range(STEPS):
         whole = tuple(part.float() for part in batch(step))
         one = draw(random.fold_in(KEY, step), **STRENGTHS)
-        expert = {path: p.data for path, p in weights.items()}
-        states.append(simulate(expert, base, one, where=masked))
-        for path, p in weights.items():
-            p.data = states[-1][path]
-        squares(engine, whole if rank is None else tuple(part[rank::2] for part in whole))[0].backward()
-        for path, p in weights.items():
-            p.data = expert[path]
-        grads = {path: p.grad for path, p in weights.items()}
-        reweight(grads, one, where=masked, out=grads)
+        states.append(simulate({path: p.detach() for path, p in weights.items()}, base, one, where=masked))
+        with simulated.at(one):
+            assert all(torch.equal(p, states[-1][path]) for path, p in weights.items())
+            squares(engine, whole if rank is None else tuple(part[rank::2] for part in whole))[0].backward()
+        simulated.reweight({path: p.grad for path, p in weights.items()}, one)
         optimizer.step()
         optimizer.zero_grad()
     return states, {path: p.detach() for path, p in weights.items()}

@@ -175,6 +175,13 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     assert [*map(str, found.more)] == ["/home/me/a@0.5", "NAME=b", "~nobody-of-this-name/c", "~/d"]
 
 
+@pytest.mark.parametrize("words", [["--out", ""], ["--out="], ["--out", "o", "--more", "a", ""]])
+def test_an_empty_path_is_not_the_current_folder(words, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(Paths, description=None, args=words, prog="own")
+    assert ("--more" if "--more" in words else "the path is empty: is a variable") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -85,8 +85,8 @@ def groups(leaves: Sequence[Tensor], limit: int, rows: bool) -> Iterator[list[tu
 
 def mask_keys(key: Tensor, names: Sequence[str], paths: Sequence[str]) -> Tensor:
     """The mask streams of every expert's leaves: int64 (experts, leaves, 2)."""
-    hashes = [torch.tensor(random.name_hashes(tuple(words)), dtype=torch.int64) for words in (names, paths)]
-    experts, leaves = (part.to(key.device) for part in hashes)
+    numbers = [random.name_hashes(tuple(words)) for words in (names, paths)]
+    experts, leaves = (torch.tensor(own, dtype=torch.int64, device=key.device) for own in numbers)
     return random.split(random.fold_in(random.fold_in(key, experts)[:, None], leaves))[0]
 
 

@@ -197,7 +197,12 @@ def statistics_problems(kind: str, base: Leaves, label: str, found: Mapping[str,
         }
     else:
         wanted = {path: leaf for path, leaf in base.items() if leaf.is_floating_point()}
-    return problems_of(lambda: tree.check_same(wanted, "what base wants", **{label: found}))
+    problems = problems_of(lambda: tree.check_same(wanted, "what base wants", **{label: found}))
+    return problems + [
+        f"leaf {path!r} of {label} is {dtype_name(leaf)}, must be floating-point"
+        for path, leaf in found.items()
+        if not leaf.is_floating_point()
+    ]
 
 
 def check_alone(experts: Experts) -> dict[str, Leaves]:

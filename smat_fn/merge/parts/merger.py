@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -272,9 +272,15 @@ def merged_vector(
 
 
 def option_problems(config: Merger) -> list[str]:
-    """Errors for options that are not numbers where they should be, so that `Merger.problems` may compare them."""
-    given = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (float, float | None, int)}
-    return type_problems(**{name: value for name, value in given.items() if name != "coef"})
+    """Errors for options of the wrong type, so that `Merger.problems` may compare them."""
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "coef"}
+    numbers = {f.name for f in fields(config) if f.type in (float, float | None, int)}
+    wanted = {name for name, own in signature(config.function).parameters.items() if own.default is not None}
+    wanted &= {f.name for f in fields(config) if f.default is None} - numbers  # a preset's value stands for None
+    return [
+        *type_problems(**{name: value for name, value in given.items() if name in numbers}),
+        *(f"{name} is None: give a value" for name in given if name in wanted and given[name] is None),
+    ]
 
 
 def merged(
@@ -298,10 +304,10 @@ def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves
         if option.name != "coef":
             default = defaults.get(option.name, default)
             parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, default=default))
-    signature = Signature(parameters)
+    own_signature = Signature(parameters)
 
     def vector(*trees: Any, **options: Any) -> Leaves:
-        bound = signature.bind(*trees, **options)
+        bound = own_signature.bind(*trees, **options)
         bound.apply_defaults()
         *key, base, experts = (bound.arguments.pop(name) for name in names)
         return merged_vector(kind(**bound.arguments), base, experts, *key)
@@ -309,6 +315,6 @@ def vector_function(kind: type[Merger], **defaults: Any) -> Callable[..., Leaves
     own = kind.__module__.rpartition(".")[2]
     vector.__name__ = vector.__qualname__ = f"{own}_vector"
     vector.__doc__ = f"The merged task vector of `{own}`: flat, floating-point leaves only, for `apply_vector`."
-    vector.__module__, vector.__signature__ = kind.__module__, signature  # type: ignore[attr-defined]
+    vector.__module__, vector.__signature__ = kind.__module__, own_signature  # type: ignore[attr-defined]
     kind.function = staticmethod(vector)
     return vector

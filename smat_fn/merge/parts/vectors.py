@@ -8,7 +8,14 @@ from ...errors import problems_of
 from ...types import Params
 from . import chunks
 from .chunks import delta_of
-from .inputs import batch_problems, coef_problems, complex_problems, derivative_problems, kind_problems
+from .inputs import (
+    batch_problems,
+    coef_problems,
+    complex_problems,
+    derivative_problems,
+    kind_problems,
+    storage_problems,
+)
 
 CONTIGUOUS = torch.contiguous_format
 
@@ -28,6 +35,7 @@ def task_vector(params: Params, base: Params) -> Params:
     start, leaves = tree.flatten(base), tree.flatten(params)
     problems = problems_of(lambda: tree.check_same(start, "base", params=leaves))
     problems += complex_problems("base", start) + complex_problems("params", leaves)
+    problems += storage_problems("base", start) + storage_problems("params", leaves)
     errors.raise_problems(problems + kind_problems(start, "base", leaves, "params"))
 
     def delta(path: str, leaf: Tensor) -> Tensor:
@@ -67,6 +75,8 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
     problems += derivative_problems("base", leaves) + derivative_problems("vector", vector)
     problems += batch_problems({"base": leaves, "vector": vector})
     merged = {} if out is None else tree.flatten(out)
+    for label, own in {"base": leaves, "vector": vector, "out": merged}.items():
+        problems += storage_problems(label, own)
     if out is not None:
         problems += problems_of(lambda: tree.check_same(leaves, "base", out=merged))
         problems += problems_of(lambda: tree.check_apart(merged))
@@ -80,10 +90,11 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
         if path not in merged:
             merged[path] = torch.empty_like(leaf, memory_format=CONTIGUOUS)
         if path in floating:
-            target = merged[path] if merged[path].is_contiguous() else torch.empty_like(leaf, memory_format=CONTIGUOUS)
-            _write_scaled(target, vector[path].detach(), leaf.detach(), float(coef))
-            if target is not merged[path]:
-                merged[path].copy_(target)
+            given, start = merged[path].detach(), leaf.detach()  # parameters are written to as well
+            target = given if given.is_contiguous() else torch.empty_like(start, memory_format=CONTIGUOUS)
+            _write_scaled(target, vector[path].detach(), start, float(coef))
+            if target is not given:
+                given.copy_(target)
         else:
             merged[path].copy_(leaf)
     return tree.unflatten(base, merged)

@@ -199,6 +199,8 @@ def by_density(words: list[str]) -> list[str]:
     """``--density``, the name in mergekit and PEFT, as --keep; adapters and sce have a --density of their own."""
     if "ties" not in words or words[0] in ("adapters", "sce"):
         return words
+    if "--keep" in {word.partition("=")[0] for word in words}:
+        return words  # one of the two would be taken in silence: --density is an unknown option then
     return [word.replace("--density", "--keep", 1) if word.partition("=")[0] == "--density" else word for word in words]
 
 

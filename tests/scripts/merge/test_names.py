@@ -1,15 +1,21 @@
 """Other names of options."""
 
+import pytest
+
 from smat_fn.scripts import cli
 from smat_fn.scripts.commands.merge import Merge
 from smat_fn.scripts.merge.commands import by_density
 
 
-def test_density_is_keep():
+def test_density_is_keep(capsys):
     words = ["ties", "--base", "B", "--experts", "A", "C", "--coef", "0.3", "--out", "O"]
     for given in (["--density", "0.2"], ["--density=0.2"], ["--keep", "0.2"]):
         merge = cli.parse(Merge, description=None, args=by_density([*words, *given]), prog="merge.py")
         assert (merge.merger.name, merge.merger.keep) == ("ties", 0.2)
+    both = ["--keep=0.3", "--density", "0.2"]
+    with pytest.raises(SystemExit):
+        cli.parse(Merge, description=None, args=by_density([*words, *both]), prog="merge.py")
+    assert "--density" in capsys.readouterr().err
     assert by_density(["--densities", "A", "0.5"]) == ["--densities", "A", "0.5"]
     for words in (["adapters", "--method", "ties"], ["sce"], ["dare"]):
         assert by_density([*words, "--density", "0.5"]) == [*words, "--density", "0.5"]
