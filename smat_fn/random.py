@@ -197,6 +197,8 @@ def uniform(
         dtype: of the result, in which the bounds are taken.
     """
     check_key(key)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"uniform: shape {tuple(shape)} has a negative size")
     if not (maxval >= minval and math.isfinite(maxval - minval)):
         raise ValueError(f"uniform: minval {minval} is above maxval {maxval}, or one of them is not finite")
     if not dtype.is_floating_point:

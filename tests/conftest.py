@@ -41,12 +41,13 @@ def _own_cache(tmp_path_factory):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of one file go to one worker, and all of tests/examples, so that no fixture is made twice."""
+    """Tests of one file go to one worker, and all that share the stand-in of tests/examples, which is made once."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
+            alike = nodeid.startswith(("tests/examples/", "tests/commands/test_scripts.py"))
+            return "tests/examples" if alike else super()._split_scope(nodeid)
 
     return Files(config, log)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
-from ..errors import raise_problems
+from ..errors import count_problem, raise_problems
 from ..types import Batch, Micro
 
 
@@ -56,9 +56,14 @@ def split_rows(batch: Batch, parts: int) -> list[Micro]:
     Sizes differ by one at most where they must; the weight of a micro-batch is its number of rows.
 
     Args: batch: a mapping, tuple or NamedTuple of tensors, or one tensor; parts: at least 1.
-    Raises: ValueError for tensors of different lengths.
+    Raises: ValueError for tensors of different lengths, or without rows, and fewer than one part.
     """
+    raise_problems(count_problem("parts", parts), "split_rows")
     leaves = {"": batch} if isinstance(batch, Tensor) else tree.flatten(batch)
+    if scalars := [path for path, leaf in leaves.items() if not leaf.ndim]:
+        raise ValueError(
+            f"the batch has no rows in {', '.join(map(repr, scalars))}, 0-d: give every tensor the same rows"
+        )
     lengths = {path: len(leaf) for path, leaf in leaves.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"the batch has tensors of lengths {lengths}: to be split they need the same rows")

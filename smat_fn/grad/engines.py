@@ -1,6 +1,7 @@
 """`value_and_grad`: the gradient of a loss function, with two engines behind one signature."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
@@ -36,9 +37,27 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
-    if isinstance(loss_fn, ModuleLoss):
-        loss_fn.check_gradients()
-    return _func_engine(loss_fn) if engine == "func" else _autograd_engine(loss_fn)
+    run = _func_engine(loss_fn) if engine == "func" else _autograd_engine(loss_fn)
+    return _checked(loss_fn, run) if isinstance(loss_fn, ModuleLoss) else run
+
+
+def _checked(loss_fn: ModuleLoss, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the error of `ModuleLoss.check_gradients` now, and where a hook is registered later."""
+    loss_fn.check_gradients()
+    # weak, since FSDP2 replaces parameters; the whole check would take longer than some modules
+    watched = [weakref.ref(p) for p in loss_fn.module.parameters()]
+
+    def checked(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(map(_hooked, watched)):
+            loss_fn.check_gradients()
+        return run(*args, **options)
+
+    return checked
+
+
+def _hooked(parameter: "weakref.ref[nn.Parameter]") -> bool:
+    p: Any = parameter()
+    return p is not None and bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:

@@ -39,7 +39,7 @@ class ModuleMasterWeights(MasterWeights, WrappedLoss):
         return self.inner.within(tree.cast(params, self.dtype), fn)
 
 
-class _FrozenRounded(WrappedLoss):
+class FrozenRounded(WrappedLoss):
     """The loss where the module's frozen parameters are rounded too, while it runs: layers take inputs of one dtype."""
 
     def __init__(self, inner: ModuleLoss, dtype: torch.dtype) -> None:
@@ -79,4 +79,4 @@ def with_master_weights(loss_fn: LossFn, dtype: torch.dtype = torch.bfloat16) ->
         return MasterWeights(loss_fn, dtype)
     rest = [p for p in loss_fn.module.parameters() if not p.requires_grad and p.is_floating_point()]
     mixed = any(p.dtype != dtype for p in rest)
-    return ModuleMasterWeights(_FrozenRounded(loss_fn, dtype) if mixed else loss_fn, dtype)
+    return ModuleMasterWeights(FrozenRounded(loss_fn, dtype) if mixed else loss_fn, dtype)

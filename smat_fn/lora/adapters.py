@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ class Lora:
     def __post_init__(self) -> None:
         named = {"paths": self.paths, "saved": self.saved}
         texts = [
-            f"{name} is the text {own!r}: give a tuple of paths" for name, own in named.items() if type(own) is str
+            f"{name} is {own!r}: give a tuple of paths"
+            for name, own in named.items()
+            if isinstance(own, str) or not isinstance(own, Iterable)
         ]
         errors.raise_problems(texts, "lora")
         problems = [] if self.paths else ["no matrices: name at least one"]
@@ -40,11 +43,12 @@ class Lora:
         ]
         if not (isinstance(self.rank, int) and self.rank >= 1):
             problems.append(f"rank is {self.rank}, must be an integer of at least 1")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            problems.append(f"alpha is {self.alpha}, must be positive and finite")
+        if not (isinstance(self.alpha, Real) and math.isfinite(self.alpha) and self.alpha > 0):
+            problems.append(f"alpha is {self.alpha!r}, must be a positive and finite number")
         both = sorted({*self.paths}.intersection(self.saved))
         problems += [f"{path!r} is in paths and in saved: give it adapters or train it whole" for path in both]
-        problems += [] if 0 <= self.dropout < 1 else [f"dropout is {self.dropout}, must lie in [0, 1)"]
+        fine = isinstance(self.dropout, Real) and 0 <= self.dropout < 1
+        problems += [] if fine else [f"dropout is {self.dropout!r}, must lie in [0, 1)"]
         errors.raise_problems(problems, "lora")
 
     @property
@@ -56,6 +60,13 @@ class Lora:
 def layer_of(path: str) -> str:
     """The layer that a weight's adapters are named after; that of an ``in_proj_weight`` is the attention itself."""
     return path.removesuffix(WEIGHT) if path.endswith(WEIGHT) else path.removesuffix(IN_PROJ)
+
+
+def texts_of(name: str, given: Iterable[str]) -> tuple[str, ...]:
+    """Several texts. Raises: ValueError for one text, which would be read letter by letter."""
+    if isinstance(given, str):
+        raise ValueError(f"{name} is the text {given!r}: give a list, [{given!r}]")
+    return tuple(given)
 
 
 def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
@@ -70,7 +81,7 @@ def linear_paths(module: nn.Module, targets: Iterable[str] = ()) -> tuple[tuple[
     Raises:
         ValueError: lists targets without a matrix, and attentions whose q, k and v differ in width.
     """
-    inside, wanted = block_linear(module), tuple(targets)
+    inside, wanted = block_linear(module), texts_of("targets", targets)
     kinds = dict(module.named_modules())
     attentions = {name for name, kind in kinds.items() if isinstance(kind, nn.MultiheadAttention)}
     layers = {path: layer_of(path) for path, leaf in module.named_parameters() if leaf.ndim == 2 and inside(path, leaf)}
@@ -113,7 +124,7 @@ def whole_paths(module: nn.Module, names: Iterable[str], adapted: Iterable[str] 
     for path, leaf in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(leaf), []).append(path)
     problems = []
-    for name in names:
+    for name in texts_of("names", names):
         found = [path for path in modules if path.rpartition(".")[2] == name or fnmatchcase(path, name)]
         problems += [] if found else [f"module {name!r} is not there: name one of the model's, as lm_head"]
         for path in found:
@@ -172,12 +183,9 @@ def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lor
     Arithmetic in float32 (float64 stays float64), one rounding to the weight's dtype.
 
     Returns: the leaves of ``lora.paths`` and ``lora.saved`` alone.
-    Raises: ValueError that lists leaves that adapters and base lack, and adapters of another shape than the weight.
+    Raises: ValueError as `check_fit`.
     """
-    named = *lora.paths, *lora.saved
-    absent = [f"the base has no leaf {path!r}" for path in named if path not in base]
-    errors.raise_problems(absent + [f"adapters lack leaf {name!r}" for name in names_of(lora) if name not in adapters])
-    errors.raise_problems(_unlike(adapters, base, lora))
+    check_fit(adapters, base, lora)
     merged = {path: adapters[path].to(base[path].dtype) for path in lora.saved}
     for path in lora.paths:
         delta = delta_of(adapters, path, base[path], lora)
@@ -185,11 +193,26 @@ def expand(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lor
     return merged
 
 
+def check_fit(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lora) -> None:
+    """Raises: ValueError that lists leaves that adapters and base lack, and adapters of another shape or rank."""
+    named = *lora.paths, *lora.saved
+    absent = [f"the base has no leaf {path!r}" for path in named if path not in base]
+    errors.raise_problems(absent + [f"adapters lack leaf {name!r}" for name in names_of(lora) if name not in adapters])
+    errors.raise_problems(_unlike(adapters, base, lora))
+
+
 def _unlike(adapters: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: Lora) -> list[str]:
     way = "is it of another base, or does lora.transposed not name just the Conv1D layers?"
     problems = []
     for path in lora.paths:
-        shape = adapters[layer_of(path) + B].shape[0], adapters[layer_of(path) + A].shape[1]
+        down, up = (tuple(adapters[layer_of(path) + half].shape) for half in (A, B))
+        if not (len(down) == len(up) == 2 and down[0] == up[1] == lora.rank):
+            problems.append(
+                f"A and B of {path!r} have shapes {down} and {up}, of rank {lora.rank} they are ({lora.rank}, in) and "
+                f"(out, {lora.rank}): give the Lora that they were made for"
+            )
+            continue
+        shape = up[0], down[1]
         shape, wanted = shape[::-1] if path in lora.transposed else shape, tuple(base[path].shape)
         problems += [f"B A of {path!r} has shape {shape}, base {wanted}: {way}"] if shape != wanted else []
     return problems

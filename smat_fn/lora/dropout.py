@@ -48,14 +48,18 @@ class WithDropout(ModuleLoss):
         with ExitStack() as left:
             left.callback(self._keys.clear)
             for path in self._lora.paths:
-                left.callback(module.get_submodule(layer_of(path)).register_forward_hook(self._hook(path)).remove)
+                left.callback(
+                    module.get_submodule(layer_of(path))
+                    .register_forward_hook(self._hook(path), with_kwargs=True)
+                    .remove
+                )
             return fn(module)
 
     def _hook(self, path: str) -> Callable[..., Tensor]:
-        def add(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def add(layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> Tensor:
             if not self._keys or path in self.elsewhere:
                 return output
-            (x,), weight = args, layer.weight
+            (x,), weight = (*args, *named.values()), layer.weight
             assert isinstance(weight, Tensor)
             kept = self._kept(path, x)
             change = torch.where(kept, x * (self._p / (1 - self._p)), -x)

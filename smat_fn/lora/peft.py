@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -87,15 +87,16 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
         raise ValueError(f"{folder} holds no adapters: {CONFIG} and {WEIGHTS} are needed")
     from ..folders.inputs.adapters import config_problems  # takes long
 
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    problems = [*config_problems(str(folder), config)]
+    config, stored = _read(folder)
+    dropout = config.get("lora_dropout") or 0.0
+    problems = [*config_problems(str(folder), config), *_dropout_problems(folder, dropout)]
     problems += [
         f"{folder}: {name} is {config[name]!r}, adapters have one rank and alpha here: {_BY_FOLDERS}"
         for name in UNKNOWN
         if config.get(name)
     ]
     errors.raise_problems(problems)
-    adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in load_file(folder / WEIGHTS).items()}
+    adapters = {tree.unwrapped(name.removeprefix(PREFIX)): leaf for name, leaf in stored.items()}
     whole = tuple(name for name in adapters if not name.endswith((A, B)))
     saved = [f"{own}." for own in config.get("modules_to_save") or ()]  # PEFT takes ends of names
     problems = [
@@ -128,8 +129,24 @@ def load_peft(path: str | Path, module: nn.Module | None = None) -> tuple[dict[s
         bool(config.get("use_rslora")),
         frozenset(transposed),
         whole,
-        float(config.get("lora_dropout") or 0.0),
+        float(dropout),
     )
+
+
+def _dropout_problems(folder: Path, dropout: Any) -> list[str]:
+    fine = isinstance(dropout, (int, float)) and 0 <= dropout < 1
+    return [] if fine else [f"{folder}: lora_dropout of {CONFIG} is {dropout!r}, must lie in [0, 1)"]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors. Raises: ValueError for files that are cut off, or of another kind."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} holds a {type(config).__name__}")
+        return config, load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} is not a readable adapter ({error}): copy or download it again") from error
 
 
 def _transposed(
@@ -173,7 +190,7 @@ def _by_name(paths: Sequence[str]) -> dict[bool, str]:
 
 def _paths(config: Mapping[str, Any], layers: Sequence[str]) -> tuple[str, ...]:
     """The weights of the layers that have adapters, in the configuration's order where it names whole paths."""
-    targets, parameters = config["target_modules"], config.get("target_parameters") or ()
+    targets, parameters = config.get("target_modules"), config.get("target_parameters") or ()
     own = {layer_of(path): path for path in parameters}
     found = {own.get(layer, layer + WEIGHT): None for layer in layers}
     named = (*(name + WEIGHT for name in targets or () if isinstance(targets, list)), *parameters)

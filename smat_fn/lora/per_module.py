@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from .. import ops, tree
@@ -13,11 +14,11 @@ from ..compiled import transformed
 from ..grad import MasterWeights, ModuleLoss
 from ..grad.modules import WrappedLoss
 from ..grad.tangent import Linearised
-from ..mat.offload.rebuild import Absent
+from ..mat.offload.rebuild import Absent, Kept
 from ..simulation import Draw, simulate
 from ..simulation.state import Part, parts_of
 from ..types import Where
-from .adapters import WEIGHT, A, B, Lora, delta_of, expand, layer_of
+from .adapters import WEIGHT, A, B, Lora, check_fit, delta_of, expand, layer_of
 from .dropout import chain, dropout_of
 
 LATER = "outside the forward pass of the layer that owns it: adapters are added to a weight for that time only"
@@ -47,9 +48,10 @@ class PerModule(WrappedLoss):
         """``fn(module)`` while layers form their weights of these adapters; all at once compiled and linearised.
 
         Raises: ValueError for a base that was written to; under torch.compile, and for a linearised module, for a
-            narrow dtype.
+            narrow dtype; as `check_fit`.
         """
         self._check_base()
+        check_fit(params, self._base, self._lora)
         # the first cannot trace hooks that come and go, the second takes its derivative in whole weights
         if torch.compiler.is_compiling() or any(isinstance(loss, Linearised) for loss in chain(self.inner)):
             return self.inner.within(self._all_at_once(params), fn)
@@ -61,7 +63,8 @@ class PerModule(WrappedLoss):
         return self.inner.within(self._whole(params), run)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Raises: ValueError as the loss inside."""
+        """Raises: ValueError as the loss inside, and as `check_fit`."""
+        check_fit(params, self._base, self._lora)
         self.inner.check({**self._base, **{path: params[path] for path in self._lora.saved}})
 
     def _all_at_once(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +124,9 @@ class _Weights:
         part, row = self._where[path]
         streams = part.numbers.streams[:, row : row + 1].contiguous()
         given = part.numbers._replace(streams=streams), [part.masked[row]], [part.starts[row]]
-        if transformed():
+        # `_Simulated` has derivatives in theta and theta_0 alone
+        drawn = any(number.requires_grad for number in part.numbers)
+        if drawn or transformed() or forward_ad._current_level >= 0:
             return ops.simulate([theta], [theta_0], *given)[0]
         return _Simulated.apply(theta, theta_0, given)
 
@@ -136,9 +141,9 @@ class _Simulated(torch.autograd.Function):
             return ops.simulate([theta], [theta_0], *given)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return ops.reweight([gradient.contiguous()], *ctx.given)[0], None, None
+        own = ops.reweight([gradient.contiguous()], *ctx.given)[0]
+        return own, gradient - own if ctx.needs_input_grad[1] else None, None
 
 
 class _Saved(NamedTuple):
@@ -168,10 +173,10 @@ class _Alive:
             self._made.pop(weight.untyped_storage().data_ptr(), None)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Save for the backward pass: of a weight the function that makes it, any other tensor itself."""
+        """Save for the backward pass: of a weight the function that makes it, any other tensor itself (`Kept`)."""
         found = self._made.get(tensor.untyped_storage().data_ptr())
         if found is None or found[0].dtype != tensor.dtype:
-            return tensor
+            return Kept(tensor)
         _, make, versions = found
         return _Saved(make, versions, versions(), tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -179,10 +184,10 @@ class _Alive:
     def unpack(saved: Any) -> Tensor:
         """The tensor that `pack` saved; a weight is made again.
 
-        Raises: RuntimeError for adapters that changed since, as autograd does.
+        Raises: RuntimeError for adapters and other tensors that changed since, as autograd does.
         """
-        if not isinstance(saved, _Saved):
-            return saved
+        if isinstance(saved, Kept):
+            return saved.unchanged()
         if saved.versions() != saved.made_at:
             raise RuntimeError("adapters were written to between the forward and the backward pass that needs them")
         with torch.no_grad():

@@ -1,7 +1,10 @@
 """Mixout: the gradient at weights of which a random part is reset to the base's."""
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
+
+from torch import Tensor
 
 from ..compiled import unread
 from ..errors import raise_problems
@@ -46,7 +49,7 @@ def build(
     Source: Lee, Cho and Kang, 2020.
     """
     problems = step.check(optimizer, max_grad_norm, engine)
-    if not (unread(drop_prob) or 0 <= drop_prob < 1):
+    if not (unread(drop_prob) or (isinstance(drop_prob, Real | Tensor) and 0 <= drop_prob < 1)):
         problems.append(f"drop_prob is {drop_prob}, must lie in [0, 1): the probability of taking the base's weight")
     raise_problems(problems, "mixout")
     return smat.build(

@@ -11,6 +11,7 @@ from .. import ops, tree
 from ..compiled import no_grad, transformed
 from ..errors import shortened
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
+from ..grad.master_weights import FrozenRounded
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
@@ -111,7 +112,10 @@ def offload_problems(loss_fn: LossFn, offload: Offload | None, engine: Engine) -
         # a loss that runs the module on a function of the parameters has no module of these weights
         if not isinstance(inner, ModuleLoss) or type(inner).within is not ModuleLoss.within:
             found.append(
-                f"offload {offload!r} rebuilds the weights of modules: give a smat_fn.ModuleLoss itself, or "
+                f"offload {offload!r} rebuilds the weights of modules, of which no frozen one is rounded: cast them "
+                "to the dtype of with_master_weights, or take offload 'cpu'"
+                if isinstance(inner, FrozenRounded)
+                else f"offload {offload!r} rebuilds the weights of modules: give a smat_fn.ModuleLoss itself, or "
                 "with_master_weights of one, or take offload 'cpu' for adapters, replicas and other functions"
             )
         if engine != "autograd":

@@ -39,6 +39,11 @@ def init(optimizer: Optimizer, base: Params, *, donate: bool) -> Callable[[Param
             raise ValueError("params has no leaf, so that nothing would be trained: are all parameters frozen?")
         tree.check_floating(leaves, "params")
         origins = tree.flatten(base)
+        if spread := [path for own in (leaves, origins) for path, p in own.items() if type(p).__name__ == "DTensor"]:
+            raise ValueError(
+                f"leaf {spread[0]!r} is a DTensor, of which a process holds a part: give parallel.Sharded the whole "
+                "module, or simulate shards in a loop of your own by parallel.simulated_shards"
+            )
         tree.check_floating(origins, "base")
         tree.check_same(origins, "base", params=leaves)
         if not transformed():
@@ -161,7 +166,15 @@ def advance(optimizer: Optimizer, state: State, grads: Params, *, donate: bool) 
     first = not isinstance(state.step, int) or state.step == 0
     leaves = tree.flatten(state.params) if first else {}
     before = {} if donate else tree.versions(leaves)
-    result = optimizer.update(grads, state.opt_state, state.params, **options)
+    try:
+        result = optimizer.update(grads, state.opt_state, state.params, **options)
+    except TypeError as error:
+        if not donate or "donate" not in str(error):
+            raise
+        raise ValueError(
+            "donate=True needs an optimizer whose update takes donate: add *, donate=False to yours, with which it may "
+            "write into what it gets, or leave donate out"
+        ) from error
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise ValueError(f"the optimizer's update returned a {type(result).__name__}: return (params, state)")
     params, opt_state = result

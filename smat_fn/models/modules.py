@@ -66,7 +66,9 @@ def train_only(module: Any, *, layers: int | None = None, names: Sequence[str] |
 
 
 def check_choice(layers: int | None, names: Sequence[str] | None) -> None:
-    """Raises: ValueError where both the top layers and names say what is trained."""
+    """Raises: ValueError where both the top layers and names say what is trained, and for one text as names."""
+    if isinstance(names, str):
+        raise ValueError(f"names is the text {names!r}: give a list, [{names!r}]")
     if layers is not None and names is not None:
         raise ValueError(f"train_layers is {layers} and train names {', '.join(names)}: give one of them")
 

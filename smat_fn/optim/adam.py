@@ -105,8 +105,11 @@ def _build(
     foreach: bool | None,
     fused: bool | None,
 ) -> Optimizer:
-    problems = [] if len(betas) == 2 else [f"betas are {betas}: give two numbers"]
-    problems += [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1]
+    two = isinstance(betas, (tuple, list)) and len(betas) == 2
+    problems = [] if two else [f"betas are {betas}: give two numbers"]
+    problems += [f"beta {b} is outside [0, 1)" for b in betas if not 0 <= b < 1] if two else []
+    if foreach and isinstance(lr, Tensor):  # torch's own error comes with the first step
+        problems.append("lr is a tensor, which foreach=True does not take: give a number, or leave foreach out")
     schedule = schedule_of(lr, problems, eps=eps, weight_decay=weight_decay)
 
     def init(params: Params) -> AdamState:

@@ -66,7 +66,7 @@ def muon(
 
     # long for its two closures and torch's list of arguments
     def is_matrix(path: str, leaf: Tensor) -> bool:
-        return leaf.ndim == 2 and (picks is None or picks(path, leaf))
+        return leaf.ndim == 2 and leaf.numel() > 0 and (picks is None or picks(path, leaf))
 
     def init(params: Params) -> MuonState:
         tree.check_floating(tree.flatten(params), "params")

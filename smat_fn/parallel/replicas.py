@@ -23,6 +23,12 @@ BUCKETS_MB = [1, 25]  # of gradients reduced while backward runs: the first leav
 OVERLAPS = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters  # since torch 2.13
 
 
+_NOT_SHARED = (
+    "not that of parallel.share, which knows the share of each process in the average: give "
+    "parallel.share(split_rows(batch, parts), rank=rank, size=size)"
+)
+
+
 class Share(NamedTuple):
     """A micro-batch of one process, and its factor in the average over the whole batch: the batch of a `Micro`."""
 
@@ -35,11 +41,25 @@ def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Micro]:
 
     The mean over processes and shares of ``factor * loss`` is ``sum_i w_i loss_i / sum_i w_i`` over all parts, w the
     weights of `Micro`. Processes without a part get one of factor 0, since all of them take part in every average.
+
+    Raises: ValueError for parts that are no list of `Micro` of positive weight, and for a rank outside of the group.
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"share: rank is {rank}, must be in [0, {size}), the number of processes")
+    if not parts or not all(isinstance(part, Micro) and part.weight > 0 for part in parts):
+        raise ValueError("share: parts must be a list of Micro(batch, weight) of positive weight: see split_rows")
     each = -(-len(parts) // size)
     total = sum(part.weight for part in parts)
     own = [parts[i] if i < len(parts) else Micro(parts[0].batch, 0.0) for i in range(rank, each * size, size)]
     return [Micro(Share(part.batch, part.weight * each * size / total)) for part in own]
+
+
+def check_shared(parts: Any) -> None:
+    """Raises: ValueError for micro-batches that are not those of `share`."""
+    if not (
+        isinstance(parts, (list, tuple)) and parts and all(isinstance(getattr(p, "batch", 0), Share) for p in parts)
+    ):
+        raise ValueError(f"the batch of a process is {_NOT_SHARED}")
 
 
 def replicated(loss_fn: LossFn) -> LossFn:
@@ -54,6 +74,7 @@ def replicated(loss_fn: LossFn) -> LossFn:
         return _AveragedModule(loss_fn, training=loss_fn.training)
 
     def loss(params: Params, one: Share, **options: Tensor) -> tuple[Tensor, Aux]:
+        _check_share(one)
         own = {name: _of_this_process(key) for name, key in options.items()}
         return _averaged(*loss_and_aux(loss_fn(_averaging(params), one.batch, **own)), one.factor)
 
@@ -95,6 +116,7 @@ class _AveragedModule(WrappedLoss):
 
     def loss(self, module: nn.Module, *args: Share, key: Tensor | None = None) -> tuple[Tensor, Aux]:
         (one,) = args
+        _check_share(one)
         own = None if key is None else _of_this_process(key)
         return _averaged(*loss_and_aux(self.inner.loss(module, one.batch, key=own)), one.factor)
 
@@ -115,6 +137,11 @@ class _AveragedModule(WrappedLoss):
             return (loss, aux), _mean_gradients(loss, list(own.values()))
 
         return self.inner.within(own, differentiated)
+
+
+def _check_share(one: Any) -> None:
+    if not isinstance(one, Share):
+        raise ValueError(f"the batch is {_NOT_SHARED}")
 
 
 def _mean_gradients(loss: Tensor, leaves: list[nn.Parameter]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from ..simulation import draw, reweight
 from ..simulation.state import all_off, draw_problems
 from ..types import Aux, Micro, Optimizer, Params, Where
 from ..where import mask_problems
+from .replicas import check_shared
 from .shards import local, simulated_leaves, starts_in
 
 _DRAWN = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max"  # of `draw`
@@ -73,8 +74,15 @@ class Sharded:
         errors.raise_problems(problems, "Sharded")
 
     def init(self, params: Params) -> State:
-        """The state of this process; params are those of the whole module, theta_0."""
+        """The state of this process; params are those of the whole module, theta_0.
+
+        Raises: ValueError that lists names that the module does not have, and other shapes than its own.
+        """
         leaves = tree.flatten(params)
+        if not leaves:
+            raise ValueError("Sharded: params is empty: give the parameters to train, module.named_parameters()")
+        tree.check_floating(leaves, "params")
+        self._loss_fn.check(leaves)
         if self._simulates:
             errors.raise_problems(mask_problems(self._where, leaves, self._draw["drop_prob"]), "Sharded")
         self._module = sharded_copy(self._loss_fn.module, leaves)
@@ -94,6 +102,7 @@ class Sharded:
     def update(self, key: Tensor, state: State, batch: Sequence[Micro]) -> tuple[State, Any]:
         """A step on this process's micro-batches; the state that was given is spent."""
         random.check_key(key)
+        check_shared(batch)
         shards = self._shards()
         _check_state(state, shards)
         for path, shard in shards.items():  # restored, or moved by FSDP2 as it started

@@ -206,7 +206,8 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
         text = text.replace(f"{name} is not available with into", f"{option} is not available with into")
     text = re.sub(r"\b(into is '|(?<=not available with )into\b)", r"--\1", text)
     text = re.sub(r"\b(by|name the leaf in) skip\b", r"\1 --skip", text)
-    text = text.replace("merge by token (tokenizer_from)", "merge by token (--tokenizer-from union)")
+    by_token = "--tokenizer-from union" if "tokenizer_from" in names else "tokenizer_source: union in the recipe"
+    text = text.replace("merge by token (tokenizer_from)", f"merge by token ({by_token})")
     text = text.replace("by coef 0 for '*running_*'", 'by --coefs "*running_*" 0')
     text = text.replace("use fewer workers", "use fewer --threads")
     text = text.replace("choose offload None or 'recompute', which keep", "pass --offload device or recompute, to keep")
@@ -342,13 +343,16 @@ def _twice(words: Sequence[str], parsed: Any) -> list[str]:
 
 
 def _no_folder(parsed: Any) -> list[str]:
-    """An error for an --out that no folder can be made at, before anything is loaded."""
+    """An error for an --out that no folder can be made at or written to, before anything is loaded."""
     out = dict(_values(parsed)).get("out")
     if not isinstance(out, Path) or out.is_symlink():
         return []
     above = next((place for place in (out, *out.parents) if place.is_symlink() or place.exists()), None)
-    if above is None or above.is_dir():
+    if above is None:
         return []
+    if above.is_dir():
+        fine = dict(_values(parsed)).get("dry_run") or os.access(above, os.W_OK)
+        return [] if fine else [f"--out is {out}, but {above} cannot be written to: choose another folder"]
     what = "a link that leads nowhere" if above.is_symlink() else "a file"
     return [f"--out is {out}, but {above} is {what}: remove it, or choose another folder"]
 

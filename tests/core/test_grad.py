@@ -206,7 +206,10 @@ def test_a_hook_on_a_gradient_that_would_not_run_is_refused_where_gradients_are_
             grad.value_and_grad(loss_fn)
     loss(dict(module.named_parameters()), x, y)  # a value is not concerned
     handle.remove()
-    grad.value_and_grad(loss)
+    own = grad.value_and_grad(loss)
+    getattr(module[0].weight, hook)(lambda g: None)  # one of later does not run either
+    with pytest.raises(ValueError, match=r"hooks on the gradients .*\('0.weight'\) would not run"):
+        own(dict(module.named_parameters()), x, y)
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):

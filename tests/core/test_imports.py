@@ -49,6 +49,39 @@ def loaded(code):
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+NAMES = ["lora", "parallel", "analyses", "ops", "integrations", "folders", "suites", "report", "errors"]
+AFTER_TORCH = {
+    "core": "import smat_fn.simulation, smat_fn.grad, smat_fn.mat, smat_fn.optim, smat_fn.merge",
+    "merger": "import smat_fn.merge.ties",
+    "attributes": f"import smat_fn; [getattr(smat_fn, name) for name in {NAMES}]",
+}
+
+
+@pytest.fixture(scope="module")
+def after_torch():
+    """``sys.modules`` after each code, in forks of one Python that has torch and nothing of the package."""
+    code = f"""
+import os, torch
+for code in {[*AFTER_TORCH.values()]}:
+    if not (child := os.fork()):
+        exec(code)
+        break
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(0)
+import json, sys
+print(json.dumps(list(sys.modules)), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(AFTER_TORCH, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def test_packages_are_attributes_after_import(after_torch):
+    assert {f"smat_fn.{name}" for name in NAMES} <= set(after_torch["attributes"])
+
+
 def test_import_smat_fn_does_not_even_load_torch():
     modules = loaded("import smat_fn; dir(smat_fn); smat_fn.types")
     assert "smat_fn" in modules
@@ -63,8 +96,9 @@ def test_no_module_loads_triton_or_transformers():
     assert not modules & HEAVY
 
 
-def test_the_functional_core_does_not_load_einops():
-    assert "einops" not in loaded("import smat_fn.simulation, smat_fn.grad, smat_fn.mat, smat_fn.optim, smat_fn.merge")
+def test_the_functional_core_does_not_load_einops(after_torch):
+    assert "smat_fn.mat" in after_torch["core"]
+    assert "einops" not in after_torch["core"]
 
 
 @pytest.mark.parametrize("room", PUBLIC)
@@ -114,8 +148,8 @@ def test_only_ops_imports_triton():
     assert importers == {"ops"}
 
 
-def test_a_pure_merger_loads_little_and_no_folders():
-    modules = {m for m in loaded("import smat_fn.merge.ties") if m.split(".")[0] == "smat_fn"}
+def test_a_pure_merger_loads_little_and_no_folders(after_torch):
+    modules = {m for m in after_torch["merger"] if m.split(".")[0] == "smat_fn"}
     assert "smat_fn.merge.ties" in modules
     assert len({m for m in modules if not m.startswith("smat_fn.merge.")}) < 16  # beside the mergers themselves
     assert not {m for m in modules if m.split(".")[1:2] in (["folders"], ["config"], ["scripts"])}

@@ -212,6 +212,11 @@ def test_uniform_stays_below_maxval_in_every_dtype(dtype, bounds, monkeypatch):
     )
 
 
+def test_uniform_of_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match=r"uniform: shape \(2, -1\) has a negative size"):
+        random.uniform(random.key(0), (2, -1))
+
+
 def test_uniform_of_integers_is_refused():
     with pytest.raises(ValueError, match=r"dtype torch\.int64 is not a floating-point dtype"):
         random.uniform(random.key(0), (2,), dtype=torch.int64)

@@ -87,7 +87,11 @@ def test_a_method_keeps_its_state(name, hyper, optimizer):
 
 
 @pytest.mark.parametrize("name", ALL)
-@each_dtype
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64))],
+    ids=str,
+)
 def test_a_merged_model_is_a_tree_like_base_and_experts(name, dtype):
     base, experts = nested(0, dtype), {str(i): nested(i, dtype) for i in (1, 2, 3)}
     alike(base, ALL[name](base, experts, KEY), *experts.values())

@@ -101,8 +101,15 @@ COUNTS = {"wise_ft": 1, "nearswap": 1, **dict.fromkeys(PAIRS, 2)}  # experts, wh
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-@pytest.mark.parametrize("grid", [None, 2**-6], ids=["distinct", "equal magnitudes"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "grid"),
+    [
+        pytest.param("float32", 2**-6, id="float32-equal magnitudes"),
+        pytest.param("bfloat16", None, id="bfloat16-distinct"),
+        pytest.param("float32", None, id="float32-distinct", marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2**-6, id="bfloat16-equal magnitudes", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
     config = CONFIGS[name]

@@ -126,6 +126,12 @@ DTYPES = {
     "float32 of bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
     "float16": (torch.float16, torch.float16, torch.bfloat16),
 }
+MIXED = "bfloat16 of float32", "float32 of bfloat16"  # each for every second configuration, the others are slow
+RUNS = [
+    pytest.param(name, dtypes, marks=[pytest.mark.slow] * (dtypes == MIXED[i % 2]))
+    for i, name in enumerate(CONFIGS)
+    for dtypes in DTYPES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +171,7 @@ def trees(dtypes, grid):
 @pytest.mark.parametrize(
     "grid", [pytest.param(None, id="distinct", marks=pytest.mark.slow), pytest.param(0.25, id="equal")]
 )
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtypes"), RUNS)
 def test_equal_bits(name, dtypes, grid, calls, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "SMALL", 1 << 12)
     monkeypatch.setattr(chunks, "STARTED", 0)

@@ -138,6 +138,7 @@ def test_a_lock_file_that_nobody_holds_is_taken_over(inputs, tmp_path, text):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_holder_frees_the_lock(tmp_path):
     out = tmp_path / "out"
     hold = "import sys; from pathlib import Path; from smat_fn.folders import writing\n"

@@ -77,9 +77,9 @@ def test_missing_statistics_are_one_error_with_the_command(saved, tmp_path):
     gone = [str(path) for path in list(experts.values())[:2]]
     for path in gone:
         (Path(path) / "fisher.safetensors").unlink()
-    way = f"make them by `python merge.py statistics {' '.join(gone)} --kinds fisher`"
+    way = f"make them by `python merge.py statistics {' '.join(gone)} --kinds fisher`, which says what else it needs"
     told = f"no fisher.safetensors in {', '.join(gone)}: {way}"
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)} for experts that train.py did not make$"):
         merge_folders(Fisher(coef=1.0), base, experts, tmp_path / "out")
     with pytest.raises(ValueError, match=r"no adam\.safetensors in .* `python train\.py \.\.\. --keep-moments`"):
         plan(Fisher(coef=1.0, weights_from="adam"), base, experts, tmp_path / "out")

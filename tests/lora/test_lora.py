@@ -162,8 +162,15 @@ def test_bad_input_is_listed(setting, model):
     base, adapter, start, _ = setting
     with pytest.raises(ValueError, match=r"'bias' is not the weight.*; rank is 0.*; alpha is nan"):
         lora.Lora(("bias",), rank=0, alpha=float("nan"))
-    with pytest.raises(ValueError, match=r"^lora: paths is the text 'x.weight': give a tuple of paths$"):
+    with pytest.raises(ValueError, match=r"^lora: paths is 'x.weight': give a tuple of paths$"):
         lora.Lora("x.weight")
+    with pytest.raises(ValueError, match=r"^lora: saved is None: give a tuple of paths$"):
+        lora.Lora(("x.weight",), saved=None)
+    with pytest.raises(ValueError, match=r"alpha is '8', must be a positive.*; dropout is 'x', must lie in"):
+        lora.Lora(("x.weight",), alpha="8", dropout="x")
+    for call in (lora.linear_paths, lora.whole_paths):
+        with pytest.raises(ValueError, match=r"is the text 'norm': give a list, \['norm'\]"):
+            call(model, "norm")
     with pytest.raises(ValueError, match=r"'x.weight' is in paths and in saved"):
         lora.Lora(("x.weight",), saved=("x.weight",))
     with pytest.raises(ValueError, match=r"'x.weight'.*\n?.*rank 7"):
@@ -287,6 +294,82 @@ def test_adapters_of_another_lora_are_refused(tmp_path):
             tmp_path / "no", {**adapters, "x": base["head.weight"]}, dataclasses.replace(own, rank=3), base="x"
         )
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("of", ["expand", "function", "module"])
+def test_factors_of_another_rank_or_leaf_are_refused_by_every_loss(of, setting, model):
+    base, adapter, _, moved = setting
+    first = adapter.paths[0].removesuffix("weight") + "lora_A.weight"
+    lacking = {name: leaf for name, leaf in moved.items() if name != first}
+    narrow = {**moved, first: moved[first][:1]}
+
+    def run(adapters, own):
+        if of == "expand":
+            return lora.expand(adapters, base, own)
+        loss = ModuleLoss(model, squares)
+        full = loss if of == "module" else lambda params, batch: loss(params, batch)
+        return value_and_grad(lora.with_lora(full, base, own))(adapters, torch.ones(2, 4).double())
+
+    with pytest.raises(ValueError, match=rf"adapters lack leaf '{first}'"):
+        run(lacking, adapter)
+    with pytest.raises(ValueError, match=r"have shapes \(1, 4\) and \(\d, 2\), of rank 2 they are \(2, in\)"):
+        run(narrow, adapter)
+    with pytest.raises(ValueError, match=r"of rank 3 they are \(3, in\) and \(out, 3\): give the Lora that they"):
+        run(moved, dataclasses.replace(adapter, rank=3))
+    run(moved, adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("adapter_config.json", '{"r": '),
+        ("adapter_config.json", "[1]"),
+        ("adapter_model.safetensors", ""),
+        ("adapter_model.safetensors", "cut off"),
+    ],
+)
+def test_damaged_adapters_are_named(name, text, setting, tmp_path):
+    _, adapter, start, _ = setting
+    lora.save_peft(tmp_path / "a", start, adapter, base="x")
+    (tmp_path / "a" / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/a is not a readable adapter .*: copy or download it again"):
+        lora.load_peft(tmp_path / "a")
+
+
+def test_settings_that_are_no_numbers_are_named(setting, tmp_path):
+    _, adapter, start, _ = setting
+    lora.save_peft(tmp_path / "a", start, adapter, base="x")
+    file = tmp_path / "a" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "lora_dropout": "x"}))
+    with pytest.raises(ValueError, match=r"a: lora_dropout of adapter_config.json is 'x', must lie in \[0, 1\)"):
+        lora.load_peft(tmp_path / "a")
+    del config["target_modules"]
+    file.write_text(json.dumps(config))
+    assert set(lora.load_peft(tmp_path / "a")[1].paths) == set(adapter.paths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_is_called_by_keyword_drops_the_same_inputs(dtype):
+    class Named(torch.nn.Module):
+        def __init__(self, by_name):
+            super().__init__()
+            self.layers, self.by_name = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(6, 6))]), by_name
+
+        def forward(self, x):
+            return self.layers[0][0](input=x) if self.by_name else self.layers[0][0](x)
+
+    found = []
+    for by_name in (False, True):
+        torch.manual_seed(0)
+        model = Named(by_name).to(dtype)
+        base = {name: p.detach().clone() for name, p in model.named_parameters()}
+        adapter = lora.Lora(lora.linear_paths(model)[0], rank=2)
+        adapters = {name: torch.ones_like(leaf) for name, leaf in lora.init(KEY, base, adapter).items()}
+        dropping = lora.with_dropout(ModuleLoss(model, squares), base, adapter, 0.5)
+        loss = lora.with_lora(dropping, base, adapter)
+        found.append(loss(adapters, torch.linspace(0, 1, 12).view(2, 6).to(dtype), key=KEY)[0])
+    assert torch.equal(*found)
 
 
 def test_adapters_of_wrapped_blocks_are_named_as_those_of_the_model(tmp_path):

@@ -66,6 +66,65 @@ class Alive(TorchDispatchMode):
         return out
 
 
+class InPlace(Blocks):
+    def forward(self, x):
+        h = self.layers[0]["up"](x).exp()
+        h += 1  # the derivative of exp needs what this overwrites
+        return self.layers[1]["up"](h)
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_what_backward_needs_and_was_written_to_is_an_error_as_in_torch(simulated):
+    model = InPlace(4, 2)
+    base, adapter, moved = setting(model)
+    drawn = draw(KEY, **STRENGTHS) if simulated else None
+    loss = lora.with_lora(ModuleLoss(model, squares), base, adapter, drawn=drawn)
+    with pytest.raises(RuntimeError, match=r"shape \(3, 4\) that the backward pass needs was changed in place"):
+        value_and_grad(loss, engine="autograd")(moved, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("written", ["A", "B"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_adapters_that_are_written_to_before_backward_are_an_error(layer, written):
+    model = Blocks(4, 2).double()
+    base, adapter, moved = setting(model)
+    leaves = {name: leaf.requires_grad_() for name, leaf in moved.items()}
+
+    def loss_of(module, batch):
+        loss = squares(module, batch)
+        with torch.no_grad():
+            leaves[f"layers.{layer}.up.lora_{written}.weight"].mul_(2)
+        return loss
+
+    # of the first layer backward reads the factors alone, of the others the weight that they make, too
+    with pytest.raises(RuntimeError, match=r"changed in place|adapters were written to"):
+        lora.with_lora(ModuleLoss(model, squares), base, adapter).gradient(
+            leaves, lambda module: loss_of(module, torch.ones(3, 4).double())
+        )
+
+
+def test_derivatives_are_those_of_all_weights_at_once():
+    model = Blocks(4, 2).double()
+    base, adapter, moved = setting(model)
+    batch, sigma = torch.linspace(-1, 1, 12).view(3, 4).double(), torch.tensor(0.05, requires_grad=True)
+    full = ModuleLoss(model, squares)
+    whole = lambda params, batch: full(params, batch)  # noqa: E731
+
+    def found(loss_fn):
+        origin = {path: leaf.clone().requires_grad_() for path, leaf in base.items()}
+        own = {name: leaf.clone().requires_grad_() for name, leaf in moved.items()}
+        drawn = draw(KEY, alpha_min=0.3, drop_prob=0.5, sigma=sigma)
+        leaves = [*own.values(), *(origin[path] for path in adapter.paths), sigma]
+        loss = lora.with_lora(loss_fn, origin, adapter, drawn=drawn)(own, batch)[0]
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        plain = lora.with_lora(loss_fn, origin, adapter, drawn=draw(KEY, **STRENGTHS))(own, batch)[0]
+        grads = torch.autograd.grad(plain, list(own.values()), create_graph=True)
+        return [*first, *torch.autograd.grad(sum((g**2).sum() for g in grads), list(own.values()))]
+
+    for one, two in zip(found(full), found(whole), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("dtype", "simulated", "weights"),
     [

@@ -69,8 +69,13 @@ def assert_same(found, expected):
         assert (a.loss.item(), a.grad_norm.item(), a.scale.item()) == (b.loss.item(), b.grad_norm.item(), b.scale.item())  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("donate", "max_grad_norm"),
+    [
+        *((False, None), (True, 0.5)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((False, 0.5), (True, None))),
+    ],
+)
 @pytest.mark.parametrize("offload", [None, "cpu", "recompute", "stream"])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float64], ids=str

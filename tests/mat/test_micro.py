@@ -27,6 +27,17 @@ BASE = testing.random_tree(0, {"table": (11, 4), "out": (4, 11)}, dtype=torch.fl
 START = testing.random_tree(1, {"table": (11, 4), "out": (4, 11)}, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("parts", [0, -1, 1.5])
+def test_no_batch_has_fewer_parts_than_one(parts):
+    with pytest.raises(ValueError, match=f"split_rows: parts is {parts}, must be an integer of at least 1"):
+        split_rows(torch.ones(3), parts)
+
+
+def test_a_batch_without_rows_is_not_split():
+    with pytest.raises(ValueError, match=r"the batch has no rows in 'n', 0-d"):
+        split_rows({"x": torch.ones(3), "n": torch.tensor(3)}, 2)
+
+
 def gradients(name, loss_fn, batches):
     """What the method hands to the optimizer, step by step, and its losses; parameters stay."""
     recorder = Optimizer(lambda params: None, lambda grads, state, params, **_: (params, grads))

@@ -1,5 +1,6 @@
 """L2-SP and Mixout against their closed forms."""
 
+import pytest
 import torch
 
 from smat_fn import random, testing
@@ -18,6 +19,11 @@ def test_l2sp_is_the_gradient_and_the_pull():
         state.params["w"], PARAMS["w"] - 0.5 * (BATCH["w"] + 0.25 * (PARAMS["w"] - BASE["w"])), rtol=1e-14, atol=1e-14
     )
     torch.testing.assert_close(info.loss, (PARAMS["w"] * BATCH["w"]).sum())
+
+
+def test_mixout_of_no_number_is_named():
+    with pytest.raises(ValueError, match="mixout: drop_prob is None, must lie in"):
+        mixout.build(lambda params, batch: (params["w"].sum(), {}), SGD, BASE, drop_prob=None)
 
 
 def test_mixout_is_its_sources_formula_and_passes_no_gradient_to_what_is_dropped():

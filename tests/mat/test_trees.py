@@ -66,8 +66,13 @@ def trained(build, start, steps=3):
 
 
 @pytest.mark.parametrize(("name", "hyper"), RUNS)
-@pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "donate"),
+    [
+        *(("func", False), ("autograd", True)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("func", True), ("autograd", False))),
+    ],
+)
 def test_every_method_trains_a_tree_as_its_flat_form(name, hyper, engine, donate):
     module, flat = importlib.import_module(f"smat_fn.mat.{name}"), random_tree(1, SHAPES)
     base = random_tree(0, SHAPES)

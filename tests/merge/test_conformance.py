@@ -405,7 +405,7 @@ def test_nested_trees_keep_their_structure(run, family):
 
 
 @every_run
-@pytest.mark.parametrize("chunk", [3, 16, 100])
+@pytest.mark.parametrize("chunk", [3, pytest.param(16, marks=pytest.mark.slow), 100])
 def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
     base, experts = family()
     whole = run(base, experts, KEY)
@@ -452,7 +452,14 @@ def test_views_and_parameters_give_the_same_bits(run, family):
 
 
 @every_run
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float32, torch.bfloat16),
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+    ],
+    ids=str,
+)
 def test_experts_equal_to_base_give_base(run, dtype, family):
     base, experts = family(dtype, count=4)
     same(run(base, dict.fromkeys(experts, base), KEY), base)

@@ -229,6 +229,8 @@ def test_bad_learning_rates_are_refused(lr):
 def test_all_bad_hyperparameters_are_listed_at_once():
     with pytest.raises(ValueError, match=r"betas are \(0\.9, 0\.99, 0\.999\): give two numbers"):
         optim.adam(1e-3, betas=(0.9, 0.99, 0.999))
+    with pytest.raises(ValueError, match=r"betas are 0\.9: give two numbers; lr is a tensor, which foreach=True"):
+        optim.adam(torch.tensor(1e-3), betas=0.9, foreach=True)
     with pytest.raises(ValueError, match="learning rate is nan") as caught:
         optim.adamw(math.nan, weight_decay=-1.0, betas=(1.0, math.nan), eps=math.inf)
     text = str(caught.value)

@@ -60,6 +60,15 @@ def test_pure_updates_leave_their_arguments_alone():
     assert all(torch.equal(grads[n], leaf) for n, leaf in leaves(2).items())
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_a_matrix_without_entries_is_left_to_the_rest(shape):
+    params = {"none": torch.zeros(shape), "w": torch.eye(2)}
+    optimizer = optim.muon(1.0, rest=optim.adam(1e-3))
+    moved, state = optimizer.update(params, optimizer.init(params), params)
+    assert list(state.momentum) == ["w"]
+    assert moved["none"].shape == shape
+
+
 def test_an_update_of_a_matrix_is_nearly_orthogonal():
     params = {"w": torch.zeros(6, 4)}
     optimizer = optim.muon(1.0, rest=optim.adam(1e-3))

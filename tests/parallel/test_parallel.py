@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from smat_fn import draw, optim, parallel, random, reweight, simulate, value_and_grad, where
+from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, with_master_weights
-from smat_fn.mat import simulated
+from smat_fn.mat import finetune, simulated
 from smat_fn.parallel import ALONE, replicas
 from smat_fn.types import Micro
 
@@ -24,13 +25,11 @@ def found(tmp_path_factory):
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.parallel.worker"]
-    running = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=root, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1].decode() for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
+    done = subprocess.run(
+        command, env=environment, cwd=root, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"found{rank}.pt") for rank in range(2)]
 
 
@@ -291,6 +290,35 @@ def test_processes_of_a_machine_with_gpus_may_train_on_its_cpu_and_no_more_join_
     assert (groups, places) == (["cpu:gloo,cuda:nccl"], [1])
 
 
+def test_what_is_no_share_is_named():
+    parts = split_rows(worker.batch(0), 2)
+    with pytest.raises(ValueError, match=r"share: rank is 2, must be in \[0, 2\)"):
+        parallel.share(parts, rank=2, size=2)
+    for wrong in ([], [worker.batch(0)], [parts[0]._replace(weight=0)]):
+        with pytest.raises(ValueError, match=r"share: parts must be a list of Micro\(batch, weight\) of positive"):
+            parallel.share(wrong, rank=0, size=2)
+    module = worker.model()
+    base = {path: p.detach() for path, p in module.named_parameters()}
+    for loss_fn in (one := ModuleLoss(module, worker.squares), lambda params, batch: one(params, batch)):
+        own = finetune.build(parallel.replicated(loss_fn), optim.adam(1e-2), base)
+        with pytest.raises(ValueError, match=r"the batch is not that of parallel\.share"):
+            own.update(KEY, own.init(base), worker.batch(0))
+
+
+def test_parameters_of_which_a_process_holds_a_part_are_no_parameters_of_a_method():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        spread = {"w": distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)))}
+        own = finetune.build(lambda params, batch: ((params["w"] ** 2).sum(), None), optim.adam(1e-2), spread)
+        with pytest.raises(ValueError, match=r"'w' is a DTensor, of which a process holds a part: give parallel.Shard"):
+            own.init(spread)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     module, adam = worker.model(torch.float32), optim.adam(1e-2)
     loss_fn = ModuleLoss(module, worker.squares)
@@ -313,7 +341,17 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
             with_a_gpu.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
             assert all(leaf.is_cpu for leaf in parallel.Sharded(loss_fn, adam).init(base).params.values())
         shards = parallel.Sharded(loss_fn, adam)
+        for wrong, text in (
+            ({}, "params is empty: give the parameters to train"),
+            ({**base, "0.weigth": base["0.weight"]}, "leaf '0.weigth' is not a parameter of the module"),
+            ({**base, "0.weight": torch.ones(5, 5)}, r"leaf '0.weight' has shape \(5, 5\), the module's is \(7, 5\)"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                shards.init(wrong)
         state = shards.init(base)
+        for wrong in (parts[0].batch.batch, [], [Micro(parts[0].batch.batch)]):
+            with pytest.raises(ValueError, match=r"the batch of a process is not that of parallel\.share"):
+                shards.update(KEY, state, wrong)
         few = state._replace(params={"0.bias": state.params["0.bias"]})
         for wrong, text in ((base, "state is a dict"), (few, "the state lacks leaf '0.weight' of the shards of this")):
             with pytest.raises(ValueError, match=f"{text}.*: give what init or update of these shards returned"):

@@ -461,4 +461,7 @@ def main(rank, folder):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    child = os.fork()  # after the imports, which take longer than all else
+    main(0 if child else 1, sys.argv[1])
+    if child:
+        sys.exit(os.waitpid(child, 0)[1] != 0)

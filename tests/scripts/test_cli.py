@@ -1,5 +1,6 @@
 """Errors of scripts in words of the command line."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,9 @@ def test_options_are_said_as_the_command_line_has_them():
     assert spoken("if they are heads, give heads keep, which") == "if they are heads, pass --heads keep, which"
     rows = "choose vocabulary pad-with-base (base's rows there), or merge by token (tokenizer_from)"
     by_token = "pass --vocabulary pad-with-base (base's rows there), or merge by token (--tokenizer-from union)"
-    assert spoken(rows) == by_token
+    assert spoken(rows, ["tokenizer_from"]) == by_token
+    in_a_recipe = "merge by token (tokenizer_source: union in the recipe)"
+    assert spoken(rows, ["recipe"]) == by_token.replace("merge by token (--tokenizer-from union)", in_a_recipe)
     options = {"heads": "--heads keep", "chat_template auto": "--chat-template auto"}
     for option, told in options.items():
         assert spoken(f"{option} is not available with into: leave") == f"{told} is not available with --into: leave"
@@ -173,6 +176,17 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     found = cli.parse(Paths, description=None, args=words, prog="own")
     assert found.out == Path("/home/me/x y")
     assert [*map(str, found.more)] == ["/home/me/a@0.5", "NAME=b", "~nobody-of-this-name/c", "~/d"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "access", lambda place, mode: place != tmp_path
+    )  # the superuser may write to all but a disk
+    monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / "a" / "b")])
+    with pytest.raises(
+        SystemExit, match=rf"^own: --out is {tmp_path}/a/b, but {tmp_path} cannot be written to: choose"
+    ):
+        cli.run("own", lambda args: pytest.fail("ran"), Paths, description=None)
 
 
 @pytest.mark.parametrize("words", [["--out", ""], ["--out="], ["--out", "o", "--more", "a", ""]])

@@ -54,7 +54,8 @@ def without(kind: str, places: list[str]) -> list[str]:
     way = (
         "they are kept while an expert is trained, by `python train.py ... --keep-moments`"
         if kind == "adam"
-        else f"make them by `python merge.py statistics {' '.join(places)} --kinds {kind}`"
+        else f"make them by `python merge.py statistics {' '.join(places)} --kinds {kind}`, which "
+        "says what else it needs for experts that train.py did not make"
     )
     return [f"no {STATISTICS[kind]} in {', '.join(places)}: {way}"]
 

@@ -37,11 +37,13 @@ def rebuilding(module: nn.Module, leaves: Mapping[str, Tensor], states: States) 
 
     def pack(tensor: Tensor) -> Any:
         path = cache.holds(tensor)
-        return tensor if path is None else _Saved(path, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return (
+            Kept(tensor) if path is None else _Saved(path, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        )
 
     def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved
+        if isinstance(saved, Kept):
+            return saved.unchanged()
         return cache.get((saved.path,))[0].as_strided(saved.size, saved.stride, saved.offset)
 
     try:
@@ -80,6 +82,22 @@ def blocks(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for path, prefix in prefix_of.items():
         members.setdefault(prefix, []).append(path)
     return {path: tuple(members[prefix]) for path, prefix in prefix_of.items()}
+
+
+class Kept:
+    """A tensor that autograd saves, with the check that torch leaves out where hooks pack what is saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def unchanged(self) -> Tensor:
+        """The tensor. Raises: RuntimeError for one that was written to since, as torch does."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that the backward pass needs was changed in place: it "
+                f"is at version {self._tensor._version}, expected version {self._version}"
+            )
+        return self._tensor
 
 
 class _Saved(NamedTuple):

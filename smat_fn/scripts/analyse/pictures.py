@@ -1,5 +1,6 @@
 """Pictures of experts and merges: updates by block, and dev score over the coefficient. No torch until one is made."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def check_picture(path: Path) -> None:
     import matplotlib  # noqa: F401 - what draws at the end must be there before a long merge
 
     above = next(place for place in path.absolute().parents if place.exists())
+    if above.is_dir() and not os.access(above, os.W_OK):
+        raise ValueError(f"--plot {path}: {above} cannot be written to: name a file elsewhere")
     if path.suffix.lower() != ".png" or path.is_dir() or not above.is_dir():
         below = "is a PNG" if above.is_dir() else f"would lie below a file, {above}"
         reason = "cannot replace a folder" if path.is_dir() else below

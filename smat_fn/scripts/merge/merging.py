@@ -303,7 +303,7 @@ def common_suite(
     other = options.get("name", implied.get("name")) != implied.get("name")
     asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
     first = with_tasks_of(recipes.values()) or asked
-    problems = _suite_problems(recipes, first, options)
+    problems = _suite_problems(recipes, first, options, searched=whole)
     errors.raise_problems(problems)
     assert first is not None
     asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
@@ -335,11 +335,21 @@ def common_suite(
     return of_whole_models(suite, part)
 
 
+OF_OTHERS = (  # a suite, for commands without --preset
+    "--suite-options name NAME model BASE data DATA, NAME trace (texts), short_text or clip8 (images), and name each "
+    "expert after its task, TASK=FOLDER"
+)
+
+
 def _suite_problems(
-    recipes: Mapping[str, Mapping[str, Any] | None], first: Mapping[str, Any] | None, options: Mapping[str, Any]
+    recipes: Mapping[str, Mapping[str, Any] | None],
+    first: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    *,
+    searched: bool,
 ) -> list[str]:
     """Errors for experts of no suite, and of another than the first."""
-    problems = [f"expert {task!r} names no suite to search on" for task, r in recipes.items() if not r]
+    problems = [f"expert {task!r} names no suite" for task, r in recipes.items() if not r]
     problems += [
         f"expert {task!r} is of another suite than the first ({', '.join(differ)}): --data and --suite-options set one "
         "for all"
@@ -347,10 +357,8 @@ def _suite_problems(
         if r and first and (differ := _unlike({**first, **options}, {**r, **options}, task))
     ]
     if first is None and not recipes:
-        problems.append(
-            "no expert names a suite to search on: pass --preset lm, text or images with --data DATA, "
-            "and name each expert after its task, --experts TASK=FOLDER"
-        )
+        preset = "--preset lm, text or images with --data DATA, and name each expert after its task, TASK=FOLDER"
+        problems.append(f"no expert names a suite: pass {preset if searched else OF_OTHERS}")
     return problems
 
 

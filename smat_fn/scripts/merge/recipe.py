@@ -80,7 +80,10 @@ def load(file: Path) -> Recipe:
         raise ValueError(
             f"{file} names experts and no merge_method: if it is a mixture of experts, merge.py moe {file}"
         )
-    found = plain(found)
+    try:
+        found = plain(found)
+    except RecursionError:
+        raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
     try:
         errors.raise_problems(list(_problems(found)))
         return resolve(found)
@@ -90,7 +93,9 @@ def load(file: Path) -> Recipe:
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:
     """Errors for the fields of a mergekit recipe; no model is read."""
-    for name in found:
+    for name, value in found.items():
+        if name in REFUSED and value is None:
+            continue  # as in a configuration that was written with its defaults
         if name in REFUSED:
             yield f"{name} is not supported: {REFUSED[name]}"
         elif name not in FIELDS:
@@ -208,7 +213,9 @@ def _setting_problems(label: str, value: Any) -> Iterator[str]:
             finite = math.isfinite(float(value))
         except ValueError:
             finite = False
-        if not finite:
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            yield f"{label} is the text {value!r}: write {value.lower()} without quotes"
+        elif not finite:
             yield f"{label} is {value!r}: must be a finite number"
     elif isinstance(value, dict):
         if "value" not in value or value.keys() - {"value", "filter"}:

@@ -180,13 +180,17 @@ def _tail(parts: Sequence[Mapping[str, Any]], slices: Sequence[Slice]) -> list[S
 def _slot_names(slices: Sequence[Slice]) -> list[str]:
     """A name for the first model of all slices, for the second one, and so on."""
     slots = list(zip(*(part.experts for part in slices), strict=True))
-    for depth in range(1, 5):  # of folders of one name, as many above them as tell them apart
-        names = ["+".join(dict.fromkeys(_deep(s.ref, depth) for s in slot if not s.absent)) for slot in slots]
-        if len(set(names)) == len(names):
-            break
-    if len(set(names)) < len(names):
+    places = [tuple(None if s.absent else os.path.realpath(_path(s.ref)) for s in slot) for slot in slots]
+
+    def of(depth: int) -> list[str]:
+        return ["+".join(dict.fromkeys(_deep(s.ref, depth) for s in slot if not s.absent)) for slot in slots]
+
+    # of folders of one name, as many above them as tell them apart
+    names = max(map(of, range(1, 5)), key=lambda found: len(set(found)))
+    if len(set(names)) < len(names) and len(set(places)) < len(places):
         raise ValueError(f"models have equal names among {names}: give each folder once")
-    return names
+    # the same models in another order: slices may list them in any
+    return [f"{name}-{names[: i + 1].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
 def _deep(ref: str, depth: int) -> str:

@@ -20,7 +20,7 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
 from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
-from .merging import common_suite
+from .merging import OF_OTHERS, common_suite
 from .settings import Statistics
 
 _ELSEWHERE = "model", "data", "tasks"  # of a suite's recipe: what the weights and the digest of the rows say
@@ -52,7 +52,12 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
         ]
     )
     if base is None:
-        base = find_inputs(named(experts[0])[1].absolute().parent)[0]
+        first = named(experts[0])[1]
+        if not manifest_of(first):
+            raise ValueError(
+                f"{first} is no expert of train.py, so its base is not known: pass --base BASE, {OF_OTHERS}"
+            )
+        base = find_inputs(first.absolute().parent)[0]
     inputs = load_inputs(base, experts)
     suite = common_suite(inputs, asked.suite_options)
     if asked.labels == "model" and not isinstance(suite, EncoderSuite):

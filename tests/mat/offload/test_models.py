@@ -35,7 +35,7 @@ def train(case, batches, *, offload, period=4, loss=None, **options):
 def reference(literal):
     @functools.cache
     def run(make, family):
-        return literal(make(family), 20, 4)
+        return literal(make(family), 12, 4)
 
     return run
 
@@ -49,8 +49,8 @@ def test_naive_training_bit_for_bit(case, reference, checkpoint, family, offload
     if checkpointing:
         checkpoint(model.module)
     params, losses, norms = reference(case, family)
-    steps = 9 if checkpointing else 20
-    state, infos = train(model, model.batches(20)[:steps], offload=offload, donate=True)
+    steps = 9 if checkpointing else 12
+    state, infos = train(model, model.batches(12)[:steps], offload=offload, donate=True)
     assert_trees_equal([info.loss for info in infos], losses[:steps])
     assert_trees_equal([info.grad_norm for info in infos], norms[:steps])
     if not checkpointing:
@@ -67,15 +67,21 @@ def assert_same(runs):
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("family", ["llama tied", pytest.param("gpt2 tied", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "family"),
     [
-        ({"micro": 3}, torch.float32),
-        ({"lam": 0.3}, torch.float32),
-        ({"micro": 2, "period": 1, "noise": "gaussian", "max_grad_norm": 0.1}, torch.bfloat16),
+        pytest.param(*row, family, id=f"{name} {family}", marks=[pytest.mark.slow] * (family not in fast))
+        for name, row, fast in (
+            ("accumulation", ({"micro": 3}, torch.float32), ("llama tied", "vit")),
+            ("mixed", ({"lam": 0.3}, torch.float32), ("llama tied",)),
+            (
+                "bf16",
+                ({"micro": 2, "period": 1, "noise": "gaussian", "max_grad_norm": 0.1}, torch.bfloat16),
+                ("vit",),
+            ),
+        )
+        for family in ("llama tied", "gpt2 tied", "vit")
     ],
-    ids=["accumulation", "mixed", "bf16"],
 )
 def test_offload_modes_equal_each_other(case, checkpoint, family, options, dtype, checkpointing):
     model, options = case(family, dtype), dict(options)

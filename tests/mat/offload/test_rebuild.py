@@ -179,6 +179,18 @@ def test_a_weight_changed_in_place_is_refused():
         rebuilt(module, new_values(module), lambda m: m(torch.arange(5)).sum())
 
 
+def test_what_backward_needs_and_was_written_to_is_an_error_as_in_torch():
+    module = mlp(2)
+
+    def loss(m):
+        h = m[0](torch.linspace(-1, 1, 5).view(1, 5)).exp()
+        h += 1  # the derivative of exp needs what this overwrites
+        return h.sum()
+
+    with pytest.raises(RuntimeError, match="that the backward pass needs was changed in place: it is at version 1"):
+        rebuilt(module, new_values(module), loss)
+
+
 def test_a_weight_of_another_module_is_not_there():
     class Reader(nn.Module):
         def __init__(self):

@@ -111,11 +111,11 @@ def test_any_schedule_from_any_step_ending_on_any_step(runtime, network, offload
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("steps", [4, 5, 6, 7])
+@pytest.mark.parametrize("steps", [4, pytest.param(5, marks=pytest.mark.slow), 6, 7])
 @each_mode
 def test_resuming_within_a_period_with_a_new_method(runtime, network, offload, steps):
     params, _ = trees(network)
-    data = batches(12)
+    data = batches(9)
     method = build(network, offload)
     straight = train(method, method.init(params), data)
     state, before = train(build(network, offload), method.init(params), data[:steps])
@@ -123,8 +123,14 @@ def test_resuming_within_a_period_with_a_new_method(runtime, network, offload, s
     assert_same((state, before + after), straight)
 
 
-@pytest.mark.parametrize("burst", ["forward", "backward"])
-@pytest.mark.parametrize("failing", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 7)), 3])
+@pytest.mark.parametrize(
+    ("failing", "burst"),
+    [
+        *((0, "forward"), (3, "backward")),
+        *(pytest.param(step, "forward", marks=pytest.mark.slow) for step in (2, 3, 4, 7)),
+        *(pytest.param(step, "backward", marks=pytest.mark.slow) for step in (0, 2, 4, 7)),
+    ],
+)
 @each_mode
 def test_after_an_exception_the_step_taken_again_is_right(runtime, network, offload, failing, burst):
     params, _ = trees(network)

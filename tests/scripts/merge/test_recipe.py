@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,15 @@ def merged(recipe, models, out, **options):
     return made
 
 
+@pytest.fixture(scope="module")
+def made_of(models, tmp_path_factory):
+    """``made_of(name)``: the folder that a recipe makes, once."""
+    return cache(lambda name: merged(RECIPES[name], models, tmp_path_factory.mktemp("made")))
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_what_mergekit_makes_of_it(name, models, golden, tmp_path):
-    made = merged(RECIPES[name], models, tmp_path)
+def test_a_recipe_is_what_mergekit_makes_of_it(name, made_of, golden):
+    made = made_of(name)
     found = load_file(made / "model.safetensors")
     if name in TOKENS:
         order = same_tokens(made, TOKENS[name], RECIPES[name].get("tokenizer", {}).get("pad_to_multiple_of", 1))
@@ -74,10 +81,9 @@ REPEATED = (
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_the_file_in_an_output_repeats_it(name, models, tmp_path):
-    for place in "one", "two":
-        (tmp_path / place).mkdir()
-    first = merged(RECIPES[name], models, tmp_path / "one", seed=3)
+def test_the_file_in_an_output_repeats_it(name, models, made_of, tmp_path):
+    (tmp_path / "one").mkdir()
+    first = merged(RECIPES[name], models, tmp_path / "one", seed=3) if name == "della" else made_of(name)  # has masks
     commands.from_recipe(settings.FromRecipe(first / RECIPE, tmp_path / "two"))
     second = tmp_path / "two" / first.name
     for file in "model.safetensors", "config.json", RECIPE:
@@ -96,8 +102,8 @@ def same_tokens(made, wanted, pad):
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "slices" in RECIPES[name] or name in TOKENS])
-def test_a_model_of_other_layers_or_tokens_loads(name, models, tmp_path):
-    made = merged(RECIPES[name], models, tmp_path)
+def test_a_model_of_other_layers_or_tokens_loads(name, made_of):
+    made = made_of(name)
     model, told = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True, dtype="auto")
     assert not any(told.values())
     stored = load_file(made / "model.safetensors")
@@ -251,6 +257,9 @@ REFUSALS = {
     "models have equal names among": SHARED | {"models": [{"model": "A"}, {"model": "B/../A"}]},
     "holds a list": "[1]",
     "normalize is given twice": "parameters: {normalize: true, weight: 1, normalize: false}",
+    "parameters.normalize is the text 'false': write false without quotes": SHARED
+    | {"merge_method": "ties", "parameters": {"normalize": "false"}},
+    "an alias (*name) is a part of what it stands for (&name)": "models: &a [{model: A}, *a]",
 }
 
 
@@ -309,6 +318,23 @@ def test_folders_of_one_name_and_words_that_change_nothing(models, tmp_path):
         torch.testing.assert_close(leaf, (a[path] + 3 * b[path]) / 4)
     assert [*checkpoint.load_manifest(made)["experts"]] == ["one-ck", "two-ck"]
     assert json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == make_recipes.TEMPLATES["B"]
+
+
+def test_slices_may_list_the_models_in_any_order(models, tmp_path):
+    def part(layers, **weights):
+        own = [{"model": name, "layer_range": layers, "parameters": {"weight": w}} for name, w in weights.items()]
+        return {"sources": own}
+
+    recipe = {"merge_method": "linear", "dtype": "float32"}
+    made = {}
+    for place, weights in {"any": {"B": 0.4, "A": 0.6}, "one": {"A": 0.6, "B": 0.4}}.items():
+        (tmp_path / place).mkdir()
+        slices = [part([0, 1], A=1.0), part([1, 2], **weights), part([2, 4], A=0.7, B=0.3)]
+        made[place] = merged(recipe | {"slices": slices}, models, tmp_path / place)
+    assert [*checkpoint.load_manifest(made["any"])["experts"]] == ["A+B", "A+B-2"]
+    one, two = (load_file(folder / "model.safetensors") for folder in made.values())
+    for path, leaf in one.items():
+        torch.testing.assert_close(leaf, two[path], rtol=1e-6, atol=1e-6)
 
 
 def test_a_recipe_takes_what_its_errors_ask_for(models, tmp_path):
@@ -381,6 +407,7 @@ def test_recipes_in_the_forms_that_mergekit_writes(models, tmp_path):
     assert loaded({"merge_method": "passthrough", "modules": alone}) == loaded(
         {"merge_method": "passthrough", "models": [{"model": "BASE+ADAPTER"}]}
     )
+    assert loaded(usual | {"modules": None}) == loaded(usual)
     several = usual | {"modules": written["modules"]}
     with pytest.raises(ValueError, match="modules is not supported: only the module default is read"):
         loaded(several)

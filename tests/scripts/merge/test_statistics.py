@@ -168,6 +168,17 @@ def test_missing_statistics_are_said_before_any_merging(runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_experts_of_another_program_need_a_base_and_a_suite(runs, tmp_path):
+    base, experts = find_inputs(runs["smat"])
+    own = shutil.copytree(experts[0], tmp_path / "own")
+    (own / checkpoint.MANIFEST).unlink()
+    way = r"--suite-options name NAME model BASE data DATA, NAME trace \(texts\), short_text or clip8"
+    with pytest.raises(ValueError, match=rf"{own} is no expert of train.py, .* pass --base BASE, {way}"):
+        list(statistics.make_statistics(Statistics((own,))))
+    with pytest.raises(ValueError, match=f"no expert names a suite: pass {way}"):
+        list(statistics.make_statistics(Statistics((own,), base=base)))
+
+
 def test_a_run_makes_them_for_its_experts(known, suite, tmp_path):
     run = shutil.copytree(known, tmp_path / "run")
     before = (run / "rot90" / "gram.safetensors").read_bytes()

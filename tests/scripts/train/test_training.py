@@ -358,7 +358,7 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
     assert prepared == [0, *range(6)]
 
 
-@pytest.mark.parametrize("precision", [None, "mixed", "fp32"])
+@pytest.mark.parametrize("precision", [None, "mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "place"),
     [
