@@ -335,8 +335,6 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raises: ValueError if ``path`` exists and ``overwrite`` is off, or it holds what its manifest does not name."""
     if not path.exists():
         return
-    if not overwrite:
-        raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a folder: move it, or choose another folder")
     if strangers := _strangers(path):
@@ -345,6 +343,8 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
             f"{path} holds {', '.join(strangers[:3])}{more}, which no manifest of smat_fn in it names, and only files "
             "that one names are replaced: move it, or choose another folder"
         )
+    if not overwrite:
+        raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
 
 
 def follow(path: Path) -> Path:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,6 +132,17 @@ def check_member(kind: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         near = suggestion(value, known)
         raise ValueError(f"{kind} {value!r} is unknown{near or ','} choose one of {', '.join(map(repr, known))}")
+
+
+def takes(function: Callable[..., Any], count: int, **named: Any) -> bool:
+    """Whether a function can be called with so many arguments, and these by name; True where nothing says so."""
+    try:
+        signature(function).bind(*range(count), **named)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 def imported(what: str, name: str) -> Any:

@@ -97,10 +97,11 @@ def prompt_ids(prompts: Sequence[str], tokenizer: Any, *, closed: bool = False) 
         return []
     options = {"add_special_tokens": True, "truncation": False, "padding": False, "verbose": False}
     ids = [list(row) for row in tokenizer(list(prompts), **options)["input_ids"]]
-    if closed:
+    end = tokenizer.eos_token_id
+    # a tokenizer that closes texts by itself would close the prompt; an EOS that the text ends in is the prompt's own
+    if closed or list(tokenizer("a", **options)["input_ids"])[-1:] != [end]:
         return ids
-    # a tokenizer that closes texts by itself would close the prompt
-    return [row[:-1] if row and row[-1] == tokenizer.eos_token_id else row for row in ids]
+    return [row[:-1] if row and row[-1] == end else row for row in ids]
 
 
 def sample(logits: Tensor, keys: Tensor, position: int, temperature: float) -> Tensor:

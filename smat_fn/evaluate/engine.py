@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from .. import random
-from ..errors import imported
+from ..errors import imported, takes
 from ..grad import ModuleLoss
 
 
@@ -100,8 +100,10 @@ def row_seed(seed: int, repeat: int, row: int) -> int:
 
 
 def find_engine(name: str) -> Engine:
-    """The engine "module:function". Raises: ValueError where there is none."""
+    """The engine "module:function". Raises: ValueError where there is none, or it takes other arguments."""
     found: Engine = imported("engine", name)
+    if not callable(found) or not takes(found, 3, batch_size=1):
+        raise ValueError(f"engine {name!r} does not take (model, tokenizer, params, *, batch_size)")
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ..errors import imported, name_rows, raise_problems, suggestion
+from ..errors import imported, name_rows, raise_problems, suggestion, takes
 
 TextMetric: TypeAlias = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
 
@@ -218,13 +218,16 @@ def metric_of(name: str) -> TextMetric:
     """
     if name in METRICS:
         return METRICS[name]
-    if ":" not in name:
+    if not isinstance(name, str) or ":" not in name:
+        name = str(name)
         near = suggestion(name, METRICS) or ","
         known = ", ".join(map(repr, METRICS))
         raise ValueError(f"metric {name!r} is unknown{near} choose one of {known}, or give module:function")
     found: Any = imported("metric", name)
     if not callable(found):
         raise ValueError(f"metric {name!r} is a {type(found).__name__}, must be a function of lists of texts")
+    if not takes(found, 3):
+        raise ValueError(f"metric {name!r} does not take three lists of texts: predictions, answers, prompts")
     return found
 
 

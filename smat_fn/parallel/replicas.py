@@ -42,7 +42,7 @@ def share(parts: Sequence[Micro], *, rank: int, size: int) -> list[Micro]:
     The mean over processes and shares of ``factor * loss`` is ``sum_i w_i loss_i / sum_i w_i`` over all parts, w the
     weights of `Micro`. Processes without a part get one of factor 0, since all of them take part in every average.
 
-    Raises: ValueError for parts that are no list of `Micro` of positive weight, and for a rank outside of the group.
+    Raises: ValueError for parts other than a list of `Micro` of positive weight, and for a rank outside of the group.
     """
     if not 0 <= rank < size:
         raise ValueError(f"share: rank is {rank}, must be in [0, {size}), the number of processes")

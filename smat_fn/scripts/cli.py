@@ -133,7 +133,12 @@ def open_at(text: str) -> Callable[[str], str]:
 
 
 def with_named(options: Mapping[str, Any], **named: Any) -> dict[str, Any]:
-    """Options of a suite with those that have an option of their own. Raises: ValueError for one given twice."""
+    """Options of a suite with those that have an option of their own.
+
+    Raises: ValueError for one given twice, and for ``only``.
+    """
+    if "only" in options:
+        raise ValueError("--suite-options only is set by --tasks of train.py alone: leave it out")
     given = {name: value for name, value in named.items() if value is not None}
     if twice := [f"{name} is given as --{name} and in --suite-options" for name in given if name in options]:
         raise_problems(twice)

@@ -41,6 +41,7 @@ from .sources import (
     patterns_of,
     pick_device,
     shared_rows,
+    some_of,
     tasks_of,
     two_labels,
 )
@@ -70,7 +71,7 @@ class Clip8Options(SuiteOptions):
     batch_size: int = 128
     """Images in a batch."""
     dtype: str = "float32"
-    """Dtype of parameters and computation, float32 or bfloat16."""
+    """Dtype of parameters and computation, float32, bfloat16 or float16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     train_layers: int | None = None
@@ -127,6 +128,7 @@ class Clip8(EncoderSuite):
             "model": absolute(options["model"]),
             "data": absolute(options["data"]),
             "tasks": tasks,
+            "only": some_of(tasks, options.get("only")),
             "columns": columns_of(options.get("columns")),
             "train": patterns_of(options.get("train")),
             "templates": resolve_templates(options.get("templates"), tasks) if of_texts else {},
@@ -344,6 +346,9 @@ def _class_names(rows: Mapping[tuple[str, str], ImageRows], tasks: Sequence[str]
                 "ClassLabel, or a folder per class"
             )
             continue
+        twice = [name for name in dict.fromkeys(own) if own.count(name) > 1]
+        problems += [f"{task} has two classes {name!r}: rename one, or merge their labels" for name in twice]
+        problems += [f"{task} has a class without a name: give it one"] if any(not name.strip() for name in own) else []
         if len(own) == 1:
             problems.append(f"all images of {task} are of class {own[0]!r}: give two or more")
         problems += [

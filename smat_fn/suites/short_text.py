@@ -37,6 +37,7 @@ from .sources import (
     patterns_of,
     pick_device,
     shared_rows,
+    some_of,
     tasks_of,
     two_labels,
 )
@@ -79,7 +80,7 @@ class ShortTextOptions(SuiteOptions):
     max_length: int = 128
     """Maximum number of tokens of a text."""
     dtype: str = "float32"
-    """Dtype of trained parameters and their computation, float32 or bfloat16."""
+    """Dtype of trained parameters and their computation, float32, bfloat16 or float16."""
     columns: Any = None
     """Column names of the source, as text=review,label=stars (default: text and label)."""
     only: tuple[str, ...] | None = None
@@ -128,7 +129,7 @@ class ShortText(EncoderSuite):
         settled: dict[str, Any] = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
         tasks = self.task_names(**options)
         columns, train = columns_of(options.get("columns")), patterns_of(options.get("train"))
-        settled |= {"tasks": tasks, "columns": columns, "train": train}
+        settled |= {"tasks": tasks, "columns": columns, "train": train, "only": some_of(tasks, options.get("only"))}
         self.options = own = ShortTextOptions(**{**options, **settled})
         self.device, self.batch_size = pick_device(own.device), own.batch_size
         chosen = own.only or tasks

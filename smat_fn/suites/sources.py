@@ -24,9 +24,7 @@ def tasks_of(
     if data and (file := Path(data).expanduser()).is_file():
         where = f"{file.parent / 'TASK'} with {', '.join(splits)}{file.suffix} in it"
         raise ValueError(f"data is a file, {file}: pass a folder with a folder for each task, such as {where}")
-    if isinstance(tasks, str):
-        tasks = [name for part in tasks.split(",") if (name := part.strip())]
-    if tasks is not None:
+    if (tasks := _names(tasks)) is not None:
         if not tasks or len(set(tasks)) < len(tasks):
             raise ValueError(f"tasks are {list(tasks)}: name at least one, each once")
         return tuple(tasks)
@@ -44,6 +42,23 @@ def tasks_of(
             f"(.jsonl, .json, .csv, .parquet, or images)"
         )
     return (*(task for task in known if task in found), *sorted(found.difference(known)))
+
+
+def _names(given: Any) -> Any:
+    """Names from a text between commas; None, and several, as they are. Raises: ValueError for anything else."""
+    if isinstance(given, str):
+        return [name for part in given.split(",") if (name := part.strip())]
+    if not (given is None or (isinstance(given, Sequence) and all(isinstance(name, str) for name in given))):
+        raise ValueError(f"tasks are {given!r}: give their names, between commas")
+    return given
+
+
+def some_of(tasks: Sequence[str], only: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """The tasks of the option ``only``; a text names them between commas. Raises: ValueError for others."""
+    chosen = _names(only)
+    if chosen is not None and (strange := [name for name in chosen if name not in tasks]):
+        raise ValueError(f"only names {', '.join(strange)}, the tasks are {', '.join(tasks)}")
+    return None if chosen is None else tuple(chosen)
 
 
 def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
@@ -149,8 +164,10 @@ def pick_device(name: str | None) -> torch.device:
     """The device of a name, None: the first GPU, or the CPU. Raises: ValueError for one that is not here."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is unknown: cpu, cuda, or cuda:1") from error
+        if device.type not in ("cpu", "cuda"):
+            torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {name!r} is unknown, or not here: cpu, cuda, or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: there is no GPU here, or torch cannot use it")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):

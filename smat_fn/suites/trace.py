@@ -47,7 +47,17 @@ from ..models.prompts import Prompts, prompts_of
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
-from .sources import absolute, collect, columns_of, model_problems, patterns_of, pick_device, shared_rows, tasks_of
+from .sources import (
+    absolute,
+    collect,
+    columns_of,
+    model_problems,
+    patterns_of,
+    pick_device,
+    shared_rows,
+    some_of,
+    tasks_of,
+)
 from .suite import BaseSuite, SuiteOptions, remembered
 
 TASKS = tuple(TRACE_METRICS)
@@ -83,7 +93,7 @@ class TraceOptions(SuiteOptions):
     batch_size: int = 8
     """Rows in a batch."""
     dtype: str = "float32"
-    """Dtype of parameters and computation, float32 or bfloat16."""
+    """Dtype of parameters and computation, float32, bfloat16 or float16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     train_layers: int | None = None
@@ -101,7 +111,7 @@ class TraceOptions(SuiteOptions):
     device: str | None = None
     """Device of model and training, cpu or cuda:0 (default: the first GPU, or the CPU)."""
     device_map: DeviceMap | None = None
-    """Spread the model over devices, as accelerate does: auto, balanced, or {module: device} (default: one device)."""
+    """Spread the model over devices, as accelerate does: auto, balanced, in Python {module: device} (default: one)."""
     decode_batch: int = 16
     """Rows decoded together; affects speed, and answers only by rounding."""
     engine: str | Engine = "smat_fn.evaluate.decoding:generator"
@@ -134,6 +144,7 @@ class Trace(BaseSuite):
         settled = {
             **{name: absolute(options[name]) for name in ("model", "data")},
             "tasks": tasks,
+            "only": some_of(tasks, options.get("only")),
             "columns": columns_of(options.get("columns")),
             "train": patterns_of(options.get("train")),
         }
@@ -143,7 +154,7 @@ class Trace(BaseSuite):
         if own.device is not None and own.device_map is not None:
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
         try:
-            self._engine: Any = find_engine(own.engine) if isinstance(own.engine, str) else own.engine
+            self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
         except ValueError as error:
             problems.append(str(error))
         keys = tuple(product(own.only or tasks, SPLITS))
@@ -162,6 +173,8 @@ class Trace(BaseSuite):
         asked: Any = self._chats if own.chat else {key: zip(*rows, strict=True) for key, rows in self._rows.items()}
         for task in own.only or tasks:
             self.notes += tuple(shared_rows(task, {split: list(map(str, asked[task, split])) for split in SPLITS}))
+        if own.metric != TraceOptions.metric and all(task in TRACE_METRICS for task in tasks):
+            self.notes += (f"metric {own.metric} scores no task: those of TRACE have metrics of their own",)
         self._lm = lm = language.load(own.model, device=place, device_map=own.device_map, **own.loading())
         self.notes += tuple(self._doubts(lm))
         self._device = next(iter(lm.params.values())).device
@@ -224,11 +237,20 @@ class Trace(BaseSuite):
 
     def _joined(self, task: str) -> list[str]:
         """A note on prompts that are decoded from tokens that no training row begins with."""
-        if self._pair or self.options.chat or self.options.mask_prompt:
+        if self._pair or (self.options.mask_prompt and not self.options.chat):
             return []
-        prompts = self._rows[task, "dev"].prompts[:100]
-        alone, ended = (prompt_ids([p + end for p in prompts], self._lm.tokenizer) for end in ("", "\n"))
+        rows = self._rows[task, "dev"]
+        prompts, chat = rows.prompts[:100], self.options.chat
+        behind = rows.answers[:100] if chat else ["\n"] * len(prompts)
+        whole = [prompt + end for prompt, end in zip(prompts, behind, strict=True)]
+        alone, ended = (prompt_ids(own, self._lm.tokenizer) for own in (prompts, whole))
         count = sum(longer[: len(ids)] != ids for ids, longer in zip(alone, ended, strict=True))
+        if count and chat:
+            return [
+                f"the tokenizer joins the end of the chat template's prompt to the answer in {count} of {len(prompts)} "
+                f"dev rows of {task}, so that answers are decoded from tokens that no training row has: end the "
+                "template's generation prompt in a special token or a line end, not in a space"
+            ]
         return [
             f"the tokenizer joins the line end that follows a prompt to its last token in {count} of {len(prompts)} "
             f"dev rows of {task}, but prompts are decoded without it: --mask-prompt decodes them as they are trained"
@@ -351,7 +373,11 @@ class Trace(BaseSuite):
             known={} if journal is None else journal.known,
             on_batch=keep,
         )
-        value: Any = self._metric(task)(texts, answers, prompts)
+        try:
+            value: Any = self._metric(task)(texts, answers, prompts)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"metric {self.options.metric!r} failed with {told}") from error
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -380,6 +406,8 @@ class Trace(BaseSuite):
         }
         if held := frozen(self._lm.module):
             facts["frozen"] = fingerprint(held)
+        if not (place := getattr(self._engine, "__module__", "")).startswith("smat_fn."):  # its name alone stays, too
+            facts["engine source"] = inspect.getsource(sys.modules[place]) if place in sys.modules else ""
         metric = self._metric(task)
         if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
             facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])

@@ -152,6 +152,7 @@ def test_experts_of_others_are_searched_on_a_suite_that_is_named(inputs, exits, 
     place = (*data, "--out", tmp_path / "merged", "--suite-options", *named)
     twice = exits("merge.py", *words, *place, "data", inputs / "rows")
     assert twice.endswith("data is given as --data and in --suite-options")
+    assert exits("merge.py", *words, *place, "only", TASKS[0]).endswith("by --tasks of train.py alone: leave it out")
     other = exits("merge.py", *words, *place, "dtype", "float32")
     assert other.endswith("as --suite-options model, dtype")
     # the preset names the suite, base the model and the dtype

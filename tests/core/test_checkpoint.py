@@ -192,8 +192,13 @@ def test_an_existing_folder_is_refused_before_any_work(tmp_path):
         checkpoint.save_expert(tmp_path / "e", {"a": "not even a tensor"}, {"n": 2})
     assert checkpoint.load_manifest(tmp_path / "e") == {"n": 1}
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="exists"):
+    with pytest.raises(ValueError, match="is a file, not a folder"):
         checkpoint.save_expert(tmp_path / "file", {"a": values(2)}, {})
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.txt").touch()
+    for overwrite in (False, True):  # no way out is named that would be refused next
+        with pytest.raises(ValueError, match=r"own holds mine\.txt, which no manifest .*: move it, or choose another"):
+            checkpoint.save_expert(tmp_path / "own", {"a": values(2)}, {}, overwrite=overwrite)
 
 
 @pytest.mark.parametrize("bad", [torch.ones(1), float("nan"), float("inf"), {1, 2}, Path("x")], ids=repr)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import ModuleLoss, random
 from smat_fn.evaluate import decoding
-from smat_fn.evaluate.decoding import Decoding, generator
+from smat_fn.evaluate.decoding import Decoding, generator, prompt_ids
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -312,6 +312,14 @@ def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(module, make):
     assert closing("a")["input_ids"][-1] == 1
     got = generator(ModuleLoss(module, None), closing, weights(module))(PROMPTS, Decoding(6), 0)
     assert got == make()(PROMPTS, Decoding(6), 0)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_eos_that_a_prompt_ends_in_is_its_own(closes):
+    tokenizer = make_tokenizer(closes=closes)
+    own = prompt_ids(["ab", "ab</s>"], tokenizer)
+    assert own[1] == [*own[0], 1]
+    assert tokenizer.decode(own[0]).replace(" ", "") == "<s>ab"
 
 
 def test_logits_that_are_nan_are_an_error(module, make):

@@ -403,10 +403,16 @@ def test_class_names_that_do_not_fit_are_told_together(load, folders, tmp_path):
     for split in SIZES:
         (tmp_path / "one").mkdir(exist_ok=True)
         np.savez(tmp_path / "one" / f"{split}.npz", **alone)
+    odd = stored | {"labels": stored["labels"] % 3, "class_names": np.array(["0", " ", "0"])}
+    for split in SIZES:
+        (tmp_path / "twice").mkdir(exist_ok=True)
+        np.savez(tmp_path / "twice" / f"{split}.npz", **odd)
     with pytest.raises(ValueError, match="none names no classes, but a head needs them") as error:
         load(data=str(tmp_path))
     assert "the class names of other in test are not those in train" in str(error.value)
     assert "few has label 5 in dev and 3 class names" in str(error.value)
+    assert "twice has two classes '0': rename one, or merge their labels" in str(error.value)
+    assert "twice has a class without a name: give it one" in str(error.value)
     assert "all images of one are of class '0': give two or more" in str(error.value)
 
 
@@ -419,6 +425,9 @@ def test_bad_options_are_told_together(load):
         load(epochs=3)
     with pytest.raises(ValueError, match="clip8 needs model and data"):
         load_suite("clip8", seed=0)
+    for odd in ("gpu", "meta", "mps", "xpu"):
+        with pytest.raises(ValueError, match=f"device '{odd}' is unknown, or not here: cpu, cuda, or cuda:1"):
+            load(device=odd)
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         load(device="gpu")
 

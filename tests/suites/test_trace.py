@@ -259,6 +259,11 @@ def test_tasks_of_ones_own_are_decoded_greedily_and_scored_by_the_chosen_metric(
         assert suite.repeats == {}
 
 
+def test_a_metric_that_scores_no_task_is_a_note(load):
+    assert load().notes == ()
+    assert load(metric="exact").notes == ("metric exact scores no task: those of TRACE have metrics of their own",)
+
+
 def test_columns_of_other_names_are_named_and_stay_in_the_recipe(load, tmp_path):
     write_rows(tmp_path, "mine")
     for file in (tmp_path / "mine").iterdir():
@@ -448,6 +453,11 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, tmp_path):
     part = load(data=str(tmp_path), only=("FOMC",))
     assert part.tasks == ("FOMC", "other")
     assert part.recipe["tasks"] == ["FOMC", "other"]
+    assert load(data=str(tmp_path), only="FOMC").options.only == ("FOMC",)
+    with pytest.raises(ValueError, match="only names mine, the tasks are FOMC, other"):
+        load(data=str(tmp_path), only="FOMC,mine")
+    with pytest.raises(ValueError, match="tasks are 3: give their names, between commas"):
+        load(data=str(tmp_path), tasks=3)
     assert "only" not in part.recipe
 
 
@@ -474,6 +484,43 @@ def test_a_metric_of_ones_own_is_named_as_a_function_and_its_scores_are_kept_by_
     )  # fmt: skip
     with pytest.raises(ValueError, match="metric 'own_metric:none' cannot be imported"):
         load(data=str(tmp_path / "rows"), metric="own_metric:none")
+
+
+def test_a_metric_or_engine_of_other_arguments_is_refused_and_one_that_fails_named(load, tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows", "mine", answers=("A", "B"))
+    code = "def two(a, b):\n    return 1.0\n\ndef fails(a, b, c):\n    return {}['x']\n"
+    (tmp_path / "odd_metric.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="metric 'odd_metric:two' does not take three lists of texts"):
+        load(data=str(tmp_path / "rows"), metric="odd_metric:two")
+    with pytest.raises(ValueError, match="metric '3' is unknown"):
+        load(data=str(tmp_path / "rows"), metric=3)
+    fails = load(data=str(tmp_path / "rows"), metric="odd_metric:fails")
+    with pytest.raises(ValueError, match="metric 'odd_metric:fails' failed with KeyError: 'x'"):
+        fails.score(fails.base, "mine", "dev")
+    with pytest.raises(ValueError, match=r"engine 'odd_metric:two' does not take \(model, tokenizer, params, \*"):
+        load(data=str(tmp_path / "rows"), engine="odd_metric:two")
+    with pytest.raises(ValueError, match="engine '3' cannot be imported"):
+        load(data=str(tmp_path / "rows"), engine=3)
+
+
+def test_scores_are_kept_by_the_source_of_an_engine(load, tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows", "mine", answers=("A", "B"))
+    code = (
+        "def engine(model, tokenizer, params, *, batch_size):\n"
+        "    return lambda prompts, settings, seed, *, repeat=0, rows=None: ['A'] * len(prompts)\n"
+    )
+    file = tmp_path / "own_engine.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for source in (code, code + "\nMORE = 1\n", code):
+        file.write_text(source)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, "own_engine", raising=False)
+        found.append(load(data=str(tmp_path / "rows"), engine="own_engine:engine").content("mine", "dev"))
+    assert found[0] == found[2] != found[1]
 
 
 def test_what_generation_would_do_otherwise_is_said(load, folders, tmp_path):
@@ -546,6 +593,17 @@ def test_a_template_that_ends_no_answer_is_a_note(load, chatting, folders):
     (model / "chat_template.jinja").write_text(CHAT.replace("{{ eos_token }}", "|"))
     *_, note = load(**{**chatting, "model": str(model)}, chat=True).notes
     assert "answers will not end before max_new_tokens" in note
+
+
+def test_a_template_whose_prompt_joins_the_answer_is_a_note(load, chatting, tmp_path):
+    model = tmp_path / "joining"
+    shutil.copytree(chatting["model"], model)
+    spaced = CHAT.replace("]{{ m.content }}", "] {{ m.content }}").replace("[assistant]{%", "[assistant] {%")
+    (model / "chat_template.jinja").write_text(spaced)
+    assert not any("joins" in note for note in load(**chatting, chat=True).notes)
+    notes = [note for note in load(**{**chatting, "model": str(model)}, chat=True).notes if "joins" in note]
+    assert len(notes) == 1
+    assert "joins the end of the chat template's prompt to the answer in 4 of 4 dev rows of own" in notes[0]
 
 
 def test_some_parameters_alone_are_trained_and_scores_depend_on_the_frozen_ones(load, suite, folders, tmp_path):

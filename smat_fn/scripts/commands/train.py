@@ -135,6 +135,7 @@ def train(args: Train, world: "parallel.World") -> None:
     options = suite_options(preset, own.suite_options, precision=args.training.precision, **_named(own, preset.suite))
     known, options = _tasks(preset.suite, options, tasks)
     only = {"only": tasks} if tasks and "only" in describe_options(preset.suite) else {}
+    cli.with_named(own.suite_options, model=own.model, data=own.data)
     run = RunOptions(
         **{option.name: getattr(args.run, option.name) for option in fields(RunSettings)},
         tasks=tasks or known,

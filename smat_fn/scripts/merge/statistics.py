@@ -55,7 +55,7 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
         first = named(experts[0])[1]
         if not manifest_of(first):
             raise ValueError(
-                f"{first} is no expert of train.py, so its base is not known: pass --base BASE, {OF_OTHERS}"
+                f"{first} is not an expert of train.py, so its base is not known: pass --base BASE, {OF_OTHERS}"
             )
         base = find_inputs(first.absolute().parent)[0]
     inputs = load_inputs(base, experts)

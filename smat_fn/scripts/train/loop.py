@@ -286,6 +286,8 @@ def loss_of(suite: Suite, task: str, training: Training) -> LossFn:
     if not training.dropout:
         return loss_fn
     assert isinstance(loss_fn, ModuleLoss), "a suite's losses are of modules"
+    if type(loss_fn).within is not ModuleLoss.within:
+        raise ValueError(f"dropout is not available with the {type(loss_fn).__name__} model of {task}: leave one out")
     if not has_dropout(loss_fn.module):
         raise ValueError(
             f"dropout: the model of {task} has none above 0 (nothing in its modules or its configuration says so): "

@@ -442,7 +442,7 @@ def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, t
     names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
     assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
     foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
-    with pytest.raises(ValueError, match="no expert names a suite to search on: pass --preset lm"):
+    with pytest.raises(ValueError, match="no expert names a suite: pass --preset lm"):
         merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
     recipe = dict(suite.recipe)
     (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe).values()

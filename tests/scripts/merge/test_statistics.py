@@ -173,7 +173,7 @@ def test_experts_of_another_program_need_a_base_and_a_suite(runs, tmp_path):
     own = shutil.copytree(experts[0], tmp_path / "own")
     (own / checkpoint.MANIFEST).unlink()
     way = r"--suite-options name NAME model BASE data DATA, NAME trace \(texts\), short_text or clip8"
-    with pytest.raises(ValueError, match=rf"{own} is no expert of train.py, .* pass --base BASE, {way}"):
+    with pytest.raises(ValueError, match=rf"{own} is not an expert of train.py, .* pass --base BASE, {way}"):
         list(statistics.make_statistics(Statistics((own,))))
     with pytest.raises(ValueError, match=f"no expert names a suite: pass {way}"):
         list(statistics.make_statistics(Statistics((own,), base=base)))
