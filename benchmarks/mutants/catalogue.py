@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     *_of(
         "optim/muon.py",
-        ("leaf.ndim == 2 and (", "leaf.ndim == 2 or ("),
+        ("leaf.ndim == 2 and leaf", "leaf.ndim == 2 or leaf"),
         ("nesterov=True", "nesterov=False"),
         ("0 <= momentum < 1", "0 <= momentum <= 1"),
         ("MuonState(state.step + 1, ", "MuonState(state.step, "),
@@ -441,6 +441,19 @@ MUTANTS = [
     *_of(
         "merge/parts/spectral.py",
         ("whole[start : start + len(delta)] = delta", "whole[start : start + len(delta)] = deltas[0]"),
+    ),
+    *_of(
+        "merge/fisher.py",
+        ("(part >= 0) & part.isfinite()", "part.isfinite()"),
+        ("(part >= 0) & part.isfinite()", "(part >= 0)"),
+        ("(count / total) ** 0.5", "(total / count) ** 0.5"),
+        (".clamp_(min=floor)", ""),
+        ("bottom += share", "bottom += 1"),
+    ),
+    *_of(
+        "mat/offload/rebuild.py",
+        ("self._tensor._version != self._version", "False"),
+        ("return gradient, None", "return -gradient, None"),
     ),
     *_of(
         "merge/nearswap.py",
