@@ -42,12 +42,16 @@ def interference(updates: Iterable[Updates]) -> list[Layer]:
         ValueError: pairs differ in the number of experts, or an update is not finite.
     """
     sums: dict[str, _Sums] = {}
+    count = None
     for path, parts in updates:
-        block = block_prefix(path)
-        if (own := sums.get(block)) is None:
-            own = sums[block] = _Sums(len(parts))
-        if len(parts) != len(own.grams):
-            raise ValueError(f"{path} has {len(parts)} updates, leaves before it {len(own.grams)}: give every expert's")
+        block, count = block_prefix(path), len(parts) if count is None else count
+        if len(parts) != count or not count:
+            raise ValueError(f"{path} has {len(parts)} updates, leaves before it {count}: give every expert's")
+        if len(sizes := {part.numel() for part in parts}) > 1:
+            raise ValueError(
+                f"the updates of {path} have {', '.join(map(str, sorted(sizes)))} coordinates: give equal ones"
+            )
+        own = sums.setdefault(block, _Sums(count))
         own.add([part.flatten() for part in parts])
         if lost := [place for place, square in enumerate(own.squares, 1) if not math.isfinite(square)]:
             raise ValueError(

@@ -90,7 +90,8 @@ def merge_part(
             if this part is running. What other parts have written stays.
     """
     begin = time.perf_counter()
-    out = checkpoint.follow(out)
+    _check_part(part)
+    out = checkpoint.follow(Path(out))
     job, shards = prepare(config, base, experts, out, **options)
     errors.raise_problems([*memory_problems(job), *_count_problems(part, shards)])
     mine = shares(job, shards, part.total)[part.number - 1]
@@ -208,6 +209,13 @@ def _surveys(job: Job, notes: Mapping[int, Any], placed: Sequence[Sequence[Shard
     others = [i for i, one in enumerate(every, 1) if one != every[0]]
     errors.raise_problems([f"part {i} found other thresholds than part 1: did an input change?" for i in others])
     return every[0]
+
+
+def _check_part(part: Any) -> None:
+    """Raises: ValueError for anything but a part, and for a number outside of 1 to the number of parts."""
+    whole = isinstance(part, Part) and all(type(number) is int for number in part)
+    if not whole or not 1 <= part.number <= part.total:
+        raise ValueError(f"part is {part!r}, must be Part(i, n) with i from 1 to n, as part_of('2/3') gives it")
 
 
 def _count_problems(part: Part, shards: Sequence[Shard]) -> list[str]:

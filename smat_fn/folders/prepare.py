@@ -4,13 +4,13 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from .. import checkpoint, errors, random
-from ..errors import problems_of
+from ..errors import check_member, count_problem, problems_of
 from ..merge.parts.coefs import Rules, coefs_of, matches
 from ..merge.parts.inputs import coef_problems, of_two_dtypes
 from ..merge.parts.merger import Merger
@@ -90,7 +90,17 @@ def prepare(
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
     sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
-    problems = [f"{name} is {value}, must be at least 1" for name, value in sizes.items() if value < 1]
+    if not isinstance(config, Merger):
+        raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
+    if not isinstance(experts, Mapping):
+        raise ValueError(f"experts is a {type(experts).__name__}: give a mapping {{name: folder}}")
+    problems = [text for name, value in sizes.items() for text in count_problem(name, value)]
+    problems += problems_of(check_member, "heads", heads, ("error", "keep"))
+    problems += problems_of(check_member, "token_rows", token_rows, get_args(TokenRows))
+    flags = {"overwrite": overwrite, "partial": partial}
+    problems += [
+        f"{name} is {value!r}, must be True or False" for name, value in flags.items() if type(value) is not bool
+    ]
     problems += problems_of(out_dtypes, out_dtype)
     problems += _device_problems(device)
     if tokenizer_from is None and (tokens or pad_to_multiple_of > 1):

@@ -128,7 +128,7 @@ def merge_folders(
             with all their leaves, for inputs that change while they are read, if another merge into ``out`` is running,
             and when the disk is full, where the next call resumes. Nothing is left in ``out`` then.
     """
-    out = checkpoint.follow(out)
+    out = checkpoint.follow(Path(out))
     job, shards = prepare(config, base, experts, out, **options)
     overwrite, rows = options.get("overwrite", False), options.get("vocabulary")
     return write_job(job, shards, out, describe=describe, hashing=hashing, overwrite=overwrite, more=rows)

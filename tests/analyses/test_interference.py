@@ -71,6 +71,12 @@ def test_experts_that_did_not_move_and_nothing():
         interference([("layers.0.w", [torch.ones(2), torch.tensor([1.0, math.nan])])])
     with pytest.raises(ValueError, match=r"layers\.0\.b has 1 updates, leaves before it 2"):
         interference([("layers.0.w", [torch.ones(2)] * 2), ("layers.0.b", [torch.ones(2)])])
+    with pytest.raises(ValueError, match=r"layers\.1\.w has 1 updates, leaves before it 2: give every expert's"):
+        interference([("layers.0.w", [torch.ones(2)] * 2), ("layers.1.w", [torch.ones(2)])])
+    with pytest.raises(ValueError, match=r"layers\.0\.w has 0 updates"):
+        interference([("layers.0.w", [])])
+    with pytest.raises(ValueError, match=r"the updates of layers\.0\.w have 2, 3 coordinates"):
+        interference([("layers.0.w", [torch.ones(2), torch.ones(3)])])
 
 
 def result(*runs):

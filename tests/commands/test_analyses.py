@@ -79,6 +79,7 @@ def test_experts_curve_keeps_each_runs_own_coefficient_and_ends_at_its_merged_mo
         assert run["experts"]["mirror"] == manifest["fingerprint"]
     reference = {task: suite.score(params, task, "dev") for task, params in experts(runs[0]).items()}
     assert {row["coef"] for row in found["rows"]} == {COEF}
+    assert found["settings"]["merger_settings"] == [{"coef": COEF}] * 2
     for folder, label in zip(runs, ("FT", "SMAT"), strict=True):
         rows = [row for row in found["rows"] if row["method"] == label]
         assert len(rows) == 3 * 2 + 3
@@ -219,7 +220,21 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
         shutil.copytree(ft / name, fewer / name)
         manifest = checkpoint.load_manifest(fewer / name)
         checkpoint.write_text(fewer / name / checkpoint.MANIFEST, json.dumps(manifest | {"seed": 22}))
+    several, coefs = tmp_path / "several", tmp_path / "coefs"
+    for place, name, changes in ((several, "ties", ({"keep": 0.1}, {"keep": 0.5})), (coefs, "ta", ({"coef": 0.1}, {}))):
+        shutil.copytree(ft, place)
+        for number, own in enumerate(changes):
+            made = shutil.copytree(ft / "merged" / "ta", place / str(number))
+            manifest = checkpoint.load_manifest(made)
+            set_ = {"coef": 0.2, **({"aggregate": "sum", "scope": "global"} if name == "ties" else {}), **own}
+            manifest |= {"merger": name, "hyperparameters": set_}
+            checkpoint.write_text(made / checkpoint.MANIFEST, json.dumps(manifest))
     for words, told in (
+        (("experts-curve", several, "--merger", "ties", "--coef", 0.2), 'and {"aggregate": "sum", "keep": 0.5'),
+        (("experts-curve", several, "--merger", "ties", "--coef", 0.2), "move those that are not meant to another"),
+        (("experts-curve", several, "--merger", "ties"), "move those that are not meant to another folder"),
+        (("experts-curve", coefs), '{"coef": 0.1} and {"coef": 0.2}'),
+        (("experts-curve", coefs), ": pass --coef"),
         (("experts-curve", smat), "seed 21 has 0 runs of method ft"),
         (("experts-curve", ft, smat, "--coef", "1", "2", "3"), "3 coefs for 2 runs"),
         (("experts-curve", ft, "--merger", "wa", "--coef", "1"), "WA has none"),

@@ -132,6 +132,11 @@ def test_options_without_effect_are_refused(hub, call, tmp_path):
         ("wa", ("--search", "--widen"), "--grid and --widen choose a coefficient, here it is given: wa (none)"),
         ("ta", ("--coef", 0.3, "--search", "--per-layer", 1), "--per-layer chooses a coefficient, here it is given"),
         ("ta", ("--search", "--grid", 0.3, "--per-layer", 1), "--grid, 0.3 is one: give two or more"),
+        (
+            "ties",
+            ("--search", "--calibrate", "--keep", 0.2),
+            "--calibrate chooses the sparsity, and --keep sets it: leave",
+        ),
         ("ta", ("--coef", 0.3, "--calibrate"), "--calibrate chooses the sparsity of ties, dare, della: leave it out"),
     ):
         assert told in call(merger, *inputs(hub), *words, "--out", tmp_path / "out")[1]

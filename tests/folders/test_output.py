@@ -178,12 +178,13 @@ def test_an_existing_folder_is_replaced_only_when_asked(inputs, tmp_path):
     out.mkdir()
     (out / "mine").write_text("")
     (tmp_path / ".out.old-1").mkdir()  # a replacement that was killed before it deleted what it had replaced
-    with pytest.raises(ValueError, match="out exists: choose another folder"):
-        merge_folders(TA, *inputs, out)
-    with pytest.raises(ValueError, match="out holds mine, which no manifest of smat_fn in it names"):
-        merge_folders(TA, *inputs, out, overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="out holds mine, which no manifest of smat_fn in it names"):
+            merge_folders(TA, *inputs, out, overwrite=overwrite)
     assert (out / "mine").exists()
     (out / "mine").unlink()
+    with pytest.raises(ValueError, match="out exists: choose another folder"):
+        merge_folders(TA, *inputs, out)
     for _ in range(2):  # in place of an empty folder, then of its own output
         merge_folders(TA, *inputs, out, overwrite=True)
         assert sorted(digests(out)) == ["manifest.json", "model.safetensors"]

@@ -160,7 +160,10 @@ def test_of_parts_that_end_together_exactly_one_completes_the_folder(inputs, tmp
 
 def test_a_part_whose_file_was_changed_is_missing_again(inputs, tmp_path):
     merge_folders(TA, *inputs, tmp_path / "whole", shard_size=30)
-    merge_part(TA, *inputs, tmp_path / "out", Part(1, 2), shard_size=30)
+    for wrong in (Part(0, 2), Part(3, 2), (1, 2), "1/2", Part(1.0, 2)):
+        with pytest.raises(ValueError, match=r"must be Part\(i, n\) with i from 1 to n"):
+            merge_part(TA, *inputs, tmp_path / "out", wrong, shard_size=30)
+    merge_part(TA, *inputs, str(tmp_path / "out"), Part(1, 2), shard_size=30)
     file = min((tmp_path / ".out.merging").glob("*.safetensors"))
     file.write_bytes(bytes(file.stat().st_size))
     assert merge_part(TA, *inputs, tmp_path / "out", Part(2, 2), shard_size=30).missing == ("1/2",)

@@ -173,6 +173,19 @@ def test_options(inputs, tmp_path):
     assert refusal(tmp_path, *inputs, Ties(coef=0.3))[:2] == [
         f"{name} of ties is not set: smat_fn.config.resolve takes it from a preset" for name in ("keep", "aggregate")
     ]
+    odd = {"heads": "foo", "token_rows": "foo", "overwrite": "no", "partial": 1, "workers": 2.0, "shard_size": "5GB"}
+    assert refusal(tmp_path, *inputs, TA, **odd) == [
+        "shard_size is '5GB', must be an integer of at least 1",
+        "workers is 2.0, must be an integer of at least 1",
+        "heads 'foo' is unknown, choose one of 'error', 'keep'",
+        "token_rows 'foo' is unknown, choose one of 'base', 'mean', 'by-row'",
+        "overwrite is 'no', must be True or False",
+        "partial is 1, must be True or False",
+    ]
+    assert refusal(tmp_path, *inputs, Ties)[0].endswith(
+        "must be the options of a merger, such as Ties(coef=0.4, keep=0.2)"
+    )
+    assert refusal(tmp_path, inputs[0], [*inputs[1].values()]) == ["experts is a list: give a mapping {name: folder}"]
     assert refusal(tmp_path, *inputs, TaskArithmetic()) == ["coef is not set: pass one"]
     assert refusal(tmp_path, *inputs, WeightAverage(), coef=0.5) == ["coef is 0.5, but wa has none: leave it out"]
     (problem,) = refusal(tmp_path, *inputs, Della(coef=1.0, drop_prob=0.1, window=0.5), key=random.key(0))

@@ -1,6 +1,8 @@
 """The search: maximum, ties to the earlier, and nothing seen but the score it is given."""
 
 import inspect
+import math
+import random as numbers
 
 import pytest
 import torch
@@ -13,6 +15,18 @@ def test_choose_maximises_and_takes_the_earlier_of_equal_scores():
     chosen = merge.choose(list(scores), scores.__getitem__)
     assert chosen == merge.Selection("b", 3.0, tuple(scores.items()))
     assert merge.choose([4, 3], lambda _: float("-inf")).best == 4
+
+
+def test_means_of_the_same_scores_in_another_order_are_equal():
+    rng = numbers.Random(0)
+    for _ in range(300):
+        scores = [100 * rng.randrange(90) / 90 for _ in range(7)]
+        means = [sum(own) / 7 for own in (scores, scores[::-1], sorted(scores))]
+        assert merge.choose([0, 1, 2], means.__getitem__).best == 0
+        assert merge.choose([0, 1], (means[0], means[0] + 1e-6).__getitem__).best == 1
+    assert not merge.above(-math.inf, -math.inf)
+    assert merge.above(1e-300, 0.0)
+    assert merge.above(-1.0, -1.0 - 1e-9)
 
 
 def test_choose_scores_each_candidate_once_in_order():
@@ -54,7 +68,10 @@ def test_every_merger_states_its_grid():
 
 def test_a_coefficient_at_an_edge_and_the_next_one_beyond():
     assert [merge.edge_of(c, merge.COEFS) for c in (0.1, 0.5, 1.0)] == ["smallest", "", "largest"]
-    assert merge.edge_of(0.3, (0.3,)) == ""
+    assert merge.edge_of(0.3, (0.3,)) == merge.edge_of(0.3, (0.1, 0.2)) == ""
+    for coefs, edge in ((merge.COEFS, "Largest"), (merge.COEFS, ""), ((0.3,), "largest")):
+        with pytest.raises(ValueError, match=rf"edge is '{edge}' of .*: give 'smallest' or 'largest', of two"):
+            merge.beyond(coefs, edge)
     assert merge.beyond(merge.COEFS[::-1], "largest") == 1.1
     assert merge.beyond(merge.WIDE, "largest") == 2.2
     assert merge.beyond((0.1, 0.3), "smallest") == 0.05
@@ -69,6 +86,28 @@ def test_select_coef_finds_the_maximum_and_ties_go_to_the_smaller():
     for coefs in (merge.COEFS, merge.COEFS[::-1]):
         assert merge.select_coef(base, vector, lambda params: 1.0, coefs).best == 0.1
         assert merge.select_coef(base, vector, lambda params: float(params["w"][0] > 0.45), coefs).best == 0.5
+
+
+@pytest.mark.parametrize(
+    ("coefs", "text"),
+    [
+        (0.3, "coefs are 0.3: give several numbers"),
+        (None, "coefs are None: give"),
+        ("12", "coefs are '12': give"),
+        ([0.1, "x", math.nan], "coef is 'x', must be a number"),
+        ([0.1, math.nan], "coef is nan, must be finite"),
+    ],
+)
+def test_coefficients_that_are_no_numbers_are_named(coefs, text):
+    tree = {"w": torch.ones(3)}
+    for call in (
+        lambda: merge.select_coef(tree, tree, lambda params: 1.0, coefs),
+        lambda: merge.select_coefs(tree, lambda own: 1.0, coefs, start=0.3),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            call()
+    with pytest.raises(ValueError, match=r"sweeps is 1.5: give at least one"):
+        merge.select_coefs(tree, lambda own: 1.0, start=0.3, sweeps=1.5)
 
 
 def test_select_coef_scores_the_very_trees_that_the_merger_gives(family):
@@ -152,6 +191,8 @@ def test_blocks_are_applied_with_their_own_coefficients():
     assert (merged["embed"].tolist(), merged["h.0.w"].tolist(), int(merged["n"])) == ([1.5, 2.0], [3.0, -3.0], 3)
     with pytest.raises(ValueError, match=r"blocks \['h.0'\] have no coefficient"):
         merge.apply_blocks(base, vector, {"": 0.5})
+    with pytest.raises(ValueError, match=r"coefs name blocks \['h.7'\], which the vector does not have"):
+        merge.apply_blocks(base, vector, {"": 0.5, "h.0": 2.0, "h.7": 1.0})
     with pytest.raises(ValueError, match=r"coef of block '' is nan, must be finite; coef of block 'h\.0' is None"):
         merge.apply_blocks(base, vector, {"": float("nan"), "h.0": None})
     assert merge.select_coefs(vector, lambda coefs: coefs["h.0"], torch.tensor([0.5, 1.0]), start=0.5).score == 1

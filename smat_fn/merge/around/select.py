@@ -1,12 +1,12 @@
 """The coefficient γ, and the sparsity, that do best on dev data; candidates live in memory only."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ...errors import raise_problems
+from ...errors import count_problem, raise_problems
 from ...types import Params
 from ...where import block_prefix
 from ..parts.inputs import type_problems
@@ -14,6 +14,7 @@ from ..parts.merger import COEFS
 from ..parts.vectors import apply_vector
 
 T = TypeVar("T")
+_ROUNDING = 1e-12  # relative; of means of equal numbers in another order
 
 # sparsity calibration on plainly fine-tuned experts, candidates from less to more pruning, at these coefficients
 TIES_KEEPS = (0.5, 0.3, 0.2, 0.1)
@@ -32,8 +33,13 @@ class Selection(NamedTuple, Generic[T]):
     curve: tuple[tuple[T, float], ...]
 
 
+def above(value: float, other: float) -> bool:
+    """Whether a score is larger than another by more than the rounding of a mean of the same numbers."""
+    return value > other and not math.isclose(value, other, rel_tol=_ROUNDING, abs_tol=0.0)
+
+
 def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]:
-    """The candidate of the largest score, the earlier of equal ones; each is scored once, in order.
+    """The candidate of the largest score, the earlier of equal ones (`above`); each is scored once, in order.
 
     Raises: ValueError without candidates, or for a score that is NaN.
     """
@@ -52,13 +58,15 @@ def choose(candidates: Sequence[T], score: Callable[[T], float]) -> Selection[T]
         if math.isnan(value):
             raise ValueError(f"the score of candidate {candidate!r} is NaN: score must return a number")
         curve.append((candidate, value))
-    best, value = max(curve, key=lambda entry: entry[1])
-    return Selection(best, value, tuple(curve))
+    best = 0
+    for place, (_, value) in enumerate(curve):
+        best = place if above(value, curve[best][1]) else best
+    return Selection(*curve[best], tuple(curve))
 
 
 def edge_of(coef: float, coefs: Sequence[float]) -> str:
     """Whether a chosen coefficient is the "smallest" or the "largest" of several; an empty text if neither."""
-    if len(coefs) < 2 or min(coefs) < coef < max(coefs):
+    if len(coefs) < 2 or coef not in (min(coefs), max(coefs)):
         return ""
     return "largest" if coef == max(coefs) else "smallest"
 
@@ -70,9 +78,14 @@ def beyond(coefs: Sequence[float], edge: str) -> float:
 
     Args:
         coefs: two at least.
-        edge: as `edge_of` gives it.
+        edge: "smallest" or "largest", as `edge_of` gives it.
+
+    Raises:
+        ValueError: there are fewer coefficients, or another edge.
     """
     ordered = sorted(coefs)
+    if len(ordered) < 2 or edge not in ("smallest", "largest"):
+        raise ValueError(f"edge is {edge!r} of {ordered}: give 'smallest' or 'largest', of two coefficients at least")
     if edge == "largest":
         return round(2 * ordered[-1] - ordered[-2], 12)
     return ordered[0] / 2 if ordered[0] > 0 else round(2 * ordered[0] - ordered[1], 12)
@@ -91,7 +104,17 @@ def select_coef(
     Raises:
         ValueError: as `choose` and `apply_vector` do.
     """
-    return choose(sorted(coefs), lambda coef: score(apply_vector(base, vector, coef=coef)))
+    return choose(_ordered(coefs), lambda coef: score(apply_vector(base, vector, coef=coef)))
+
+
+def _ordered(coefs: Sequence[float]) -> list[float]:
+    """Candidates from small to large. Raises: ValueError that lists those that are not finite numbers."""
+    if isinstance(coefs, str) or not isinstance(coefs, Iterable):
+        raise ValueError(f"coefs are {coefs!r}: give several numbers")
+    given = list(coefs)
+    problems = [text for c in given for text in type_problems(coef=c)]
+    raise_problems(problems or [f"coef is {c}, must be finite" for c in given if not math.isfinite(c)])
+    return sorted(given)
 
 
 class Layered(NamedTuple):
@@ -112,8 +135,10 @@ def apply_blocks(base: Params, vector: Mapping[str, Tensor], coefs: Mapping[str,
     Raises:
         ValueError: as `apply_vector`; or a block has no coefficient.
     """
-    missing = sorted({block_prefix(path) for path in vector} - coefs.keys())
+    blocks = {block_prefix(path) for path in vector}
+    missing, strange = sorted(blocks - coefs.keys()), sorted(coefs.keys() - blocks)
     problems = [f"blocks {missing} have no coefficient: give one for each"] if missing else []
+    problems += [f"coefs name blocks {strange}, which the vector does not have: leave them out"] if strange else []
     for name, c in coefs.items():
         wrong = type_problems(**{f"coef of block {name!r}": c})
         problems += wrong or ([] if math.isfinite(c) else [f"coef of block {name!r} is {c}, must be finite"])
@@ -144,20 +169,20 @@ def select_coefs(
     Raises:
         ValueError: there are no candidates, or sweeps is below 1; or a score is NaN.
     """
-    coefs = list(coefs)
-    if not coefs or sweeps < 1:
+    coefs = _ordered(coefs)
+    if not coefs or count_problem("sweeps", sweeps):
         raise ValueError(f"coefs are {coefs} and sweeps is {sweeps}: give at least one of each")
     now = dict.fromkeys(map(block_prefix, vector), start)
     best, curve = choose([now], score).score, list[tuple[str, float, float]]()
     for _ in range(sweeps):
         before = dict(now)
         for block in now:
-            candidates = [{**now, block: coef} for coef in sorted(coefs) if coef != now[block]]
+            candidates = [{**now, block: coef} for coef in coefs if coef != now[block]]
             if not candidates:
                 continue
             found = choose(candidates, score)
             curve += [(block, own[block], value) for own, value in found.curve]
-            if found.score > best:
+            if above(found.score, best):
                 now, best = found.best, found.score
         if now == before:
             break

@@ -114,8 +114,12 @@ def chosen_merger(
         and manifest["hyperparameters"].keys() <= {field.name for field in fields(config)}  # no coefs, no lines
         and manifest["experts"] == {task: m.get("fingerprint") for task, m in run.inputs.manifests.items()}
     ]
-    if coef is None and len({json.dumps(settings, sort_keys=True) for settings in stored}) > 1:
-        raise ValueError(f"{run.path} holds {merger} models of several settings: pass --coef")
+    apart = [{name: value for name, value in own.items() if name != "coef"} for own in stored]
+    found = sorted({json.dumps(own, sort_keys=True) for own in (stored if coef is None else apart)})
+    if len(found) > 1:
+        alike = all(own == apart[0] for own in apart)
+        way = "pass --coef" if alike else "move those that are not meant to another folder"
+        raise ValueError(f"{run.path} holds {merger} models of several settings, {' and '.join(found)}: {way}")
     if stored:
         config = type(config)(**stored[0])
     if coef is None and config.coef is None:

@@ -41,6 +41,7 @@ def experts_curve(options: ExpertsCurve) -> "Result":
     Raises: ValueError as `load_runs`, `standard_runs` and `chosen_merger` do; for another number of coefs.
     """
     from ... import analyses
+    from ...config import settings
     from .runs import chosen_merger, load_runs, merged_params, result_of, standard_runs
 
     merger, split, seed, coef = options.merger, options.split, options.seed, options.coef
@@ -65,7 +66,8 @@ def experts_curve(options: ExpertsCurve) -> "Result":
                 reference=reference[run.seed],
             )
             rows += _lines(found, run, coef=getattr(config, "coef", None))
-    return result_of("experts-curve", runs, rows, merger=merger, split=split, merge_seed=seed)
+    how = [settings(config) for config in configs]
+    return result_of("experts-curve", runs, rows, merger=merger, split=split, merge_seed=seed, merger_settings=how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,7 +244,7 @@ def main(args: Merge) -> None:
     experts, weights = [path for path, _ in pairs], [weight for _, weight in pairs]
     preset = preset_of(args.choice.preset or trained_by(manifests_of(experts)))
     configs = weighted(mergers(args, preset), base, experts, weights)
-    _check_grid(args.choice, configs)
+    _check_grid(args.choice, configs, args.merger)
     cli.with_named(args.choice.suite_options, data=args.choice.data)
     for option, value in {"--data": args.choice.data, "--suite-options": args.choice.suite_options}.items():
         if value and not (args.choice.search or args.choice.calibrate):
@@ -292,8 +292,12 @@ def _base_of(args: Merge) -> str:
     return f"; the base, which the experts were trained from, is {named}"
 
 
-def _check_grid(choice: Choices, configs: Sequence[MergerConfig]) -> None:
+def _check_grid(choice: Choices, configs: Sequence[MergerConfig], merger: Any) -> None:
     """Raises: ValueError for options of a search without one, and where there is nothing to choose or to extend."""
+    given = [name for name in ("keep", "drop_prob") if getattr(merger, name, None) is not None]
+    if choice.calibrate and given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ValueError(f"--calibrate chooses the sparsity, and {option} sets it: leave one out")
     if choice.grid and not choice.search:
         raise ValueError("--grid requires --search")
     if choice.widen and not choice.search:

@@ -264,9 +264,15 @@ def _search(
         found, tried = _rank([_with(config, coef=coef) for coef in grid], models, scorer, known)
         costs.append(tried)
         edge = merge.edge_of(getattr(found.best, "coef", 0.0), grid)
-        if not (widen and edge and len(grid) < most):
+        if not (widen and edge and len(grid) < most and _rises(found, edge)):
             return found, total(*costs), edge
         grid = sorted([*grid, merge.beyond(grid, edge)])
+
+
+def _rises(found: Reranked[MergerConfig], edge: str) -> bool:
+    """Whether the score at an edge of a grid is above the next one's: else there is nothing to follow."""
+    ordered = sorted(_curve(found.curve, "coef"), reverse=edge == "smallest")
+    return merge.above(ordered[-1][1], ordered[-2][1])
 
 
 def calibrate(config: MergerConfig, inputs: Inputs, scorer: Scorer, *, coef: float, seed: int) -> Calibration:
@@ -354,7 +360,10 @@ def rerank(
 
     places = range(len(candidates))
     once = merge.choose(places, lambda place: decode(place, first))
-    best = sorted(places, key=lambda place: -once.curve[place][1])[:top]  # stable: the earlier of equal ones
+    best, rest = [once.best], [place for place in places if place != once.best]
+    while rest and len(best) < top:
+        best.append(merge.choose(rest, lambda place: once.curve[place][1]).best)
+        rest.remove(best[-1])
     several = merge.choose(sorted(best), lambda place: decode(place, more))
     return Reranked(
         candidates[several.best],

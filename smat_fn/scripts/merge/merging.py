@@ -206,7 +206,8 @@ def summary(merged: Mapping[Path, Merged]) -> Iterable[str]:
 
 def tied(model: Merged) -> str:
     """A note where every coefficient of a search has one dev score; an empty text where they differ."""
-    if len(model.curve) < 2 or len({score for _, score in model.curve}) > 1:
+    scores = sorted(score for _, score in model.curve)
+    if len(scores) < 2 or merge.above(scores[-1], scores[0]):
         return ""
     return (
         f"all {len(model.curve)} coefficients have the same dev score, {model.curve[0][1]:.2f}: {model.coef:g} is only "

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ... import checkpoint, errors
+from ... import checkpoint, errors, merge
 from ...checkpoint import SNAPSHOTS
 from .choosing import Merged, Tried, total
 from .inputs import Inputs, load_inputs
@@ -75,7 +75,7 @@ def choose_snapshot(
             inputs = load_inputs(base, snapshots[index], known=last)._replace(lines=last.lines)
         merged = merge_at(inputs)
         value = fmean(merged.dev.values())
-        if best is None or value > curve[best[0]][0]:  # one model is kept
+        if best is None or merge.above(value, curve[best[0]][0]):  # one model is kept
             best = index, merged, inputs
         curve[index] = value, merged.coef
         calibrated = merged.calibration.tried if merged.calibration else None

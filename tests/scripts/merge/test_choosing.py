@@ -120,6 +120,12 @@ def test_a_widened_search_goes_beyond_the_edge_and_scores_nothing_twice(inputs, 
     assert [coef for coef, _ in found.curve] == sorted(coef for coef, _ in found.curve)
 
 
+def test_a_search_whose_scores_are_equal_is_not_widened(inputs, suite):
+    scorer = Scorer(suite.replace(score=lambda params, task, split: 50.0))
+    found = merge_one(TaskArithmetic(), inputs, seed=0, scorer=scorer, widen=True)
+    assert (found.coef, found.edge, len(found.curve)) == (0.1, "smallest", 10)
+
+
 def test_a_step_of_the_coefficient_is_one_pass_in_small_pieces(inputs, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 64)
     made = []
