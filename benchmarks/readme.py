@@ -416,8 +416,8 @@ def results(digits: dict[str, Any]) -> str:
         for label, scores in digits["test"].items()
         if label in texts["test"]
     ]
-    others = "ViT: - FT", "Text: - FT", "Language: - FT"
-    head = "Method", "Passes", "Experts", "Merged", "Merged - FT (95 %)", "By TSV-M", *others
+    others = "ViT: minus FT", "Text: minus FT", "Language: minus FT"
+    head = "Method", "Passes", "Experts", "Merged", "Merged minus FT (95 %)", "By TSV-M", *others
     return (
         f"{table(head, lines)}\n"
         f"Test scores, means over tasks and eight mergers, {seeds(digits)} on digits (a tiny ViT, four tasks), with "

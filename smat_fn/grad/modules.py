@@ -274,7 +274,7 @@ def _buffers_apart(module: nn.Module) -> Iterator[None]:
         if isinstance(m, _NormBase) and m.training and m.running_mean is not None
     ]
     if norms:
-        raise ValueError(_kept(norms, "are in train mode and would write their running statistics"))
+        raise ValueError(_kept([f"module {name!r}" for name in norms], "in train mode would write running statistics"))
     originals = {owner: dict(owner._buffers) for owner in module.modules() if owner._buffers}
     copies: dict[int, Tensor] = {}
     try:

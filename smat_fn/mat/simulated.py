@@ -265,6 +265,11 @@ class SimulatedWeights:
 
     def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
         """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
+        if not grads and self._parameters:
+            raise ValueError(
+                "grads is empty: no parameter has a gradient. If the model's were replaced after SimulatedWeights was "
+                "made, make it again, of those that the model has now"
+            )
         starts = None if self._starts is None else {path: self._starts[path] for path in grads}
         with torch.no_grad():
             reweight(grads, drawn, where=self._where, out=grads, starts=starts)

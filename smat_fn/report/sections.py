@@ -58,13 +58,19 @@ def with_interval(got: Estimate | None) -> tuple[str | None, str | None]:
     return signed(got.mean), got.interval and f"{signed(got.interval[0])} to {signed(got.interval[1])}"
 
 
+_EXPERTS = (
+    "the experts, since WA, TA, TIES, DARE and DELLA were not all scored: differences here are before merging, those "
+    "after it are under Paired differences"
+)
+
+
 def _uncompared(found: Found, labels: list[str]) -> list[str]:
     lines = []
     for label in labels:
         if not found.comparisons(label):
             role = "is the reference" if label == found.base(muon=found.muon(label)) else "has no reference here"
             line, column = found.table.cells[label], _scored(found, label)
-            place = "the mean of five mergers" if column == "Avg" else "the experts, for not all five mergers are there"
+            place = "the mean of five mergers" if column == "Avg" else _EXPERTS
             mean = f": {line[column].text()} on {place}" if column in line else ""
             lines.append(f"**{plain(label)}** {role}{mean}.")
     return lines

@@ -176,6 +176,18 @@ def test_an_interrupt_between_two_parameters_leaves_no_simulated_one(switch):
     assert_bits(copies(module), base)
 
 
+def test_weights_that_are_no_longer_the_models_are_told():
+    module = torch.nn.Linear(2, 2)
+    weights = dict(module.named_parameters())
+    states = SimulatedWeights(weights, copies(module))
+    module.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, assign=True)
+    drawn = draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.1)
+    with states.at(drawn):
+        module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="grads is empty: no parameter has a gradient"):
+        states.reweight({path: p.grad for path, p in weights.items() if p.grad is not None}, drawn)
+
+
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_base_that_is_the_weights_themselves_is_refused(switch):
     params = dict(net().named_parameters())

@@ -289,7 +289,7 @@ def test_a_buffer_that_is_no_state_may_be_written_and_is_put_back():
     [
         (
             lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
-            "^1 are in train mode and would write",
+            "^module '1' in train mode would write",
         ),
         (lambda: nn.Sequential(Counting()), r"^0\.passes are buffers that the forward pass writes"),
         (lambda: Counting(anew=True), "^passes are buffers that the forward pass writes"),

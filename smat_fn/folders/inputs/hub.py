@@ -75,7 +75,7 @@ def unavailable(inputs: Mapping[str, Path]) -> list[str]:
     if constants.HF_HUB_OFFLINE:
         return []
     problems = [
-        f"{label}: {path} is not a folder: give the folder of a checkpoint"
+        f"{label}: {path} is not a folder: give the folder of a checkpoint, or a hub name owner/name"
         for label, path in places
         if repository_of(path) is None and not path.exists()
     ]

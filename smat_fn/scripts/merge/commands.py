@@ -1,5 +1,6 @@
 """merge.py's subcommands beside mergers, and words that it takes for other words. No torch until one runs."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -196,12 +197,22 @@ def by_file(words: list[str]) -> list[str]:
 
 
 def by_density(words: list[str]) -> list[str]:
-    """``--density``, the name in mergekit and PEFT, as --keep; adapters and sce have a --density of their own."""
-    if "ties" not in words or words[0] in ("adapters", "sce"):
+    """``--density``, the name in mergekit and PEFT, as --keep of TIES; of DARE and DELLA --drop-prob is 1 - density.
+
+    Adapters and sce have a --density of their own.
+    """
+    drops = words[0] in ("dare", "dare_ties", "della") if words else False
+    if not (drops or "ties" in words) or words[0] in ("adapters", "sce"):
         return words
-    if "--keep" in {word.partition("=")[0] for word in words}:
-        return words  # one of the two would be taken in silence: --density is an unknown option then
-    return [word.replace("--density", "--keep", 1) if word.partition("=")[0] == "--density" else word for word in words]
+    names, option = [word.partition("=")[0] for word in words], "--drop-prob" if drops else "--keep"
+    if option in names or "--density" not in names:
+        return words  # with both, one would be taken in silence: --density is an unknown option then
+    place = names.index("--density")
+    joined = words[place].partition("=")[2]
+    value, after = (joined, place + 1) if joined else ("".join(words[place + 1 : place + 2]), place + 2)
+    if drops and re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", value):
+        value = f"{1 - float(value):.12g}"
+    return [*words[:place], option, value, *words[after:]]
 
 
 def by_glob(words: list[str]) -> list[str]:

@@ -537,4 +537,4 @@ def sigma_line(method: MethodConfig, training: Training, params: Params, base: P
     line = f"sigma {sigma:g} is {times:.2g} times the RMS of the update, {update:.2g}"
     if 1 / FAR < times < FAR:
         return line
-    return f"warning: {line}: presets' values suit their own models; `python eval.py diagnose RUN` suggests one"
+    return f"warning: {line}, far from 1 for this run; `python eval.py diagnose RUN` suggests one"
