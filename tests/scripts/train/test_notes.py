@@ -33,7 +33,7 @@ def test_sigma_stands_beside_the_update_and_far_from_it_warns():
     smat = Smat(sigma=2e-3, period=4)
     assert sigma_line(smat, TRAINING, moved(1e-3), BASE) == "sigma 0.002 is 2 times the RMS of the update, 0.001"
     far = sigma_line(smat, TRAINING, moved(1e-5), BASE)
-    assert far.startswith("warning: sigma 0.002 is 2e+02 times the RMS of the update, 1e-05: ")
+    assert far.startswith("warning: sigma 0.002 is 2e+02 times the RMS of the update, 1e-05, far from 1 for this run; ")
     assert "eval.py diagnose" in far
     assert sigma_line(smat, TRAINING, moved(1.0), BASE).startswith("warning: ")
     assert sigma_line(smat, TRAINING, BASE, BASE) == ""
