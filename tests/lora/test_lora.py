@@ -308,11 +308,11 @@ def test_factors_of_another_rank_or_leaf_are_refused_by_every_loss(of, setting, 
             return lora.expand(adapters, base, own)
         loss = ModuleLoss(model, squares)
         full = loss if of == "module" else lambda params, batch: loss(params, batch)
-        return value_and_grad(lora.with_lora(full, base, own))(adapters, torch.ones(2, 4).double())
+        return value_and_grad(lora.with_lora(full, base, own))(adapters, torch.ones(2, 6).double())
 
     with pytest.raises(ValueError, match=rf"adapters lack leaf '{first}'"):
         run(lacking, adapter)
-    with pytest.raises(ValueError, match=r"have shapes \(1, 4\) and \(\d, 2\), of rank 2 they are \(2, in\)"):
+    with pytest.raises(ValueError, match=r"have shapes \(1, 6\) and \(8, 2\), of rank 2 they are \(2, in\)"):
         run(narrow, adapter)
     with pytest.raises(ValueError, match=r"of rank 3 they are \(3, in\) and \(out, 3\): give the Lora that they"):
         run(moved, dataclasses.replace(adapter, rank=3))
