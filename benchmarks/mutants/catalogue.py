@@ -562,8 +562,9 @@ MUTANTS = [
     ),
     *_of(
         "merge/around/select.py",
-        ("choose(sorted(coefs)", "choose(sorted(coefs, reverse=True)"),
-        ("max(curve, key", "min(curve, key"),
+        ("return sorted(given)", "return sorted(given, reverse=True)"),
+        ("if above(value, curve[best][1])", "if above(curve[best][1], value)"),
+        ("rel_tol=_ROUNDING", "rel_tol=0"),
         ("return ordered[0] / 2 if", "return ordered[0] / 4 if"),
         ('"largest" if coef == max(coefs)', '"largest" if coef == min(coefs)'),
         (
