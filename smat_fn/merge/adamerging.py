@@ -62,8 +62,9 @@ def adamerging(
     from .. import optim  # here, so that importing a merger loads no training
     from ..grad import loss_and_aux, value_and_grad
 
-    problems = [*errors.count_problem("steps", steps), *type_problems(lr=lr, start=start)]
-    if not type_problems(lr=lr, start=start):
+    problems, wrong = errors.count_problem("steps", steps), type_problems(lr=lr, start=start)
+    problems += wrong
+    if not wrong:
         problems += [] if lr > 0 else [f"lr is {lr}, must be positive"]
         problems += [] if 0 <= start <= 1 else [f"start is {start}, must be in [0, 1]"]
     origin, flat = check(base, experts, problems)

@@ -375,6 +375,8 @@ class Trace(BaseSuite):
         )
         try:
             value: Any = self._metric(task)(texts, answers, prompts)
+        except ValueError:  # says what is wrong by itself
+            raise
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             raise ValueError(f"metric {self.options.metric!r} failed with {told}") from error
@@ -407,7 +409,7 @@ class Trace(BaseSuite):
         if held := frozen(self._lm.module):
             facts["frozen"] = fingerprint(held)
         if not (place := getattr(self._engine, "__module__", "")).startswith("smat_fn."):  # its name alone stays, too
-            facts["engine source"] = inspect.getsource(sys.modules[place]) if place in sys.modules else ""
+            facts["engine source"] = _source(place)
         metric = self._metric(task)
         if metric not in TRACE_METRICS.values() and ":" in self.options.metric:  # its name alone stays when it changes
             facts["metric"] = inspect.getsource(sys.modules[self.options.metric.partition(":")[0]])
@@ -498,6 +500,14 @@ class Trace(BaseSuite):
         prompts, own = self._rows[task, split].prompts, self.options
         end = "\n" if own.mask_prompt and not (own.chat or self._pair) else ""
         return tuple(prompt + end for prompt in prompts) if end else prompts
+
+
+def _source(module: str) -> str:
+    """The source of a module; empty where it has none, as what is typed into a session or a notebook."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def settings_of(task: str, options: TraceOptions) -> Decoding:

@@ -521,6 +521,9 @@ def test_scores_are_kept_by_the_source_of_an_engine(load, tmp_path, monkeypatch)
         monkeypatch.delitem(sys.modules, "own_engine", raising=False)
         found.append(load(data=str(tmp_path / "rows"), engine="own_engine:engine").content("mine", "dev"))
     assert found[0] == found[2] != found[1]
+    typed = lambda model, tokenizer, params, *, batch_size: None  # noqa: E731
+    typed.__module__ = "typed_into_a_session"  # no module of that name has a source
+    assert load(data=str(tmp_path / "rows"), engine=typed).content("mine", "dev") not in found
 
 
 def test_what_generation_would_do_otherwise_is_said(load, folders, tmp_path):
