@@ -24,7 +24,7 @@ def card(manifest: Mapping[str, Any]) -> str:
     The text names the merger and its options, the dev scores of a search, the precision and the SHA-256 of every file
     that a merge on disk read and wrote, and fingerprints of weights.
     """
-    options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items()) or "no options"
+    options = _options(manifest["hyperparameters"]) or "no options"
     semantics = f", semantics {manifest['semantics']}" if "semantics" in manifest else ""
     masks = f", random masks from seed {manifest['merge_seed']}" if manifest["merger"] in RANDOM else ""
     stacks = manifest.get("stacks", {})
@@ -70,6 +70,11 @@ def card(manifest: Mapping[str, Any]) -> str:
         "base_model_relation": "merge",
     }
     return _with_metadata("\n".join(lines), metadata)
+
+
+def _options(given: Mapping[str, Any]) -> str:
+    """Names and values, without those that hold nothing."""
+    return ", ".join(f"{name} {value}" for name, value in given.items() if value not in (None, "", [], {}, ()))
 
 
 def licenses_of(base: Path, experts: Mapping[str, Path]) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def adapter_card(manifest: Mapping[str, Any]) -> str:
     Args: manifest: of the adapter, with ``adapters``, ``ranks`` (least and largest) and ``base_model`` (or None).
     """
     how = [f"{name} {manifest[name]}" for name in ("merger", "coef", "density", "majority") if name in manifest]
-    how += [f"{name} {value}" for name, value in manifest.get("options", {}).items()]
+    how += [_options(given)] if (given := manifest.get("options", {})) else []
     options = f" ({', '.join(how)})" if how else ""
     least, most = manifest["ranks"]
     drops = manifest["method"].startswith("dare") or manifest.get("merger") in RANDOM
@@ -198,7 +203,7 @@ def exported_card(model: Path, manifest: Mapping[str, Any]) -> str:
     found.data["library_name"] = _library(manifest)
     if "merger" in manifest and "task" in manifest:  # of a folder for all tasks, whose card is of no model
         named = f"{manifest['label']} experts merged by {manifest['merger'].upper()}"
-        options = ", ".join(f"{name} {value}" for name, value in manifest["hyperparameters"].items())
+        options = _options(manifest["hyperparameters"])
         found.text = f"\n# {named}: the model of {manifest['task']}\n\nMerger: {manifest['merger']} ({options}).\n"
     (of_base, _), own = _licenses(manifest), _license_in(found.data.to_dict())
     if not own:

@@ -52,6 +52,13 @@ def test_bars_in_names_stay_in_their_cells():
     assert "\n| A\\|1 | 1 |\n" in texts[1]
 
 
+def test_options_that_hold_nothing_are_left_out():
+    given = {"coef": 0.0, "skip": (), "windows": {}, "elect": False, "densities": {"A": 0.5}, "coefs": None}
+    text = card(MANIFEST | {"hyperparameters": given, "base_model": []})
+    assert "\nMerger: ta (coef 0.0, elect False, densities {'A': 0.5}).\n" in text
+    assert "\nMerger: ta (no options).\n" in card(MANIFEST | {"hyperparameters": {"skip": []}, "base_model": []})
+
+
 @pytest.mark.parametrize("names", [["owner/base", "my base", "owner/expert"], ["my base"]])
 def test_metadata_are_read_by_the_hubs_client_and_name_models_alone(names):
     found = ModelCard(card(MANIFEST | {"base_model": names}), ignore_metadata_errors=False)
