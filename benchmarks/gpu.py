@@ -26,7 +26,7 @@ def main(*, dry_run: bool = False) -> None:
     if dry_run:
         subprocess.run([sys.executable, "-m", "benchmarks", "sass", "--check"], check=True)
     for name, run, columns in (("kernels", kernels.main, kernels.SUMMARY), ("steps", steps.main, None)):
-        if time.monotonic() - start > 0.75 * LIMIT:
+        if not dry_run and time.monotonic() - start > 0.75 * LIMIT:
             tables.append(f"{name}: not started, {LIMIT // 60} minutes are nearly over")
             continue
         try:
