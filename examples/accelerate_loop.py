@@ -50,11 +50,8 @@ def main(*, steps=8, batch=4, accumulate=2, lr=1e-3, period=PERIOD):
         if drawn is None and period and (step + 1) % period == 0:  # SMAT: one draw for all micro-batches of a step
             drawn = draw(fold_in(key(SEED), step), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
         with accelerator.accumulate(model):
-            if drawn is None:
+            with states.at(drawn):  # SMAT: forward and backward at theta~, in a clean step (None) at theta
                 accelerator.backward(model(input_ids=ids, labels=ids).loss)
-            else:
-                with states.at(drawn):  # SMAT: forward and backward at theta~
-                    accelerator.backward(model(input_ids=ids, labels=ids).loss)
             if accelerator.sync_gradients:
                 if drawn is not None:
                     states.reweight({name: w.grad for name, w in weights.items()}, drawn)  # SMAT: before clipping

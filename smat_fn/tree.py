@@ -160,13 +160,14 @@ def predicate(where: Where | None) -> Predicate | None:
     A tree of bools may name more leaves than are asked for. Raises: ValueError for anything else, and, when asked, for
     a leaf that the tree of bools does not name.
     """
-    if where is None or callable(where):
+    wrong = isinstance(where, (set, frozenset, str, type, nn.Module))  # the last two can be called, with something else
+    if where is None or (callable(where) and not wrong):
         return where
     chosen: dict[str, bool] = {}
     problems: list[str] = []
-    if not isinstance(where, (set, frozenset, str)):
+    if not wrong:
         _collect(where, "", chosen, problems, bool)
-    if problems or isinstance(where, (set, frozenset, str)):
+    if problems or wrong:
         raise_problems([
             f"where is a {type(where).__name__}: give a function (path, leaf) -> bool, a tree of bools that is like "
             "the parameters, or None for every leaf",

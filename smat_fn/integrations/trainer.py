@@ -5,6 +5,7 @@ attach(trainer, key=random.key(0), sigma=2e-3)
 trainer.train()
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -275,7 +276,7 @@ class Attached:
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
             for owner, name in self._at_theta:
-                inside.enter_context(_instead(owner, name, _away(self._weights, owner, name)))
+                inside.enter_context(_instead(owner, name, _Away(self._weights, owner, name)))
             inside.enter_context(self._weights.at(self._now))
         return original(*args, **options)
 
@@ -401,17 +402,21 @@ def _instead(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
             delattr(owner, name)
 
 
-def _away(weights: SimulatedWeights, owner: Any, name: str) -> Callable[..., Any]:
-    method = getattr(owner, name)
+class _Away:
+    """A method that runs at theta; a copy of its owner has its own, at what the copy holds."""
 
-    def at_theta(*args: Any, **options: Any) -> Any:
-        with weights.away():
-            result = method(*args, **options)
+    def __init__(self, weights: SimulatedWeights, owner: Any, name: str) -> None:
+        self._weights, self._method, self._what = weights, getattr(owner, name), f"{name} of {type(owner).__name__}"
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self._weights.away():
+            result = self._method(*args, **options)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
             raise ValueError(
-                f"{name} of {type(owner).__name__} gives the loss tensors with gradients, but in a simulated step a "
+                f"{self._what} gives the loss tensors with gradients, but in a simulated step a "
                 "method of that name runs at theta, for samples: name it otherwise"
             )
         return result
 
-    return at_theta
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._method, memo)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from .. import ops, tree
 from ..compiled import no_grad, transformed
-from ..errors import shortened
+from ..errors import raise_problems, shortened
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..grad.master_weights import FrozenRounded
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
+from ..where import mask_problems
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, flat, read_in_place
 from .step import Gradient, accumulate
@@ -137,7 +138,8 @@ class SimulatedWeights:
             buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
             is. Needs ``switch`` and no shards.
 
-    Raises: ValueError for a base that is the parameters themselves, which training would change with them.
+    Raises: ValueError that lists parameters that share memory with base, which training would change with them, or with
+        each other, and parameters whose storage FSDP1 or DTensor owns.
     """
 
     def __init__(
@@ -150,14 +152,10 @@ class SimulatedWeights:
         switch: bool = True,
         slices: int | None = None,
     ) -> None:
-        held = {path: p.data_ptr() for path, p in parameters.items() if path in base}
-        if shared := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
-            raise ValueError(
-                f"base shares memory with the parameters ({', '.join(shortened(shared, '{} more'))}), so that theta_0 "
-                "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
-            )
-        self._parameters, self._base, self._where, self._starts = parameters, base, where, starts
+        raise_problems(_parameter_problems(parameters, base), "SimulatedWeights")
+        self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
         self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._checked = False  # whether the masked set fits the draws
         self._versions = dict[str, int]()  # of theta, when it was simulated
         self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
         new = switch and self._host is None
@@ -172,11 +170,23 @@ class SimulatedWeights:
             self._host.prefetch()
 
     @contextmanager
-    def at(self, drawn: Draw) -> Iterator[None]:
+    def at(self, drawn: Draw | None) -> Iterator[None]:
         """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
 
-        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it.
+        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it. None is a
+        clean step: theta stays.
+
+        Raises: ValueError for a first draw with Mask where the masked set names no parameter, and for weights that
+            were written to inside the block.
         """
+        if drawn is None:
+            yield
+            return
+        if not self._checked:  # once: the number may be on a GPU, which is waited for
+            if not isinstance(drawn, Draw):
+                raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
+            raise_problems(mask_problems(self._where, self._parameters, drawn.drop_prob.item()))
+            self._checked = True
         if tree.written(self._parameters, self._versions):
             self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}
@@ -252,6 +262,8 @@ class SimulatedWeights:
             yield
             return
         self._away = True
+        # a signal's handler may come here while only some hold theta~, of which `at` switches the others afterwards
+        before = {path: self._parameters[path].data for path in self._kept}
         for path, weight in self._kept.items():
             self._parameters[path].data = weight
         torch.clear_autocast_cache()
@@ -259,21 +271,62 @@ class SimulatedWeights:
             yield
         finally:
             self._away = False
-            for path in self._kept:
-                self._parameters[path].data = self._buffer[path]
+            for path, state in before.items():
+                self._parameters[path].data = state
             torch.clear_autocast_cache()
 
     def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
         """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
-        if not grads and self._parameters:
+        if self._parameters and all(grad is None for grad in grads.values()):
             raise ValueError(
-                "grads is empty: no parameter has a gradient. If the model's were replaced after SimulatedWeights was "
+                "grads holds no gradient: no parameter has a gradient. If the model's were replaced after SimulatedWeights was "
                 "made, make it again, of those that the model has now"
             )
         starts = None if self._starts is None else {path: self._starts[path] for path in grads}
         with torch.no_grad():
             reweight(grads, drawn, where=self._where, out=grads, starts=starts)
         self._drawn = None
+
+
+def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[str]:
+    """Errors for weights that cannot be replaced."""
+    if wrong := [
+        f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
+        for name, given in (("parameters", parameters), ("base", base))
+        if not isinstance(given, Mapping)
+    ]:
+        return wrong
+    problems = []
+    held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
+    if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
+        problems.append(
+            f"base shares memory with the parameters ({', '.join(shortened(same, '{} more'))}), so that theta_0 "
+            "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
+        )
+    problems += shortened(
+        [
+            f"parameters {first!r} and {second!r} share memory, which theta~ would separate: give a tied weight once"
+            for first, second in tree.sharing(parameters)
+        ],
+        "{} more share memory",
+    )
+    problems += fsdp1_problems(parameters)
+    if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
+        problems.append(
+            f"parameters are DTensors ({', '.join(shortened(sharded, '{} more'))}): use "
+            "smat_fn.parallel.simulated_shards"
+        )
+    return problems
+
+
+def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
+    owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
+    names = ", ".join(shortened(owned, "{} more"))
+    return [
+        f"FSDP1 owns the storage of {names}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and simulate by "
+        "smat_fn.parallel.simulated_shards"
+    ] * bool(owned)
 
 
 class _Composed(SimulatedGradient):

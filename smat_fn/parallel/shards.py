@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, tree
-from ..mat.simulated import SimulatedWeights
+from ..mat.simulated import SimulatedWeights, fsdp1_problems
 from ..simulation import Draw, reweight
 from ..types import Predicate, Where
 
@@ -54,7 +54,7 @@ def starts_in(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 @contextmanager
 def simulated_shards(
-    module: nn.Module, base: Mapping[str, Tensor], drawn: Draw, *, where: Where | None = None
+    module: nn.Module, base: Mapping[str, Tensor], drawn: Draw | None, *, where: Where | None = None
 ) -> Iterator[None]:
     """Sets the module's shards to those of theta~ inside, and restores theta on exit, even after an exception.
 
@@ -64,6 +64,7 @@ def simulated_shards(
 
     Args:
         base: of `base_shards`.
+        drawn: None is a clean step: theta stays.
         where: the masked set, by the names of ``module.named_parameters()``.
     """
     _reshard(module)  # before its parameters are taken: gathered ones are others
@@ -73,7 +74,7 @@ def simulated_shards(
 
 @contextmanager
 def simulated_leaves(
-    module: nn.Module, leaves: Mapping[str, Any], base: Mapping[str, Tensor], drawn: Draw, where: Where | None
+    module: nn.Module, leaves: Mapping[str, Any], base: Mapping[str, Tensor], drawn: Draw | None, where: Where | None
 ) -> Iterator[None]:
     """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
     _reshard(module)
@@ -87,8 +88,14 @@ def simulated_leaves(
 
 
 def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None) -> None:
-    """``grad <- alpha m (.) grad`` on the local shards of the accumulated gradients, in place (Eq. smat-gradient)."""
+    """``grad <- alpha m (.) grad`` on the local shards of the accumulated gradients, in place (Eq. smat-gradient).
+
+    Raises: ValueError where no parameter has a gradient.
+    """
+    _reshard(module)  # gathered parameters have no gradients
     grads = {path: local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
+    if not grads:
+        raise ValueError("no parameter of the module has a gradient: reweight after the backward pass, before zero_grad")
     starts = {path: start for path, start in starts_of(module).items() if path in grads}
     with torch.no_grad():
         reweight(grads, drawn, where=_asked(module, where), out=grads, starts=starts)
@@ -104,7 +111,10 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _leaves(module: nn.Module) -> dict[str, Any]:
-    return tree.flatten_unwrapped({path: p for path, p in module.named_parameters() if p.requires_grad})
+    """The trained parameters. Raises: ValueError for those of FSDP1, whose shards do not say where they begin."""
+    leaves = {path: p for path, p in module.named_parameters() if p.requires_grad}
+    errors.raise_problems(fsdp1_problems(leaves))
+    return tree.flatten_unwrapped(leaves)
 
 
 def _asked(module: nn.Module, where: Where | None) -> Predicate | None:

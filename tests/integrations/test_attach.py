@@ -681,6 +681,26 @@ def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path):
     assert same(module, wanted)
 
 
+def test_a_copy_of_the_model_made_in_the_loss_is_saved_by_itself(tmp_path):
+    copied = []
+
+    class Copying(transformers.Trainer):
+        def compute_loss(self, model, *args, **options):
+            copied.append(copy.deepcopy(model))
+            return super().compute_loss(model, *args, **options)
+
+    trainer = trainer_of(tiny_llama(), tmp_path, kind=Copying)
+    attach(trainer, key=KEY, **STRENGTHS)
+    trainer.train()
+    own = copied[STRENGTHS["period"] - 1]  # in a simulated step
+    with torch.no_grad():
+        own.model.norm.weight.fill_(7)
+    own.save_pretrained(tmp_path / "copy")
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "copy")
+    assert torch.equal(found.model.norm.weight, torch.full_like(found.model.norm.weight, 7))
+    assert own.generate.__self__ is own
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -184,8 +184,84 @@ def test_weights_that_are_no_longer_the_models_are_told():
     drawn = draw(KEY, alpha_min=0.2, drop_prob=0.5, sigma=0.1)
     with states.at(drawn):
         module(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match="grads is empty: no parameter has a gradient"):
+    with pytest.raises(ValueError, match="grads holds no gradient: no parameter has a gradient"):
         states.reweight({path: p.grad for path, p in weights.items() if p.grad is not None}, drawn)
+    with pytest.raises(ValueError, match="grads holds no gradient: no parameter has a gradient"):
+        states.reweight({path: p.grad for path, p in weights.items()}, drawn)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_clean_step_inside_at_is_at_the_weights(switch):
+    module = net()
+    base, drawn = copies(module), draw(KEY, **OPTIONS)
+    weights = SimulatedWeights(dict(module.named_parameters()), base, switch=switch)
+    for given in (None, drawn, None):
+        with weights.at(given):
+            assert torch.equal(module.layers[0][0].weight, base["layers.0.0.weight"]) == (given is None)
+        assert_bits(copies(module), base)
+    with pytest.raises(ValueError, match="draw is a float, must be what smat_fn.draw returns, or None"):  # noqa: SIM117
+        with SimulatedWeights(dict(module.named_parameters()), base).at(0.5):
+            pass
+
+
+def test_weights_that_cannot_be_replaced_are_refused_at_once():
+    module = net()
+    params, base = dict(module.named_parameters()), copies(module)
+    with pytest.raises(ValueError, match=r"parameters is a generator, must be a dict"):
+        SimulatedWeights(module.named_parameters(), base)
+    with pytest.raises(ValueError, match=r"'layers.0.0.weight' and 'tied' share memory, which theta~ would separate"):
+        SimulatedWeights({**params, "tied": torch.nn.Parameter(params["layers.0.0.weight"].data)}, base)
+    with pytest.raises(ValueError, match=r"where is a type: give a function"):
+        SimulatedWeights(params, base, where=torch.nn.Linear)
+    with pytest.raises(ValueError, match=r"where is a \w+: give a function"):
+        SimulatedWeights(params, base, where=module)
+
+
+def test_a_masked_set_of_other_names_is_told():
+    module = net()
+    weights = SimulatedWeights(
+        dict(module.named_parameters()), copies(module), where=lambda name, _: name.startswith("module.")
+    )
+    with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on"):  # noqa: SIM117
+        with weights.at(draw(KEY, **OPTIONS)):
+            pass
+    with SimulatedWeights(dict(module.named_parameters()), copies(module), where=lambda *_: False).at(
+        draw(KEY, **{**OPTIONS, "drop_prob": 0.0})
+    ):
+        pass
+
+
+@pytest.mark.parametrize("half", ["entering", "leaving"])
+def test_a_handler_between_two_parameters_leaves_no_simulated_state(half):
+    module = net()
+    params, base = dict(module.named_parameters()), copies(module)
+    weights, drawn, seen = SimulatedWeights(params, base), draw(KEY, **OPTIONS), []
+
+    class Interrupted(dict):
+        """Signals come between two of its items."""
+
+        def items(self):
+            for number, item in enumerate(super().items()):
+                if number == 1 and weights._kept:
+                    with weights.away():
+                        seen.append(copies(module))
+                yield item
+
+    def interrupt():
+        weights._parameters = Interrupted(params)
+
+    if half == "entering":
+        interrupt()
+    with weights.at(drawn):
+        at_state = copies(module)
+        interrupt()
+    assert seen
+    for own in seen:
+        assert_bits(own, base)
+    assert not torch.equal(at_state["layers.0.0.weight"], base["layers.0.0.weight"])
+    assert_bits(copies(module), base)
+    with SimulatedWeights(params, base).at(drawn):
+        assert_bits(copies(module), at_state)
 
 
 @pytest.mark.parametrize("switch", [True, False])

@@ -312,11 +312,37 @@ def test_parameters_of_which_a_process_holds_a_part_are_no_parameters_of_a_metho
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         spread = {"w": distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)))}
+        with pytest.raises(ValueError, match=r"parameters are DTensors \(w\): use smat_fn.parallel.simulated_shards"):
+            simulated.SimulatedWeights(spread, {"w": torch.ones(2, 2)})
         own = finetune.build(lambda params, batch: ((params["w"] ** 2).sum(), None), optim.adam(1e-2), spread)
         with pytest.raises(ValueError, match=r"'w' is a DTensor, of which a process holds a part: give parallel.Shard"):
             own.init(spread)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP")
+@pytest.mark.parametrize("original", [True, False])
+def test_parameters_of_fsdp1_are_refused(original):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = FullyShardedDataParallel(worker.model(), use_orig_params=original, device_id=torch.device("cpu"))
+        params = dict(module.named_parameters())
+        base = {path: p.detach().clone() for path, p in params.items()}
+        for use in (lambda: simulated.SimulatedWeights(params, base), lambda: parallel.base_shards(module)):
+            with pytest.raises(ValueError, match=r"FSDP1 owns the storage of .*: shard by FSDP2"):
+                use()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_shards_without_gradients_are_told():
+    module = worker.model()
+    drawn = draw(KEY, **STRENGTHS)
+    with pytest.raises(ValueError, match="no parameter of the module has a gradient: reweight after the backward"):
+        parallel.reweight_grads(module, drawn)
 
 
 def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):

@@ -130,9 +130,10 @@ def shards_literally():
     for step in range(STEPS):
         x, y = (part.float() for part in batch(step))
         drawn = draw(random.fold_in(KEY, step), **STRENGTHS) if smat.is_simulated(step, 2) else None
-        at = nullcontext() if drawn is None else parallel.simulated_shards(module, base, drawn, where=masked)
-        with at:
+        with parallel.simulated_shards(module, base, drawn, where=masked):
             squares(module, (x, y))[0].backward()
+        with torch.no_grad():
+            module(x)  # leaves weights gathered
         if drawn is not None:
             parallel.reweight_grads(module, drawn, where=masked)
         optimizer.step()
