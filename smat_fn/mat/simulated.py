@@ -311,8 +311,7 @@ class _Fresh(SimulatedGradient):
                     theta, theta_0 = ([tensors[path] for path in part.paths] for tensors in (leaves, base))
                     made = ops.library.simulate(theta, theta_0, *part.numbers, part.masked, part.starts)
                     states.update(zip(part.paths, made, strict=True))
-        simulated = tree.unflatten(params, {path: states[path] for path in leaves})
-        return accumulate(_as_wide_as(params, self._at), simulated, batch)
+        return accumulate(_as_wide_as(params, self._at), tree.unflatten(params, states), batch)
 
 
 class _Buffered(SimulatedGradient):
@@ -443,17 +442,19 @@ def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
 
 
 def _simulate_rounded(
-    params: Params, base: Mapping[str, Tensor], drawn: Draw, where: Where | None, out: Params
-) -> Params:
-    """`simulate` of master weights into a narrower tree, which may be base: one block in float32 at a time."""
-    leaves, states = tree.flatten(params), tree.flatten(out)
+    leaves: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    drawn: Draw,
+    where: Where | None,
+    states: Mapping[str, Tensor],
+) -> None:
+    """`simulate` of master weights into narrower leaves, which may be base: one block in float32 at a time."""
     for part in parts_of(leaves, drawn, where, {}):
         own = {path: leaves[path] for path in part.paths}
         make = _simulator(own, drawn, where)
         for paths in dict.fromkeys(blocks(own).values()):
             for path, state in zip(paths, make(paths, [base[path] for path in paths]), strict=True):
                 states[path].copy_(state)
-    return out
 
 
 def _simulator(
