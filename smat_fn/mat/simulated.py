@@ -59,14 +59,7 @@ def either_gradient(loss_fn: LossFn, base: Params, *, where: Where | None, engin
 
 
 def simulated_gradient(
-    loss_fn: LossFn | None,
-    base: Params,
-    *,
-    where: Where | None = None,
-    offload: Offload | None = None,
-    period: int = 1,
-    engine: Engine = "autograd",
-    loss_at: Callable[[Draw], LossFn] | None = None,
+    loss_fn: LossFn, base: Params, *, where: Where | None, offload: Offload | None, period: int, engine: Engine
 ) -> SimulatedGradient:
     r"""The gradient at a simulated state, before reweighting.
 
@@ -84,16 +77,10 @@ def simulated_gradient(
             theta_0 streamed from pinned memory, no copy on the device at all.
         period: a simulated step follows ``period - 1`` clean ones, over which the copies of ``"cpu"`` are spread.
         engine: as in `smat_fn.value_and_grad`.
-        loss_at: instead of ``loss_fn``: the loss at the state of a draw, for parameters that are not the weights
-            themselves (adapters) or are simulated elsewhere. The chain rule through `smat_fn.simulate` then gives the
-            gradient in params, alpha m included.
 
     Returns:
         SimulatedGradient.
     """
-    if loss_at is not None:
-        return _Composed(loss_at, engine)
-    assert loss_fn is not None
     if offload is None:
         return _Fresh(loss_fn, base, where, engine)
     if offload == "cpu":
@@ -276,8 +263,11 @@ class SimulatedWeights:
         self._drawn = None
 
 
-class _Composed(SimulatedGradient):
-    """The loss at a draw is a function of the parameters: the chain rule does the rest."""
+class Composed(SimulatedGradient):
+    """The gradient of a loss at the state of a draw, for parameters that are not the weights themselves (adapters).
+
+    The chain rule through `smat_fn.simulate` gives the gradient in params, alpha m included.
+    """
 
     reweighted = True
 
