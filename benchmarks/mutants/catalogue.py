@@ -506,7 +506,7 @@ MUTANTS = [
     *_of(
         "merge/around/depth.py",
         ("total / size / len(flat)", "total / size"),
-        ("parts[: place + 1]", "parts[:place]"),
+        ("glob.escape(block)", "glob.escape(block[:-1])"),
         ('rest["*"] = low', 'rest["*"] = high'),
     ),
     *_of(
