@@ -31,7 +31,7 @@ MUTANTS = [
         ("random.fold_in(key, 0)", "random.fold_in(key, 1)"),
         ("Draw(key, scale, number(drop_prob), number(sigma)", "Draw(key, scale, number(sigma), number(drop_prob)"),
         ("(alpha_max - least) * unit", "(1 - least) * unit"),
-        ('known = noise == "uniform"', 'known = noise != "gaussian"'),
+        ('nothing if noise == "uniform"', 'nothing if noise != "gaussian"'),
     ),
     *_of(
         "simulation/state.py:draw_problems",
