@@ -31,7 +31,7 @@ MUTANTS = [
         ("random.fold_in(key, 0)", "random.fold_in(key, 1)"),
         ("Draw(key, scale, number(drop_prob), number(sigma)", "Draw(key, scale, number(sigma), number(drop_prob)"),
         ("(alpha_max - least) * unit", "(1 - least) * unit"),
-        ('known = noise == "uniform"', 'known = noise != "gaussian"'),
+        ('nothing if noise == "uniform"', 'nothing if noise != "gaussian"'),
     ),
     *_of(
         "simulation/state.py:draw_problems",
@@ -506,7 +506,7 @@ MUTANTS = [
     *_of(
         "merge/around/depth.py",
         ("total / size / len(flat)", "total / size"),
-        ("parts[: place + 1]", "parts[:place]"),
+        ("glob.escape(block)", "glob.escape(block[:-1])"),
         ('rest["*"] = low', 'rest["*"] = high'),
     ),
     *_of(

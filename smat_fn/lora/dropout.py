@@ -10,27 +10,28 @@ from torch import Tensor, nn
 from .. import random
 from ..errors import raise_problems
 from ..grad import ModuleLoss
+from ..grad.modules import WrappedLoss
 from ..types import Aux
 from .adapters import WEIGHT, Lora, layer_of
 
 CHUNK = 1 << 24  # numbers drawn at a time, of about 40 bytes each meanwhile
 
 
-class WithDropout(ModuleLoss):
+class WithDropout(WrappedLoss):
     """A `ModuleLoss` whose adapted layers drop the inputs of their updates; made by `with_dropout`."""
 
     def __init__(self, inner: ModuleLoss, base: Mapping[str, Tensor], lora: Lora, p: float) -> None:
-        super().__init__(inner.module, inner.loss, training=inner.training)
-        self._inner, self._base, self._lora, self._p = inner, base, lora, p
+        super().__init__(inner, training=inner.training)
+        self._base, self._lora, self._p = base, lora, p
         self._keys: list[Tensor] = []  # that of the pass that runs; copies of this loss share it
         self.elsewhere = set[str]()  # layers whose update is added by `smat_fn.lora.per_module`
 
     def loss(self, module: nn.Module, *args: Any, key: Tensor | None = None) -> tuple[Tensor, Aux]:
         """The loss inside; without a key nothing is dropped."""
         if key is None:
-            return self._inner.loss(module, *args)
+            return self.inner.loss(module, *args)
         self._keys[:] = [random.fold_in(key, "adapters")]
-        return self._inner.loss(module, *args, key=key)
+        return self.inner.loss(module, *args, key=key)
 
     def wants_key(self) -> bool:
         """Always: the masks are made of it."""
@@ -38,11 +39,7 @@ class WithDropout(ModuleLoss):
 
     def within(self, params: Mapping[str, Tensor], fn: Callable[[nn.Module], Any]) -> Any:
         """``fn(module)`` with dropout on; blocks that the backward pass recomputes drop the same inputs again."""
-        return self._inner.within(params, lambda module: self._hooked(module, fn))
-
-    def check(self, params: Mapping[str, Tensor]) -> None:
-        """Raises: ValueError as the loss inside."""
-        self._inner.check(params)
+        return self.inner.within(params, lambda module: self._hooked(module, fn))
 
     def _hooked(self, module: nn.Module, fn: Callable[[nn.Module], Any]) -> Any:
         with ExitStack() as left:

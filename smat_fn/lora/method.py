@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import random, tree
 from ..grad import ModuleLoss, keyed, reparametrised
 from ..mat import smat
-from ..mat.simulated import simulated_gradient
+from ..mat.simulated import Composed
 from ..simulation import Draw, simulate
 from ..types import LossFn, Method, Optimizer, Params, Where
 from ..where import mask_problems
@@ -100,7 +100,7 @@ def build(
         check_base()
         return keyed(around(with_lora(loss_fn, base, lora, drawn=drawn, where=where)))
 
-    at_simulated = simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=loss_at)
+    at_simulated = Composed(loss_at, options.get("engine", "autograd"))
     simulated = {path: base[path] for path in (*lora.paths, *lora.saved)}
     return smat.build_from(
         around(with_lora(loss_fn, base, lora)), at_simulated, optimizer, like,

@@ -60,14 +60,7 @@ def either_gradient(loss_fn: LossFn, base: Params, *, where: Where | None, engin
 
 
 def simulated_gradient(
-    loss_fn: LossFn | None,
-    base: Params,
-    *,
-    where: Where | None = None,
-    offload: Offload | None = None,
-    period: int = 1,
-    engine: Engine = "autograd",
-    loss_at: Callable[[Draw], LossFn] | None = None,
+    loss_fn: LossFn, base: Params, *, where: Where | None, offload: Offload | None, period: int, engine: Engine
 ) -> SimulatedGradient:
     r"""The gradient at a simulated state, before reweighting.
 
@@ -85,16 +78,10 @@ def simulated_gradient(
             theta_0 streamed from pinned memory, no copy on the device at all.
         period: a simulated step follows ``period - 1`` clean ones, over which the copies of ``"cpu"`` are spread.
         engine: as in `smat_fn.value_and_grad`.
-        loss_at: instead of ``loss_fn``: the loss at the state of a draw, for parameters that are not the weights
-            themselves (adapters) or are simulated elsewhere. The chain rule through `smat_fn.simulate` then gives the
-            gradient in params, alpha m included.
 
     Returns:
         SimulatedGradient.
     """
-    if loss_at is not None:
-        return _Composed(loss_at, engine)
-    assert loss_fn is not None
     if offload is None:
         return _Fresh(loss_fn, base, where, engine)
     if offload == "cpu":
@@ -279,8 +266,8 @@ class SimulatedWeights:
         """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
         if self._parameters and all(grad is None for grad in grads.values()):
             raise ValueError(
-                "grads holds no gradient: no parameter has a gradient. If the model's were replaced after SimulatedWeights was "
-                "made, make it again, of those that the model has now"
+                "grads holds no gradient: no parameter has one. If the model's were replaced after SimulatedWeights "
+                "was made, make it again, of those that the model has now"
             )
         starts = None if self._starts is None else {path: self._starts[path] for path in grads}
         with torch.no_grad():
@@ -329,8 +316,11 @@ def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
     ] * bool(owned)
 
 
-class _Composed(SimulatedGradient):
-    """The loss at a draw is a function of the parameters: the chain rule does the rest."""
+class Composed(SimulatedGradient):
+    """The gradient of a loss at the state of a draw, for parameters that are not the weights themselves (adapters).
+
+    The chain rule through `smat_fn.simulate` gives the gradient in params, alpha m included.
+    """
 
     reweighted = True
 
@@ -364,8 +354,7 @@ class _Fresh(SimulatedGradient):
                     theta, theta_0 = ([tensors[path] for path in part.paths] for tensors in (leaves, base))
                     made = ops.library.simulate(theta, theta_0, *part.numbers, part.masked, part.starts)
                     states.update(zip(part.paths, made, strict=True))
-        simulated = tree.unflatten(params, {path: states[path] for path in leaves})
-        return accumulate(_as_wide_as(params, self._at), simulated, batch)
+        return accumulate(_as_wide_as(params, self._at), tree.unflatten(params, states), batch)
 
 
 class _Buffered(SimulatedGradient):
@@ -496,17 +485,19 @@ def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
 
 
 def _simulate_rounded(
-    params: Params, base: Mapping[str, Tensor], drawn: Draw, where: Where | None, out: Params
-) -> Params:
-    """`simulate` of master weights into a narrower tree, which may be base: one block in float32 at a time."""
-    leaves, states = tree.flatten(params), tree.flatten(out)
+    leaves: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    drawn: Draw,
+    where: Where | None,
+    states: Mapping[str, Tensor],
+) -> None:
+    """`simulate` of master weights into narrower leaves, which may be base: one block in float32 at a time."""
     for part in parts_of(leaves, drawn, where, {}):
         own = {path: leaves[path] for path in part.paths}
         make = _simulator(own, drawn, where)
         for paths in dict.fromkeys(blocks(own).values()):
             for path, state in zip(paths, make(paths, [base[path] for path in paths]), strict=True):
                 states[path].copy_(state)
-    return out
 
 
 def _simulator(

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import tree
 from ..compiled import array, loops_for, transformed
 from . import launch, library
-from .cpu import first_tiles
+from .cpu import first_blocks
 
 _LOOPED = torch.float32, torch.bfloat16
 
@@ -82,7 +82,7 @@ class _Way:
 
 class _Looped(_Way):
     def squares(self) -> Tensor:
-        loops, first = loops_for(*self._params), first_tiles([p.numel() for p in self._params], [0] * len(self._params))
+        loops, first = loops_for(*self._params), first_blocks(self._params)
         assert loops is not None
         sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
         for i, (theta, slope) in enumerate(zip(self._params, self._slopes, strict=True)):

@@ -79,6 +79,11 @@ def first_tiles(sizes: Sequence[int], starts: Sequence[int]) -> list[int]:
     return first
 
 
+def first_blocks(leaves: Sequence[Tensor]) -> list[int]:
+    """`first_tiles` of whole leaves."""
+    return first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))
+
+
 DTYPES = torch.float32, torch.bfloat16
 SPAN = 1 << 19  # coordinates of one task of a thread
 
@@ -126,7 +131,7 @@ def reweight(grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> No
 
 def squares(leaves: Sequence[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares` of leaves that compiled loops take: float32 (blocks,)."""
-    loops, first = _loops(*leaves), first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))
+    loops, first = _loops(*leaves), first_blocks(leaves)
     sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
     into, flat = array(sums), [array(leaf) for leaf in leaves]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiled import constant
-from .cpu import Drawn, Numbers, first_tiles, kept_scale, noise_step, plain_gradient, tiles
+from .cpu import Drawn, Numbers, first_blocks, first_tiles, kept_scale, noise_step, plain_gradient, tiles
 
 LAUNCHES: Counter[str] = Counter()  # by kernel name
 VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised on
@@ -102,8 +102,7 @@ def squares(leaves: Sequence[Tensor]) -> Tensor:
 
 def room(leaves: Sequence[Tensor]) -> Tensor:
     """An empty tensor for the sums of all blocks of the leaves."""
-    blocks = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))[-1]
-    return torch.empty(blocks, dtype=torch.float32, device=leaves[0].device)
+    return torch.empty(first_blocks(leaves)[-1], dtype=torch.float32, device=leaves[0].device)
 
 
 def climb(
@@ -122,7 +121,7 @@ def climb(
     from . import kernels
 
     starts, device = [0] * len(params), params[0].device
-    first = first_tiles([theta.numel() for theta in params], starts)
+    first = first_blocks(params)
     sums = torch.empty(first[-1] if length is None else 0, dtype=torch.float32, device=device)
     for group in _groups((params, slopes, out), starts):
         columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, slopes, out)]

@@ -16,7 +16,7 @@ from .. import tree
 from ..compiled import loops_for, transformed
 from ..errors import raise_problems
 from . import cpu, launch, plain
-from .cpu import Drawn, Numbers, first_tiles
+from .cpu import Drawn, Numbers, first_blocks
 
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels compute in float32
 _forced = False
@@ -137,7 +137,7 @@ def in_order(found: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Ten
     sums = [part.double().to(place) for part, _ in found]
     if len(sums) == 1:
         return sums[0]
-    first = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))
+    first = first_blocks(leaves)
     blocks = numpy.concatenate([numpy.arange(first[i], first[i + 1]) for _, rows in found for i in rows])
     order = numpy.empty_like(blocks)
     order[blocks] = numpy.arange(len(blocks))
@@ -147,8 +147,7 @@ def in_order(found: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Ten
 
 @block_squares.register_fake
 def _(leaves):  # type: ignore[no-untyped-def]
-    blocks = first_tiles([leaf.numel() for leaf in leaves], [0] * len(leaves))[-1]
-    return leaves[0].new_empty(blocks, dtype=torch.float64)
+    return leaves[0].new_empty(first_blocks(leaves)[-1], dtype=torch.float64)
 
 
 def _squares_by(leaf: Tensor) -> Callable[[list[Tensor]], Tensor]:

@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from .. import tree
 from ..types import Optimizer, Params, Where
 
@@ -47,10 +45,10 @@ def partition(where: Where, chosen: Optimizer, rest: Optimizer) -> Optimizer:
         return PartitionState(chosen.init(ours), rest.init(others))
 
     def update(grads: Params, state: PartitionState, params: Params, **options: Any) -> tuple[Params, PartitionState]:
-        tree.check_same(tree.flatten(params), "params", grads=tree.flatten(grads))
+        flat = tree.flatten(grads)
+        tree.check_same(tree.flatten(params), "params", grads=flat)
         tree.check_kind(state, "chosen", "rest")
         ours, others = tree.partition(params, where)
-        flat: dict[str, Tensor] = tree.flatten(grads)
         ours, first = chosen.update({path: flat[path] for path in ours}, state.chosen, ours, **options)
         others, second = rest.update({path: flat[path] for path in others}, state.rest, others, **options)
         return tree.combine(params, ours, others), PartitionState(first, second)

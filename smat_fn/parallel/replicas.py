@@ -13,7 +13,7 @@ from .. import random, tree
 from ..grad import ModuleLoss, keyed, loss_and_aux, reparametrised, takes_key
 from ..grad.modules import WrappedLoss
 from ..mat import smat
-from ..mat.simulated import simulated_gradient
+from ..mat.simulated import Composed
 from ..simulation import Draw, simulate
 from ..types import Aux, Batch, LossFn, Method, Micro, Optimizer, Params, Where
 
@@ -102,7 +102,7 @@ def independent_smat(
 
     return smat.build_from(
         replicated(loss_fn),
-        simulated_gradient(None, base, engine=options.get("engine", "autograd"), loss_at=at),
+        Composed(at, options.get("engine", "autograd")),
         optimizer,
         base,
         where=where,

@@ -95,7 +95,7 @@ def reweight_grads(module: nn.Module, drawn: Draw, *, where: Where | None = None
     _reshard(module)  # gathered parameters have no gradients
     grads = {path: local(p.grad) for path, p in _leaves(module).items() if p.grad is not None}
     if not grads:
-        raise ValueError("no parameter of the module has a gradient: reweight after the backward pass, before zero_grad")
+        raise ValueError("no parameter of the module has a gradient: reweight after backward, before zero_grad")
     starts = {path: start for path, start in starts_of(module).items() if path in grads}
     with torch.no_grad():
         reweight(grads, drawn, where=_asked(module, where), out=grads, starts=starts)

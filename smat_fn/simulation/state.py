@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import ops, random, tree
-from ..compiled import constant, refuse_donation, transformed, unread
+from ..compiled import refuse_donation, transformed, unread
 from ..errors import raise_problems, shortened
 from ..ops.cpu import Numbers
 from ..types import Noise, Params, Where
 from .noise import quantiles, table_on
 
 Number: TypeAlias = float | Tensor  # tensors are 0-d
-_NOTHING, _KEPT = numpy.empty(0, numpy.float32), dict[str, Tensor]()  # the table of uniform noise
 NOISES: tuple[str, ...] = get_args(Noise)
 
 
@@ -75,8 +74,8 @@ def draw(
         raise_problems(problems, "draw")
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
-    known = noise == "uniform" and not torch.compiler.is_compiling()  # torch.compile takes `quantiles` as a constant
-    table = constant(_NOTHING, _KEPT, noise) if known else quantiles(noise)
+    nothing = torch.empty(0, dtype=torch.float32, device=key.device)
+    table = nothing if noise == "uniform" else table_on(quantiles(noise), key.device)
 
     def number(value: Number) -> Tensor:
         if isinstance(value, Tensor):
@@ -88,8 +87,6 @@ def draw(
     scale = (least + (alpha_max - least) * unit).to(torch.float32)
     if isinstance(drop_prob, Tensor):
         drop_prob = cast(Tensor, _StepFunction.apply(drop_prob))
-    here = torch.compiler.is_compiling() or table.device == key.device
-    table = table.to(key.device) if here else table_on(table, key.device)
     return Draw(key, scale, number(drop_prob), number(sigma), table, factors or {})
 
 

@@ -309,12 +309,6 @@ def test_a_list_of_blocks_of_falling_width_is_no_list_of_heads():
     module = nn.Module()
     module.layers = nn.ModuleList([nn.Sequential(nn.Linear(n, n - 1), nn.Tanh()) for n in (4, 3)])
     assert picked(where.block_linear(module), module) == {"layers.0.0.weight", "layers.1.0.weight"}
-    modulated = nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3), "shift": nn.Linear(3, 9)})
-    module.layers = nn.ModuleList([modulated])
-    assert len(picked(where.block_linear(module), module)) == 3
-    linear_attention = nn.ModuleDict({"linear_attn": nn.Linear(3, 5)})
-    module.layers = nn.ModuleList([linear_attention])
-    assert picked(where.block_linear(module), module) == {"layers.0.linear_attn.weight"}
     module.layers = nn.ModuleList([nn.ModuleDict({"mlp": Stacked()}), nn.ModuleDict({"mlp": Mixture()})])
     assert len(picked(where.block_linear(module), module)) == 6
 

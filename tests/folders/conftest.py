@@ -53,3 +53,10 @@ def folders():
     return SimpleNamespace(
         key=KEY, save=save, save_family=save_family, load=load, in_memory=in_memory, assert_same_bits=assert_same_bits
     )
+
+
+@pytest.fixture
+def inputs(family, folders, tmp_path):
+    """Base and two experts in bfloat16."""
+    base, experts = family(torch.bfloat16, count=2)
+    return folders.save_family(tmp_path, base, experts)

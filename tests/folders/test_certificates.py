@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from smat_fn import checkpoint
 from smat_fn.config import TaskArithmetic
@@ -26,12 +25,6 @@ def digests(folder):
 
 def leftovers(folder):
     return sorted(path.name for path in folder.glob(".*"))
-
-
-@pytest.fixture
-def inputs(family, folders, tmp_path):
-    base, experts = family(torch.bfloat16, count=2)
-    return folders.save_family(tmp_path, base, experts)
 
 
 @pytest.fixture

@@ -52,12 +52,6 @@ def leftovers(folder):
     return sorted(path.name for path in folder.glob(".*"))
 
 
-@pytest.fixture
-def inputs(family, folders, tmp_path):
-    base, experts = family(torch.bfloat16, count=2)
-    return folders.save_family(tmp_path, base, experts)
-
-
 @pytest.mark.parametrize("config", [TA, TIES, DARE], ids=lambda config: config.name)
 def test_an_interrupted_merge_goes_on_after_its_last_whole_shard(config, inputs, folders, tmp_path, monkeypatch):
     options = {"key": folders.key, "shard_size": 150}

@@ -60,12 +60,6 @@ def described(files, report):
     }
 
 
-@pytest.fixture
-def inputs(family, folders, tmp_path):
-    base, experts = family(torch.bfloat16, count=2)
-    return folders.save_family(tmp_path, base, experts)
-
-
 @pytest.mark.parametrize(
     "config", [TA, TIES, TIES_TENSOR, DARE, Consensus(0.4, coef=0.5), ModelStock()], ids=lambda c: type(c).__name__
 )

@@ -341,7 +341,7 @@ def test_parameters_of_fsdp1_are_refused(original):
 def test_shards_without_gradients_are_told():
     module = worker.model()
     drawn = draw(KEY, **STRENGTHS)
-    with pytest.raises(ValueError, match="no parameter of the module has a gradient: reweight after the backward"):
+    with pytest.raises(ValueError, match="no parameter of the module has a gradient: reweight after backward"):
         parallel.reweight_grads(module, drawn)
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy

@@ -21,7 +21,6 @@ from smat_fn.data.batching import batch_indices
 from smat_fn.ops import launch
 from smat_fn.simulation import NOISES
 from smat_fn.simulation import noise as noise_tables
-from smat_fn.simulation import state as draws
 from smat_fn.testing import assert_trees_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -124,7 +123,7 @@ def kept():
 
 def forget(monkeypatch):
     """The state of a fresh process."""
-    for module, name in ((noise_tables, "_TABLES"), (noise_tables, "_SENT"), (draws, "_KEPT"), (launch, "_owners")):
+    for module, name in ((noise_tables, "_TABLES"), (noise_tables, "_SENT"), (launch, "_owners")):
         monkeypatch.setattr(module, name, {})
     for module in modules():
         for thing in vars(module).values():
@@ -164,7 +163,7 @@ def test_first_use_inside_a_mode_changes_nothing_after_it(mode, fresh, monkeypat
 def test_caches_hold_no_tensor_of_a_call():
     """One rule: numbers, numpy arrays, modules, and what `compiled.constant` keeps."""
     names = {name for name, _ in kept()}
-    assert names <= {f"smat_fn.{n}" for n in ("simulation.noise._TABLES", "simulation.noise._SENT", "simulation.state._KEPT", "ops.launch._owners")}  # fmt: skip  # noqa: E501
+    assert names <= {f"smat_fn.{n}" for n in ("simulation.noise._TABLES", "simulation.noise._SENT", "ops.launch._owners")}  # fmt: skip  # noqa: E501
     values()
     assert isinstance(noise_tables._values("gaussian"), numpy.ndarray)
 

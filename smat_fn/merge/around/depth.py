@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import errors
 from ...types import Params
-from ...where import block_of, by_depth
+from ...where import block_of, block_prefix, by_depth
 from ..parts.inputs import Experts, Leaves, check, coef_problems
 from ..task_arithmetic import task_arithmetic_vector
 
@@ -49,12 +49,10 @@ def lines_rules(paths: Iterable[str], *, low: float, high: float) -> dict[str, f
     """
     rules, rest = dict[str, float](), dict[str, float]()
     for path, coef in lines_coefs(paths, low=low, high=high).items():
-        parts = path.split(".")
-        place = next((i for i, part in enumerate(parts[1:-1], 1) if part.isdecimal()), None)
-        if place is None:
-            rest["*"] = low
+        if block := block_prefix(path):
+            rules[glob.escape(block) + ".*"] = coef
         else:
-            rules[glob.escape(".".join(parts[: place + 1])) + ".*"] = coef
+            rest["*"] = low
     return rules | rest
 
 

@@ -226,7 +226,7 @@ def _experts(
         **({"sigma_from": sigma_from} if sigma_from else {}),
     }
     found = {task: {**facts, "training": numbers(own, world)} for task, (own, _) in plans.items()}
-    if (rows := getattr(suite, "train_rows", None)) is not None:
+    if (rows := suite.train_rows) is not None:
         for task, (own, _) in plans.items():  # dev rows count where they choose the weights that are kept
             kept = {name: value for name, value in rows(task).items() if name != "dev" or own.dev is not None}
             found[task]["train_rows"] = kept

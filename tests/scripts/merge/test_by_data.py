@@ -1,9 +1,9 @@
 """AdaMerging and RegMean++ of a trained run: rows of dev or train, never of test, and a model that says what it is."""
 
 import pytest
-import torch
 
 from smat_fn import checkpoint, random
+from smat_fn.checkpoint import same
 from smat_fn.merge.adamerging import adamerging
 from smat_fn.merge.reg_mean_plus import reg_mean_plus
 from smat_fn.scripts.merge import by_data
@@ -28,10 +28,6 @@ def watched(suite, monkeypatch):
     own = suite.replace(score=score)
     monkeypatch.setattr(by_data, "common_suite", lambda *_: own)
     return own
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 def test_adamerging_takes_dev_rows(runs, watched, tmp_path):

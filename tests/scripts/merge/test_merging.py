@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from smat_fn import checkpoint, folders, lora, merge, random
+from smat_fn.checkpoint import same
 from smat_fn.config import (
     DIGITS,
     Dare,
@@ -46,10 +47,6 @@ def merged(runs, tmp_path_factory):
     """All five mergers of two SMAT experts, coefficients by search."""
     out, experts = tmp_path_factory.mktemp("merged"), [runs["smat"] / task for task in TWO]
     return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, search=True, seed=5)
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 def tiny(*tasks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, merge
+from smat_fn.checkpoint import same
 from smat_fn.config import Fisher, TaskArithmetic, Training, WeightAverage
 from smat_fn.evaluate import Scorer
 from smat_fn.scripts.merge import commands, settings, streaming
@@ -26,10 +27,6 @@ def run(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("snapshots") / "run"
     train(folder, "ft", tasks=TASKS, training=LONG, keep_snapshots=2)
     return folder
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 def test_every_snapshot_is_searched_and_the_best_is_written(run, suite, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint
+from smat_fn.checkpoint import same
 from smat_fn.config import Adapters, Dev, Finetune, Training
 from smat_fn.parallel import ALONE
 from smat_fn.scripts.train.dev_curve import DevCurve
@@ -16,10 +17,6 @@ from smat_fn.scripts.train.options import RunOptions, check_run
 from smat_fn.scripts.train.snapshots import Interrupted, Stop
 
 SIX = Training(steps=6, lr=5e-4)
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 @pytest.mark.parametrize(

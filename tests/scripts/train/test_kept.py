@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from smat_fn import checkpoint, optim, random, testing
+from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.grad import value_and_grad
 from smat_fn.scripts.evaluate import evaluation
@@ -24,10 +25,6 @@ CONSTANT = Training(steps=6, lr=5e-4, schedule="constant")
 
 def weights(folder):
     return checkpoint.load_leaves(folder)[0]
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 def stop_at(monkeypatch, step, stop):

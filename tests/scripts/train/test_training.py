@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from smat_fn import checkpoint, optim, random, tree
+from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Asam, Finetune, Mergopt, Smat, Training
 from smat_fn.grad import linearised, value_and_grad
 from smat_fn.lora import peft
@@ -33,10 +34,6 @@ TIMED = {
 
 def log_of(folder, task):
     return [json.loads(line) for line in (folder / f"{task}.log.jsonl").read_text().splitlines()]
-
-
-def same(a, b):
-    return set(a) == set(b) and all(torch.equal(a[path], b[path]) for path in a)
 
 
 def test_a_run_leaves_experts_logs_and_the_base(runs, suite):
