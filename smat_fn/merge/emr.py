@@ -1,5 +1,6 @@
 """EMR-Merging: one merged vector for all tasks; a mask and a scale make it a model for one of them."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -61,10 +62,9 @@ def magnitudes(delta: Tensor, own: Tensor) -> Tensor:
 
 
 def scale_from(leaves: Iterable[tuple[int, Sequence[float]]]) -> float:
-    """λ_t, from the size and the `magnitudes` of every leaf."""
-    before = after = 0.0
-    for size, sums in leaves:
-        before, after = before + sums[0] / max(size, 1), after + sums[1] / max(size, 1)
+    """λ_t, from the size and the `magnitudes` of every leaf, in any order."""
+    means = [[part / max(size, 1) for part in sums] for size, sums in leaves]
+    before, after = (math.fsum(mean[i] for mean in means) for i in range(2))
     return before / after if after else 0.0
 
 

@@ -91,11 +91,11 @@ def fuse(
 
 
 def scale_of(leaves: Iterable[tuple[str, Tensor]]) -> float:
-    """1 / RMS of all coordinates of some leaves, 0 where they are 0; summed in float64, by halves.
+    """1 / RMS of all coordinates of some leaves in any order, 0 where they are 0; summed in float64, by halves.
 
     Raises: ValueError for a leaf with a negative value, or one that is not finite.
     """
-    total, count = 0.0, 0
+    sums, count = list[float](), 0
     for label, leaf in leaves:
         flat, count = leaf.detach().reshape(-1), count + leaf.numel()
         parts = [part for part in flat.split(arithmetic.BLOCK) if len(part)]
@@ -105,9 +105,9 @@ def scale_of(leaves: Iterable[tuple[str, Tensor]]) -> float:
                 "squared gradients: compute it again, by merge.py statistics or "
                 "smat_fn.merge.statistics.diagonal_fisher"
             )
-        sums = [halved(part.double().square()[None]) for part in parts]
-        for own in torch.cat(sums).tolist() if sums else ():
-            total += own
+        if parts:
+            sums += torch.cat([halved(part.double().square()[None]) for part in parts]).tolist()
+    total = math.fsum(sums)
     return (count / total) ** 0.5 if total else 0.0
 
 

@@ -16,6 +16,7 @@ from .parts.inputs import Experts, check_alone, type_problems
 from .parts.merger import Mapped, Merger, Rule
 
 Products = list[list[float]]
+_OPPOSITE = 1e-7  # a cosine of -1 that was rounded to the next number is 1.5e-8 from pi
 
 
 def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Params:
@@ -23,8 +24,8 @@ def karcher(experts: Experts, *, max_iter: int = 10, tol: float = 1e-5) -> Param
 
     From u = Σ_i u_i, normalised, at most ``max_iter`` steps ``u ← exp_u(mean_i log_u(u_i))`` until one is shorter than
     ``tol``. All of it happens in the plane that the experts span: their inner products, float64, decide how much of
-    each goes into the leaf. Experts of a norm up to ``tol`` have no direction and count in the mean norm alone; one
-    opposite to u pulls nowhere.
+    each goes into the leaf. Experts of a norm up to ``tol`` have no direction and count in the mean norm alone; where
+    all are, the leaf is their mean (mergekit's is 0). One opposite to u pulls nowhere.
 
     Args:
         experts: {name: tree} or a list of trees of the same parameter names, shapes, dtypes and non-floating values.
@@ -54,7 +55,7 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
     norms = [products[i][i] ** 0.5 for i in range(len(products))]
     live = [i for i, norm in enumerate(norms) if norm > tol]
     if len(norms) == 1 or not live:
-        return [1.0] * len(norms)
+        return [1 / len(norms)] * len(norms)
     cosines = [[products[i][j] / norms[i] / norms[j] for j in live] for i in live]
 
     def norm(part: Sequence[float]) -> float:
@@ -69,7 +70,7 @@ def shares_of(products: Products, max_iter: int, tol: float) -> list[float]:
         for i, row in enumerate(cosines):
             cos = min(max(sum(c * x for c, x in zip(row, point, strict=True)), -1.0), 1.0)
             angle = math.acos(cos)
-            if angle < tol or math.pi - angle < tol:
+            if angle < tol or math.pi - angle < max(tol, _OPPOSITE):
                 continue
             pull = angle / math.sin(angle) / len(live)
             step = [s - pull * cos * x for s, x in zip(step, point, strict=True)]

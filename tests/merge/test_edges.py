@@ -370,3 +370,39 @@ def test_weight_average_keeps_equal_buffers():
 def test_apply_vector_computes_wide_whatever_the_dtype_of_the_vector():
     merged = merge.apply_vector(tree(1.0), {"w": torch.tensor([0.5], dtype=torch.bfloat16)}, coef=0.3)
     assert merged["w"].item() == (torch.tensor(1.0) + torch.tensor(0.3) * 0.5).item()
+
+
+@pytest.mark.parametrize("name", ["fisher", "emr"])
+def test_sums_over_leaves_do_not_depend_on_their_order(name):
+    for seed in range(5):
+        noise = torch.Generator().manual_seed(seed)
+
+        def tree(noise=noise):
+            return {str(i): torch.randn(3 + i, generator=noise, dtype=torch.float64) for i in range(7)}
+
+        base, experts, fishers = tree(), {"a": tree(), "b": tree()}, {"a": tree(), "b": tree()}
+        fishers = {expert: {path: leaf.square() for path, leaf in own.items()} for expert, own in fishers.items()}
+        merger = {
+            "fisher": lambda base, experts, fishers: merge.fisher(base, experts, fishers),
+            "emr": lambda base, experts, _: merge.emr(base, experts, task="a"),
+        }[name]
+        turned = [{path: own[path] for path in reversed(own)} for own in (base, *experts.values(), *fishers.values())]
+        found = merger(turned[0], dict(zip("ab", turned[1:3], strict=True)), dict(zip("ab", turned[3:], strict=True)))
+        wanted = merger(base, experts, fishers)
+        assert all(torch.equal(found[path], leaf) for path, leaf in wanted.items())
+
+
+MAPPED = {
+    "weight_average": merge.weight_average, "weighted_average": partial(merge.weighted_average, weights=[1.0, 3.0]),
+    "cart": partial(merge.cart, coef=0.7, share=0.5), "slerp": partial(merge.slerp, coef=0.3, arc="last"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_mergers_that_vmap_takes_are_those_of_a_loop(name):
+    noise = torch.Generator().manual_seed(0)
+    experts = [{"w": torch.randn(3, 4, 5, generator=noise), "b": torch.randn(3, 4, generator=noise)} for _ in range(2)]
+    found = torch.func.vmap(lambda *own: MAPPED[name](list(own)))(*experts)
+    for i in range(3):
+        wanted = MAPPED[name]([{path: leaf[i] for path, leaf in own.items()} for own in experts])
+        torch.testing.assert_close({path: leaf[i] for path, leaf in found.items()}, wanted)

@@ -529,6 +529,20 @@ def test_karcher_of_opposite_and_of_zero_experts():
     assert torch.equal(merge.karcher([zero, zero])["w"], zero["w"])
 
 
+def test_karcher_of_leaves_too_small_for_a_direction_is_their_mean():
+    small, three = {"w": torch.tensor([3e-3, -4e-3])}, {"w": torch.tensor([-1e-3, 2e-3])}
+    assert torch.equal(merge.karcher([small] * 4, tol=1e-2)["w"], small["w"])
+    torch.testing.assert_close(merge.karcher([small, three], tol=1e-2)["w"], (small["w"] + three["w"]) / 2)
+    assert torch.equal(merge.karcher([small], tol=1e-2)["w"], small["w"])
+
+
+@pytest.mark.parametrize("tol", [1e-5, 1e-8, 1e-12])
+def test_karcher_of_experts_of_both_signs_has_their_mean_norm(tol):
+    for values in torch.randn(200, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64):
+        found = merge.karcher([{"w": value} for value in values], tol=tol)["w"].abs()
+        torch.testing.assert_close(found, values.abs().mean(), rtol=1e-9, atol=0)
+
+
 def test_karcher_minimises_the_squared_arcs():
     leaves = torch.nn.functional.normalize(matrices(4, (6,)) + 0.5, dim=1)
 
