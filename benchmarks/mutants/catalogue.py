@@ -136,6 +136,11 @@ MUTANTS = [
         ("slices=period - 1", "slices=period"),
         ("g.to(leaf.dtype), grads, params", "g, grads, params"),
         ("ops.library.simulate(theta, theta_0, ", "ops.library.simulate(theta_0, theta, "),
+        ("        if drawn is None:\n            yield\n            return\n", ""),
+        ("self._parameters[path].data = state", "self._parameters[path].data = self._buffer[path]"),
+        ("all(grad is None for grad in grads.values())", "not grads"),
+        ("for first, second in tree.sharing(parameters)", "for first, second in ()"),
+        ("raise_problems(mask_problems(self._where, self._parameters, drawn.drop_prob.item()))", "pass"),
     ),
     *_of(
         "mat/step.py",
@@ -401,6 +406,8 @@ MUTANTS = [
     ),
     *_of(
         "merge/karcher.py",
+        ("[1 / len(norms)] * len(norms)", "[1.0] * len(norms)"),
+        ("max(tol, _OPPOSITE)", "tol"),
         ("s - pull * cos * x", "s + pull * cos * x"),
         ("angle / math.sin(angle) / len(live)", "angle / len(live)"),
         ("math.fsum(norms) / len(norms)", "math.fsum(norms) / len(live)"),
@@ -489,7 +496,7 @@ MUTANTS = [
         ("return before / after", "return after / before"),
         ("add(deltas) > 0", "add(deltas) >= 0"),
         ("deltas[place] * sign > 0", "deltas[place] * sign >= 0"),
-        ("sums[0] / max(size, 1)", "sums[0]"),
+        ("part / max(size, 1)", "part"),
     ),
     *_of(
         "merge/svc.py",
