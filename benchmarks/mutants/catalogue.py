@@ -136,7 +136,7 @@ MUTANTS = [
         ("slices=period - 1", "slices=period"),
         ("g.to(leaf.dtype), grads, params", "g, grads, params"),
         ("ops.library.simulate(theta, theta_0, ", "ops.library.simulate(theta_0, theta, "),
-        ("        if drawn is None:\n            yield\n            return\n", ""),
+        ("        if drawn is None:", "        if False:"),
         ("self._parameters[path].data = state", "self._parameters[path].data = self._buffer[path]"),
         ("all(grad is None for grad in grads.values())", "not grads"),
         ("for first, second in tree.sharing(parameters)", "for first, second in ()"),
