@@ -52,12 +52,13 @@ def train(model, base, tasks, *, steps, lr, period=0, seed=0):
     params = {name: p.clone().requires_grad_() for name, p in base.items()}
     optimizer = torch.optim.Adam(params.values(), lr=lr)
     masked = block_linear(model)  # the weights that Mask may remove: linear layers of blocks
+    own = fold_in(key(seed), tasks[0])  # each expert has draws of its own
     for step in range(steps):
         prompts, answers = rows(tasks[step % len(tasks)], seed=1 + step)
         simulated = period and (step + 1) % period == 0
         at = params
         if simulated:  # loss and gradient at theta~ = theta_0 + alpha m (theta - theta_0) + epsilon
-            drawn = draw(fold_in(key(seed), step), alpha_min=0.2, drop_prob=0.5, sigma=1e-3)
+            drawn = draw(fold_in(own, step), alpha_min=0.2, drop_prob=0.5, sigma=1e-3)
             with torch.no_grad():
                 merged = simulate(params, base, drawn, where=masked)
             at = {name: p.requires_grad_() for name, p in merged.items()}

@@ -107,7 +107,7 @@ def prepare_several(
     given: Mapping[str, Any] = options
     unfit = [f"{n} {given[n]!r}" for n, usual in _OF_A_MODEL.items() if given.get(n, usual) != usual]
     unfit += ["vocabulary 'pad-with-base'"] if given.get("vocabulary") == "pad-with-base" else []
-    problems = [f"{what} requires one model: give task, or leave it out for a folder of all tasks" for what in unfit]
+    problems = [f"{what} requires one model: give task, or leave {what.split()[0]} out" for what in unfit]
     job = None
     with errors.collected(problems):
         job, _ = prepare(replace(one, task=next(iter(experts), "")), base, experts, out, **options)

@@ -80,8 +80,8 @@ def build(
         base: theta_0, all leaves.
         where: the masked set.
         around: wraps every loss of the adapters, as `smat_fn.parallel.replicated` does.
-        options: max_grad_norm, alpha_min, drop_prob, sigma, period, noise, alpha_depth (by the paths of the weights and
-            of ``lora.saved``), antithetic, engine, donate, as in `smat_fn.mat.smat.build`.
+        options: as in `smat_fn.mat.smat.build`, without offload and sigma_of; alpha_depth by the paths of the weights
+            and of ``lora.saved``, climb and rho climb in A and B.
 
     Returns:
         Method over adapters: ``init(lora.init(...))``. Memory: the weight and the gradient of one layer at a time for a

@@ -43,7 +43,8 @@ def build(
         donate: reuse the state's buffers (the state passed in is then spent), bit-identical.
 
     Returns:
-        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; key is unused.
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``, key for
+            the loss alone (dropout).
 
     Raises:
         ValueError: for bad arguments, and in ``init`` for params that do not match base.

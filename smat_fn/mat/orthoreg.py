@@ -50,7 +50,8 @@ def build(
         block_only: only leaves that ``where`` picks; the others as in `smat_fn.mat.finetune.build`.
 
     Returns:
-        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``; no key.
+        Method with ``init(params) -> State`` and ``update(key, state, batch) -> (State, Info)``, key for
+            the loss alone (dropout).
 
     Raises:
         ValueError: lists every bad argument, and in ``init`` for params that do not match base.

@@ -174,6 +174,11 @@ class SimulatedWeights:
                 raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
             raise_problems(mask_problems(self._where, self._parameters, drawn.drop_prob.item()))
             self._checked = True
+        with self._held(drawn):
+            yield
+
+    @contextmanager
+    def _held(self, drawn: Draw) -> Iterator[None]:
         if tree.written(self._parameters, self._versions):
             self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}

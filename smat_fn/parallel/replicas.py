@@ -91,7 +91,7 @@ def independent_smat(
     process draws with ``fold_in(step key, r)``; parameters and norms stay equal in all of them.
 
     Args:
-        options: as in `smat_fn.mat.smat.build`, without lam and offload. Batches are those of `share`.
+        options: as in `smat_fn.mat.smat.build`, without offload and sigma_of. Batches are those of `share`.
     """
     rank, check_base = dist.get_rank(), tree.unchanged(base)
 

@@ -309,6 +309,8 @@ def run(
             print(f"all options: {script if alone else f'{script} {words[0]}'} --help-all")
         elif helped:
             print(suite_options(options, words), end="")
+            if whole and prog == script and words[0].startswith("-") and commands:
+                print(textwrap.fill(f"more subcommands: {', '.join(commands)}", 80, subsequent_indent="  "))
         if helped:
             print(outcome.HELP, end="")
         raise

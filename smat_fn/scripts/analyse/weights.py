@@ -151,14 +151,16 @@ class Diagnose(Shared):
 def diagnose(options: Diagnose) -> "Result":
     """`analyses.diagnose` of a run; a row per kind of leaf, with sigma beside the sizes.
 
-    A run's sigma in other units than those of the weights is left out. Weights of adapters have no share that noise
-    leaves as they are: their noise is not rounded into them.
+    A run's sigma in other units than those of the weights is left out. Of a run of adapters the rows are of the weights
+    that these change, and have no share that noise leaves as they are: their noise is not rounded into them.
 
     Raises: ValueError as `load_runs` and `analyses.diagnose` do; for a sigma that is negative or not finite.
     """
     import torch
 
-    from ... import analyses, tree
+    from ... import analyses, lora, tree
+    from ...folders.inputs.adapters import is_adapter
+    from ..train.noise_level import perturbed
     from .runs import facts, load_runs, result_of
 
     coef, sigma = options.coef, options.sigma
@@ -167,7 +169,11 @@ def diagnose(options: Diagnose) -> "Result":
     (run,) = load_runs([options.run], options=options.suite_options)
     module = run.suite.loss_fn(run.tasks[0]).module  # type: ignore[attr-defined]
     kinds = analyses.groups(module, run.suite.where)
-    found = analyses.diagnose(run.inputs.base, run.inputs.experts, kinds, coef=coef)
+    base, experts = run.inputs.base, run.inputs.experts
+    if is_adapter(folder := options.run / run.tasks[0]):
+        base = perturbed(base, lora.load_peft(folder)[1])
+        experts = {task: {path: own[path] for path in base} for task, own in experts.items()}
+    found = analyses.diagnose(base, experts, kinds, coef=coef)
     method, training = (facts(run).get(name) or {} for name in ("hyperparameters", "training"))
     adapters = training.get("lora") or {}
     in_weights = method.get("sigma_of", "weights") == "weights" and adapters.get("simulate") != "factors"
@@ -175,7 +181,7 @@ def diagnose(options: Diagnose) -> "Result":
     origin = "given" if sigma is not None else "the run's" if own else "suggested" if suggested else None
     used = sigma if sigma is not None else own or suggested
     weights = run.inputs.base
-    if training.get("precision") == "mixed":
+    if training.get("precision") in ("mixed", "bf16"):
         weights = tree.cast(weights, torch.bfloat16)  # the dtype of simulated states
     noise = method.get("noise", "uniform")
     shares = analyses.unmoved_shares(weights, kinds, used, noise) if used and not adapters else {}

@@ -13,7 +13,7 @@
 
 `merge.py ties --help` explains the main options, --help-all all of them. Each merged model is written to the
 folder --out/MERGER, with a model card (README.md). With --search or --calibrate, models are merged in memory and scored
-on the dev data of train.py's experts. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by
+on dev data: the run's, or that of --data. Otherwise folders in Hugging Face's layout, of any size, are merged chunk by
 chunk, with bit-identical results. An interrupted merge resumes when rerun; finished models are verified by hash and
 kept. Options with "default: preset" take the value of --preset.
 """
@@ -82,8 +82,8 @@ class Inputs:
     """Base checkpoint, with --experts instead of --run: a folder, a .safetensors or .pt file, or a hub name."""
     experts: Annotated[tuple[Path, ...], NONE] = ()
     """Expert checkpoints or LoRA adapters, with --base instead of --run: as --base, or NAME=one of them.
-    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, weighted_average). A[0:3]+B[1:4] stacks
-    layers of A and B."""
+    FOLDER@0.5 sets a weight (ta, ties, dare, dare_ties, della, breadcrumbs, fisher, weighted_average).
+    A[0:3]+B[1:4] stacks layers of A and B."""
     vocabulary: Literal["error", "base-rows", "pad-with-base"] = "error"
     """If embeddings have more or fewer rows than the base's: error; cut to its rows (fewer stay an error); or cut and
     pad with its rows."""

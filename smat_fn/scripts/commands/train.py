@@ -224,7 +224,7 @@ def training_of(args: Train, training: Training, tasks: Sequence[str]) -> Traini
         given["max_grad_norm"] = None
     elif not (bound := given.get("max_grad_norm", 1)) > 0:
         raise ValueError(f"--max-grad-norm is {bound:g}, must be positive (inf: no clipping)")
-    if own.optimizer is not None:
+    if own.optimizer not in (None, training.optimizer):
         given |= {"optimizer": own.optimizer, "muon_lr": 20 * lr if own.optimizer == "muon" else None}
     if own.average is not None:
         given["average"] = None if own.average == "none" else own.average

@@ -96,9 +96,9 @@ def summary(made: "Extracted") -> Iterator[str]:
         (worst, path), middle = low[-1], low[len(low) // 2][0]
         yield f"{_count(low, 'matrix', 'matrices')}: relative error {middle:.2e} in the middle, {worst:.2e} at {path}"
     if made.whole:
-        yield f"{_count(made.whole, 'changed leaf', 'changed leaves')} stored whole: {_some(made.whole)}"
+        yield f"{_count(made.whole, 'changed parameter', 'changed parameters')} stored whole: {_some(made.whole)}"
     if made.left_out:
-        what = _count(made.left_out, "changed leaf", "changed leaves")
+        what = _count(made.left_out, "changed parameter", "changed parameters")
         yield f"{what} left out, an adapter cannot hold them: {_some(made.left_out)}"
     if made.tied:
         yield f"{_some(made.tied)}: other modules share it, peft changes them too with merge_and_unload alone"

@@ -33,18 +33,21 @@ def settled(
     training: Training,
     run: RunOptions,
     *,
+    probe: bool = False,
     world: World = ALONE,
     report: Callable[[str], None] = lambda line: None,
 ) -> tuple[MethodConfig, dict[str, Any]]:
     r"""The method with sigma as a number, and the origin of that number; unchanged where sigma is a number already.
 
     The noise stands in for the other experts' updates (Eq. merged-state: ``epsilon_i = gamma sum_{j != i} Delta_j``):
-    sigma is the RMS of that sum at gamma = 0.3. It is, the first that there is: that of the experts in ``run.out``,
-    finished or not, which ``run.overwrite`` does not replace; measured on a run of ft beside ``run.out``, of the same
-    base and the same tasks and steps; estimated from a short run of ft, as gamma sqrt(K - 1) times the RMS of one
-    update, K being the suite's tasks, for updates that are nearly orthogonal. The same inputs give the same number.
+    sigma is the RMS of that sum at gamma = 0.3, over the weights that it perturbs. It is, the first that there is: that
+    of the experts in ``run.out``, finished or not, which ``run.overwrite`` does not replace; measured on a run of ft
+    beside ``run.out``, of the same base and the same tasks and steps; estimated from a short run of ft, as
+    gamma sqrt(K - 1) times the RMS of one update, K being the suite's tasks, for updates that are nearly orthogonal.
+    The same inputs give the same number.
 
     Args:
+        probe: the method is that of ``--probe``, whose sigma is not that of training.
         world: the first process finds it, the others get it from there.
         report: gets a line with the number and where it is from.
 
@@ -61,7 +64,7 @@ def settled(
     if world.leads:
         base = checkpoint.fingerprint(suite.base)
         beside = None
-        if found := _standing(run, base, suite.tasks):
+        if found := _standing(run, base, suite.tasks, probe=probe):
             said = f"that of the experts in {run.out}: "
         else:
             found, beside = _measured(suite, training, run, base)
@@ -71,8 +74,8 @@ def settled(
     return replace(method, sigma=sigma), origin
 
 
-def _standing(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
-    """Sigma of the experts or training checkpoints that this run keeps, those of other tasks last.
+def _standing(run: RunOptions, base: str, tasks: Sequence[str], *, probe: bool) -> Found | None:
+    """Sigma, or that of the probe, of the experts or checkpoints that this run keeps, those of other tasks last.
 
     Experts that are merged have one sigma, so a task that comes later gets that of the others. Raises: ValueError where
     that was given as a number.
@@ -80,7 +83,13 @@ def _standing(run: RunOptions, base: str, tasks: Sequence[str]) -> Found | None:
     replaced = run.tasks if run.overwrite else ()
     given = list[float]()
     for facts in snapshots.begun(run.out, (*run.tasks, *tasks), besides=replaced):
-        if facts.get("method") != "smat" or facts.get("base_fingerprint") != base:
+        if facts.get("base_fingerprint") != base:
+            continue
+        if probe:
+            if (probed := facts.get("probe") or {}).get("sigma") is not None:
+                return probed["sigma"], {"from": "their probe's"}
+            continue
+        if facts.get("method") != "smat":
             continue
         own = facts["hyperparameters"]
         if facts.get("sigma_from"):
@@ -119,8 +128,10 @@ def _measured(suite: Suite, training: Training, run: RunOptions, fingerprint: st
         of = ", ".join(others[:3]) + (f", {len(others) - 3} more" if len(others) > 3 else "")
         return None, f"{parent} holds no matching run of ft" + (f" ({of})" if of else "")
     *_, rate, folder = min(chosen)
-    experts = {task: lora.load_expert(folder / task, suite.base)[0] for task in suite.tasks}
-    base = {path: leaf.cpu() for path, leaf in suite.base.items()}
+    base = perturbed(suite.base, adapters_of(loss_of(suite, run.tasks[0], training), training))
+    found = {task: lora.load_expert(folder / task, suite.base)[0] for task in suite.tasks}
+    experts = {task: {path: own[path] for path in base} for task, own in found.items()}
+    base = {path: leaf.cpu() for path, leaf in base.items()}
     whole = analyses.diagnose(base, experts, dict.fromkeys(base, "other"), coef=COEF)[-1]
     sigma = analyses.suggested_sigma(whole)
     if sigma is None:
@@ -187,7 +198,13 @@ def _moved(suite: Suite, task: str, training: Training, steps: int, seed: int) -
     own = replace(plain, steps=steps, epochs={})
     params = train_expert(suite, task, Finetune(), own, seed=seed)
     adapters = adapters_of(loss_of(suite, task, own), own)
-    return update_rms(params if adapters is None else lora.expand(params, suite.base, adapters), suite.base)
+    whole = params if adapters is None else lora.expand(params, suite.base, adapters)
+    return update_rms(whole, perturbed(suite.base, adapters))
+
+
+def perturbed(base: Mapping[str, Tensor], adapters: lora.Lora | None) -> dict[str, Tensor]:
+    """The weights that training changes, and Perturb: all, or those of adapters."""
+    return dict(base) if adapters is None else {path: base[path] for path in (*adapters.paths, *adapters.saved)}
 
 
 def update_rms(params: Params, base: Params) -> float:
@@ -207,7 +224,7 @@ def coarse_line(base: Mapping[str, Tensor], method: MethodConfig, training: Trai
     own = settings(numbered(method))
     if not (sigma := own.get("sigma")) or own.get("sigma_of", "weights") != "weights" or training.lora is not None:
         return ""
-    weights = tree.cast(base, torch.bfloat16) if training.precision == "mixed" else base
+    weights = tree.cast(base, torch.bfloat16) if training.precision in ("mixed", "bf16") else base
     still, size = unmoved(weights, sigma, own.get("noise", "uniform")), sum(leaf.numel() for leaf in weights.values())
     if still <= above * size:
         return ""

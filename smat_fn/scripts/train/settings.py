@@ -140,7 +140,8 @@ class RunSettings:
     offload: Place = "auto"
     """Where SMAT stores the base; results do not change. cpu (the paper's): in pinned host memory, with one buffer on
     the device; device: base and simulated weights on the device; recompute, stream: simulated weights rebuilt block by
-    block, the base on the device or streamed; auto: cpu on a GPU where some steps are clean, else device."""
+    block, the base on the device or streamed; auto: cpu on a GPU for whole weights where some steps
+    are clean, else device."""
     log: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], arg(help_behavior_hint="(default: none)")
     ] = ()

@@ -30,7 +30,7 @@ from .dev_curve import DevCurve, curve_of
 from .logs import Log
 from .loop import budget, loss_of, schedules, train_expert
 from .memory import reset_peak
-from .noise_level import coarse_line, settled, update_rms
+from .noise_level import coarse_line, perturbed, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of, asked, numbers
@@ -149,7 +149,7 @@ def train_run(
     if world.leads and (line := coarse_line(suite.base, method, training, above=0.5)):
         report(f"warning: {line}; --precision fp32 keeps the noise, and small updates too")
     if run.probe and run.probe_at is not None and asked(run.probe_at):
-        at = method if origin else settled(suite, run.probe_at, training, run, world=world, report=tell)[0]
+        at = method if origin else settled(suite, run.probe_at, training, run, probe=True, world=world, report=tell)[0]
         run = replace(run, probe_at=replace(run.probe_at, sigma=settings(at)["sigma"]))
     experts = _experts(suite, method, run, plans, origin, world)
     _same_everywhere(world, experts)
@@ -340,7 +340,7 @@ def _manifest(
     log.finish(**found, **{f"probe_{name}": probed[name] for name in ("clean", "simulated") if probed})
     if still:
         report(f"{task}: warning: {still}")
-    if of_weights := sigma_line(method, training, full, suite.base):
+    if of_weights := sigma_line(method, training, full, perturbed(suite.base, expert.adapters)):
         report(f"{task}: {of_weights}")
     if curve is not None:
         found["evaluations"] = curve.facts()

@@ -5,9 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from smat_fn import analyses, checkpoint
+from smat_fn import analyses, checkpoint, lora
 from smat_fn.config import DIGITS, Adapters, Finetune, Training
+from smat_fn.scripts.analyse import weights
 from smat_fn.scripts.train import noise_level
 from smat_fn.scripts.train.options import RunOptions, check_run, experts_to_merge
 from smat_fn.scripts.train.snapshots import Interrupted, Stop
@@ -61,6 +63,45 @@ def test_sigma_is_estimated_where_there_is_no_run_of_ft(suite, train, tmp_path):
     for tasks in (("rot90",), ("mirror",)):  # before anything is measured
         with pytest.raises(ValueError, match=f"experts of sigma {given.sigma:g}, .*: give sigma {given.sigma:g}, or"):
             noise_level.settled(suite, SMAT, SIX, RunOptions(tmp_path / "given", tasks, 21))
+
+
+def test_sigma_of_adapters_is_over_the_weights_that_they_change(suite, train, tmp_path):
+    training, told = replace(SIX, lora=Adapters(2, 4.0, targets=("q_proj",))), []
+    train(tmp_path / "ft", "ft", training=training)
+    train(tmp_path / "smat", method=SMAT, tasks=("rot90",), training=training, report=told.append)
+    (tmp_path / "alone").mkdir()
+    train(tmp_path / "alone/smat", method=SMAT, tasks=("rot90", "mirror"), training=training)
+    found = {task: lora.load_expert(tmp_path / "ft" / task, suite.base)[0] for task in suite.tasks}
+    paths = lora.load_peft(tmp_path / "ft/rot90")[1].paths
+    assert 0 < len(paths) < len(suite.base)
+    base = {path: suite.base[path] for path in paths}
+    experts = {task: {path: own[path] for path in paths} for task, own in found.items()}
+    whole = analyses.diagnose(base, experts, dict.fromkeys(paths, "other"))[-1]
+    stored = manifest(tmp_path / "smat/rot90")
+    assert stored["hyperparameters"]["sigma"] == analyses.suggested_sigma(whole)
+    suggested = weights.diagnose(weights.Diagnose(run=tmp_path / "ft"))["settings"]["suggested_sigma"]
+    assert suggested == stored["hyperparameters"]["sigma"]
+    estimate = manifest(tmp_path / "alone/smat/rot90")["sigma_from"]["update"]
+    assert 0.5 < estimate / whole.delta < 4  # over all weights of the model it would be a tenth
+    update = float(
+        next(line for line in told if "times the RMS of the update" in line).split("the update, ")[1].split(",")[0]
+    )
+    own = lora.load_expert(tmp_path / "smat/rot90", suite.base)[0]
+    moved = torch.cat([(own[path] - suite.base[path]).flatten() for path in paths])
+    assert update == pytest.approx(moved.square().mean().sqrt().item(), rel=0.05)
+
+
+def test_a_probe_has_a_sigma_of_its_own(suite, train, tmp_path):
+    given, told = replace(SMAT, sigma=0.02), []
+    options = {"method": given, "probe": 1, "probe_at": SMAT, "report": told.append}
+    train(tmp_path / "smat", tasks=("rot90",), **options)
+    first = manifest(tmp_path / "smat/rot90")
+    train(tmp_path / "smat", tasks=("rot90",), resume=True, **options)
+    assert told[-1] == "rot90: already finished"
+    train(tmp_path / "smat", tasks=("mirror",), **options)
+    second = manifest(tmp_path / "smat/mirror")
+    assert first["hyperparameters"]["sigma"] == second["hyperparameters"]["sigma"] == 0.02
+    assert first["probe"]["sigma"] == second["probe"]["sigma"] != 0.02
 
 
 def test_runs_of_ft_that_do_not_fit_say_why(suite, runs, train, tmp_path):
