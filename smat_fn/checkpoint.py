@@ -40,6 +40,7 @@ def save_expert(
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
     statistics: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]] | None = None,
+    hashed: bool = False,
 ) -> None:
     """Write a checkpoint folder atomically: to a temporary sibling, which is then renamed.
 
@@ -52,6 +53,7 @@ def save_expert(
         overwrite: replace an existing folder (default: refuse).
         files: more text files of the folder, by file name.
         statistics: leaves and facts by kind, as `save_statistics` takes them.
+        hashed: add ``files`` to the manifest, the SHA-256 of the file of weights by its name.
 
     Raises:
         ValueError: the folder exists and ``overwrite`` is off, or the manifest is not JSON.
@@ -73,7 +75,9 @@ def save_expert(
             stored[name] = leaf.clone() if storage in seen else leaf
             seen.add(storage)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        text = _as_json(manifest()) if callable(manifest) else text
+        if callable(manifest) or hashed:
+            facts = manifest() if callable(manifest) else manifest
+            text = _as_json({**facts, **({"files": file_hashes(folder, WEIGHTS)} if hashed else {})})
         for file, content in {**(files or {}), MANIFEST: text}.items():
             (folder / file).write_text(content, encoding="utf-8")
         for kind, (own, facts) in (statistics or {}).items():
@@ -229,6 +233,15 @@ def fingerprint(params: Params) -> str:
         digest.update(f"{path}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def file_hashes(folder: Path, *names: str) -> dict[str, str]:
+    """SHA-256 of files in a folder by name. Raises: OSError for one that cannot be read."""
+    found = {}
+    for name in names:
+        with open(folder / name, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def same(one: Params, other: Params) -> bool:

@@ -22,7 +22,7 @@ from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import manifest_of, named, unreplaced, with_tasks_of
+from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
@@ -106,8 +106,8 @@ def evaluate(
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
             are scored beside it, or of one label, model and seed with another, before any is scored; for scores that
-            `main_table` cannot average, before they are computed; for weights that are not finite and scores that are
-            not numbers.
+            `main_table` cannot average, before they are computed; for weights that are not finite or not those that
+            their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
     own, suites = _suites(manifests, options or {}, implied)
@@ -131,7 +131,7 @@ def evaluate(
             if on_model is not None:
                 on_model(str(folder))
             scorer, model = scorers[own[folder]], model_of(manifest)
-            for tasks, params in _models(folder, manifest, *suites[own[folder]], report):
+            for tasks, params, known in _models(folder, manifest, *suites[own[folder]], report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
                     scorer.suite.replace(tasks=tasks),
@@ -141,6 +141,7 @@ def evaluate(
                     seed=manifest["seed"],
                     coefs={model: manifest["hyperparameters"].get("coef")},
                     scorer=scorer,
+                    prints={model: known},
                 )
     return rows
 
@@ -324,24 +325,31 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _models(
     folder: Path, manifest: Mapping[str, Any], suite: Suite, base_print: str, report: Callable[[str], None]
-) -> Iterator[tuple[tuple[str, ...], Params]]:
-    """The models in a folder and the tasks of each: one for all, or one for each task.
+) -> Iterator[tuple[tuple[str, ...], Params, str]]:
+    """The models in a folder, the tasks of each, one for all or one for each task, and its fingerprint if it is known.
 
     Args: base_print: the fingerprint of the suite's base; a merged model of another one is of whole models.
+    Raises: ValueError for weights that are not those of the manifest.
     """
     base = suite.base
     if manifest["kind"] == "merged" and manifest["base_fingerprint"] != base_print:
         base = whole_base(suite) or base  # `_suites` has checked it
     if is_several(folder):
+        check_weights(folder, manifest)
         for task in _tasks(manifest):
-            yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base)
+            yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base), ""
         return
+    known = ""
     if OTHER in manifest:
         leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
     elif manifest["kind"] == "merged":
-        leaves = _of_suite(folder, checkpoint.load_leaves(folder)[0], suite, base)
+        read = checkpoint.load_leaves(folder)[0]
+        known = _checked(folder, manifest, read)
+        leaves = _of_suite(folder, read, suite, base)
+        known = known if leaves is read else ""
     else:
-        yield suite.tasks, lora.load_expert(folder, suite.base)[0]
+        params = lora.load_expert(folder, suite.base)[0]
+        yield suite.tasks, params, _checked(folder, manifest, params)
         return
     if narrow := _narrower(leaves, suite.base):
         names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
@@ -351,7 +359,14 @@ def _models(
     for path, leaf in leaves.items():
         if leaf.dtype != (dtype := suite.base[path].dtype):
             raise ValueError(f"{folder} has {path!r} in {leaf.dtype}, its suite in {dtype}: merge again in that dtype")
-    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves
+    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves, "" if narrow else known
+
+
+def _checked(folder: Path, manifest: Mapping[str, Any], params: Params) -> str:
+    """The fingerprint of weights that were read. Raises: ValueError for others than those of the manifest."""
+    found = checkpoint.fingerprint(params)
+    check_weights(folder, manifest, None if is_adapter(folder) else found)
+    return found
 
 
 def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine
-from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Adapters, Dare, Della, TaskArithmetic, Ties, Training, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
 from smat_fn.scripts.analyse.pictures import Interference, interference
@@ -169,15 +169,38 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
 def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suite, tmp_path):
     leaves, manifest = checkpoint.load_leaves(merged["ft"] / "ta")
     narrow = {path: leaf.bfloat16() for path, leaf in leaves.items()}
-    checkpoint.save_expert(tmp_path / "ta", narrow, manifest)
+    checkpoint.save_expert(tmp_path / "ta", narrow, {**manifest, "fingerprint": checkpoint.fingerprint(narrow)})
     said = []
     rows = evaluate([tmp_path / "ta"], report=said.append)
     wide = {path: leaf.float() for path, leaf in narrow.items()}
     assert [row.score for row in rows] == [suite.score(wide, row.task, "test") for row in rows]
     assert said == [f"note: {tmp_path / 'ta'} has parameters in bfloat16: scored in the wider dtype of its suite"]
-    checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
+    double = {path: leaf.double() for path, leaf in leaves.items()}
+    checkpoint.save_expert(tmp_path / "wide", double, {**manifest, "fingerprint": checkpoint.fingerprint(double)})
     with pytest.raises(ValueError, match="float64"):
         evaluate([tmp_path / "wide"])
+
+
+@pytest.mark.parametrize("kind", ["expert", "merged", "adapters", "adapters of earlier code"])
+def test_weights_that_their_manifest_does_not_name_are_not_scored(runs, merged, train, tmp_path, kind):
+    folder, weights = tmp_path / "one", checkpoint.WEIGHTS
+    if kind.startswith("adapters"):
+        train(tmp_path, "ft", tasks=("rot90",), training=Training(steps=2, lr=5e-4, lora=Adapters(2, 4.0)))
+        folder, weights = tmp_path / "rot90", "adapter_model.safetensors"
+    else:
+        shutil.copytree(runs["ft"] / "rot90" if kind == "expert" else merged["ft"] / "ta", folder)
+    evaluate([folder])
+    if kind == "adapters of earlier code":
+        known = {name: value for name, value in checkpoint.load_manifest(folder).items() if name != "files"}
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(known))
+    bits = bytearray((folder / weights).read_bytes())
+    bits[-1] ^= 1
+    (folder / weights).write_bytes(bits)
+    if kind == "adapters of earlier code":  # nothing tells
+        evaluate([folder])
+        return
+    with pytest.raises(ValueError, match=f"the weights in {folder} are not those that its manifest.json names: put"):
+        evaluate([folder])
 
 
 def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random as python_random
+import re
 import runpy
 import shutil
 import signal
@@ -132,6 +133,33 @@ def test_where_smat_keeps_its_base_changes_no_bit_and_belongs_to_no_comparison(t
     for task in options["tasks"]:
         assert weights_of(tmp_path / "cut", task) == weights_of(tmp_path / "whole", task)
         assert log_of(tmp_path / "cut", task) == log_of(tmp_path / "whole", task)
+
+
+@pytest.mark.parametrize("known", ["files", "fingerprint"])
+@pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0)], ids=["whole", "adapters"])
+def test_a_damaged_expert_is_not_taken_for_a_finished_one(train, tmp_path, known, adapters):
+    options = {"name": "ft", "tasks": ("rot90",), "training": Training(steps=2, lr=5e-4, lora=adapters)}
+    train(tmp_path, **options)
+    folder = tmp_path / "rot90"
+    file = folder / ("model.safetensors" if adapters is None else "adapter_model.safetensors")
+    bits = file.read_bytes()
+    if known == "fingerprint":  # as earlier code wrote it
+        facts = {name: value for name, value in checkpoint.load_manifest(folder).items() if name != "files"}
+        (folder / "manifest.json").write_text(json.dumps(facts))
+    other = f"the weights in {folder} are not those that its manifest.json names"
+    cut = {"files": other, "fingerprint": "cannot be read" if adapters is None else "is not a readable adapter"}[known]
+    gone = {"files": f"{file} is missing: put it back, or delete {folder}", "fingerprint": "cannot be read"}[known]
+    gone = gone if adapters is None or known == "files" else "holds no adapters"
+    damages = [(bits[:-9], cut), (None, gone)]
+    damages += [(bits[:-1] + bytes([bits[-1] ^ 1]), other)] if adapters is None or known == "files" else []
+    for damage, told in damages:
+        file.unlink() if damage is None else file.write_bytes(damage)
+        with pytest.raises(ValueError, match=re.escape(told)):
+            train(tmp_path, **options, resume=True)
+    file.write_bytes(bits)
+    said = []
+    train(tmp_path, **options, resume=True, report=said.append)
+    assert said == ["rot90: already finished"]
 
 
 @pytest.mark.parametrize("name", ["ft", "orthoreg"])
