@@ -28,8 +28,8 @@ REPLACED = ".replaced"  # ends the name of a file that names an expert which --o
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
-_OURS = {SOURCES, RECIPE, WEIGHTS, INDEX, MANIFEST, "README.md", "adapter_model.safetensors", "adapter_config.json"}
-_OURS |= {*STATISTICS.values()}
+_ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
+_OF_MERGES = {SOURCES, RECIPE, "README.md"}  # beside the weights that a manifest names
 
 
 def save_expert(
@@ -378,7 +378,19 @@ def _strangers(path: Path) -> list[str]:
         manifest: Any = load_manifest(path)
     except (ValueError, OSError):
         return there
-    named = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
+    named = manifest.get("files", {}) if isinstance(manifest, dict) else None
+    if not isinstance(named, dict):
         return there
-    return [name for name in there if name not in _OURS and name not in (named or {})]
+    ours = {MANIFEST, *named}
+    adapter = not _ADAPTER.isdisjoint(named) or (_ADAPTER.issubset(there) and WEIGHTS not in there)
+    ours |= _ADAPTER if adapter else {WEIGHTS}
+    ours |= set() if manifest.get("kind") in ("base", "expert", "snapshot") else _OF_MERGES
+    ours |= {file for kind, file in STATISTICS.items() if file in there and _holds_statistics(path / file, kind)}
+    return [name for name in there if name not in ours]
+
+
+def _holds_statistics(file: Path, kind: str) -> bool:
+    try:
+        return statistics_facts(file).get("kind") == kind
+    except (ValueError, AttributeError):
+        return False
