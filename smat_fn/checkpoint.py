@@ -297,7 +297,8 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        yield fresh
+        with named_in_errors(target):
+            yield fresh
         for file in fresh.glob("*.safetensors"):
             file.chmod(fresh.stat().st_mode & 0o666)
         take_place(fresh, target)
@@ -338,10 +339,22 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.parent / f".{path.name}.new-{os.getpid()}"
     try:
-        fresh.write_bytes(content)
+        with named_in_errors(path):
+            fresh.write_bytes(content)
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Adds the name of a file or folder to an OSError of the block that has none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:

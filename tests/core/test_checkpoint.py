@@ -349,3 +349,16 @@ def test_a_sweep_takes_the_name_of_a_folder_letter_by_letter(tmp_path):
         (tmp_path / name).mkdir()
     checkpoint.sweep(tmp_path / "a[1]")
     assert [path.name for path in tmp_path.iterdir()] == [".a1.new-6"]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    named = f"No space left on device: '{tmp_path / 'e'}'"
+    with pytest.raises(OSError, match=named), checkpoint.atomic_folder(tmp_path / "e"):
+        full()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'x.json'}'"):
+        checkpoint.write_text(tmp_path / "x.json", "1")
+    assert not list(tmp_path.iterdir())
