@@ -26,6 +26,10 @@ from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_t
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
+_FIELDS = {
+    "expert": ("task", "label", "seed", "hyperparameters"),
+    "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
+}
 RESULTS = "results.jsonl"
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
 
@@ -47,7 +51,7 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
             found[path] = None
             continue
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
-        folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in SCORED]
+        folders = [f for f in folders if manifest_of(f).get("kind") in SCORED]
         if not folders:
             way = "give folders of train.py or merge.py"
             if (path / "config.json").is_file() or is_adapter(path):
@@ -66,6 +70,15 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """
     given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
     found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
+    lacking = {folder: [n for n in _FIELDS[m["kind"]] if n not in m] for folder, m in found.items()}
+    errors.raise_problems(
+        [
+            f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: put back the one written with the weights, or "
+            "move the folder"
+            for folder, names in lacking.items()
+            if names
+        ]
+    )
     names = set(given.values())
     merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
     line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}

@@ -55,7 +55,7 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     experts = [
         path.parent
         for path in sorted(run.glob(f"*/{checkpoint.MANIFEST}"))
-        if checkpoint.load_manifest(path.parent).get("kind") in ("expert", "snapshot")
+        if manifest_of(path.parent).get("kind") in ("expert", "snapshot")
     ]
     if not experts:
         if not run.exists():
@@ -78,6 +78,9 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         [f"{run} has experts of {', '.join(old)} that an interrupted --overwrite has yet to replace"] if old else []
     )
     problems += [f"{run} has a log but no expert of {', '.join(begun)}"] if begun else []
+    taken = [folder for folder in (out / task for task in begun) if not is_free(folder)]
+    if taken:
+        problems[-1] += f", and {', '.join(map(str, taken))} cannot take it: move that away"
     if problems:
         problems.append("end the training by train.py ... --resume")
     if begun and not old:
@@ -85,6 +88,11 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         problems[-1] += f", or move {files} away to merge {', '.join(sorted(ended))} alone"
     errors.raise_problems(problems)
     return base, experts
+
+
+def is_free(folder: Path) -> bool:
+    """Whether nothing is in the place of an expert but, at most, an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def unreplaced(experts: Iterable[Path]) -> list[str]:

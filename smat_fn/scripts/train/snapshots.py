@@ -93,16 +93,16 @@ def path_of(out: Path, task: str) -> Path:
 
 def replace_expert(out: Path, task: str) -> None:
     """Remember that the expert which is there now is to be replaced, for the run that resumes this one."""
-    if (out / task / checkpoint.MANIFEST).is_file():
-        checkpoint.write_text(replaced(out, task), checkpoint.load_manifest(out / task).get("fingerprint", ""))
+    if found := manifest_of(out / task):
+        checkpoint.write_text(replaced(out, task), found.get("fingerprint", ""))
 
 
 def finished(out: Path, task: str) -> bool:
     """Whether there is an expert, and not one that an interrupted run with --overwrite has yet to replace."""
-    mark = replaced(out, task)
-    if not (out / task).exists() or not mark.exists():
-        return (out / task).exists()
-    return checkpoint.load_manifest(out / task).get("fingerprint", "") != mark.read_text(encoding="utf-8")
+    mark, found = replaced(out, task), manifest_of(out / task)
+    if found.get("kind") != "expert" or not mark.exists():
+        return found.get("kind") == "expert"
+    return found.get("fingerprint", "") != mark.read_text(encoding="utf-8")
 
 
 def replaced(out: Path, task: str) -> Path:

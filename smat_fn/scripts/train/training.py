@@ -24,7 +24,7 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..merge.inputs import BY_TASK, check_weights, manifest_of
+from ..merge.inputs import BY_TASK, check_weights, is_free, manifest_of
 from . import snapshots
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
@@ -402,6 +402,8 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         ended = snapshots.finished(out, task)
+        if not ended and not is_free(path) and not snapshots.replaced(out, task).exists():
+            damaged.append(f"{path} is not the folder of an expert of train.py: move it to train {task} there")
         found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
         if found is None:
             continue
@@ -453,9 +455,9 @@ def _holds_all(suite: Mapping[str, Any]) -> bool:
 
 
 def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:
-    if path.exists() and checkpoint.load_manifest(path).get("fingerprint") == fingerprint:
+    if manifest_of(path).get("fingerprint") == fingerprint:
         return
-    if path.exists() and not overwrite:
+    if not is_free(path) and not overwrite:
         raise ValueError(
             f"{path} is another base than suite {suite.name!r} gives: choose another --out, or --overwrite"
         )

@@ -203,6 +203,24 @@ def test_weights_that_their_manifest_does_not_name_are_not_scored(runs, merged, 
         evaluate([folder])
 
 
+def test_manifests_of_others_are_passed_over_and_fields_that_lack_are_named(runs, merged, tmp_path):
+    shutil.copytree(runs["ft"], tmp_path / "ft")
+    expected = len(find_checkpoints([tmp_path / "ft"]))
+    for name, text in {"list": '["a"]', "site": '{"name": "x"}'}.items():
+        (tmp_path / "ft" / name).mkdir()
+        (tmp_path / "ft" / name / checkpoint.MANIFEST).write_text(text)
+    assert len(find_checkpoints([tmp_path / "ft"])) == expected
+    assert len(find_inputs(tmp_path / "ft")[1]) == 4
+    file = tmp_path / "ft" / "rot90" / checkpoint.MANIFEST
+    file.write_text('{"kind": "expert", "seed": 1}')
+    with pytest.raises(ValueError, match=f"{file} lacks task, label, hyperparameters: put back the one written with"):
+        evaluate(find_checkpoints([tmp_path / "ft"]))
+    shutil.copytree(merged["ft"] / "ta", tmp_path / "ta")
+    (tmp_path / "ta" / checkpoint.MANIFEST).write_text('{"kind": "merged", "label": "FT", "seed": 1}')
+    with pytest.raises(ValueError, match="lacks merger, experts, hyperparameters: put back"):
+        evaluate(find_checkpoints([tmp_path / "ta"]))
+
+
 def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):
     base = {"vision_model.w": torch.zeros(2, 3), "text_model.w": torch.ones(4)}
     experts = {"tower": {"vision_model.w": torch.ones(2, 3)}, "whole": {name: leaf + 1 for name, leaf in base.items()}}

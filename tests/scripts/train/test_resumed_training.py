@@ -162,6 +162,33 @@ def test_a_damaged_expert_is_not_taken_for_a_finished_one(train, tmp_path, known
     assert said == ["rot90: already finished"]
 
 
+def test_what_stands_in_the_place_of_an_expert_is_trained_into_or_named(train, tmp_path):
+    options = {"name": "ft", "tasks": ("rot90", "mirror"), "training": Training(steps=2, lr=5e-4)}
+    train(tmp_path / "whole", **options)
+    run, folder = tmp_path / "run", tmp_path / "run" / "mirror"
+    shutil.copytree(tmp_path / "whole", run)
+    manifest = (folder / "manifest.json").read_text()
+    for kept in (None, "[]", '{"name": "site"}', '{"kind": "exported"}'):
+        (folder / "manifest.json").unlink() if kept is None else (folder / "manifest.json").write_text(kept)
+        told = f"{folder} is not the folder of an expert of train.py: move it to train mirror there"
+        with pytest.raises(ValueError, match=told):
+            train(run, **options, resume=True)
+        way = f"log but no expert of mirror, and {folder} cannot take it: move that away; end the training by"
+        with pytest.raises(ValueError, match=way):
+            all_inputs(run)
+    (folder / "manifest.json").write_text(manifest)
+    assert len(all_inputs(run)[1]) == 2
+    for file in folder.iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"log but no expert of mirror; end the training by train\.py"):
+        all_inputs(run)
+    for file in (run / "base").iterdir():
+        file.unlink()
+    train(run, **options, resume=True)
+    assert weights_of(run, "mirror") == weights_of(tmp_path / "whole", "mirror")
+    assert weights_of(run, "base") == weights_of(tmp_path / "whole", "base")
+
+
 @pytest.mark.parametrize("name", ["ft", "orthoreg"])
 def test_methods_without_a_choice_take_the_option_of_a_script_that_trains_all(name, train, tmp_path):
     for place in ("auto", "cpu"):
