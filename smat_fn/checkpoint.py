@@ -373,6 +373,18 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
 
 
+def foreign_problems(files: Mapping[Path, bytes]) -> list[str]:
+    """Errors for files that exist and were not written here. Args: files: how each begins that was."""
+    problems = []
+    for file, begin in files.items():
+        if file.is_file():
+            with open(file, "rb") as opened:
+                there = opened.read(len(begin))
+            if there != begin[: len(there)]:  # of a killed process, a part
+                problems.append(f"{file} holds something else than is written there: move it, or choose another place")
+    return problems
+
+
 def follow(path: Path) -> Path:
     """The target of a symbolic link, whether it exists or not; any other path unchanged.
 

@@ -256,6 +256,7 @@ def mistyped(
     return f"{word!r} is unknown, the first word is one of {some}" if word else f"give one of {some} first"
 
 
+NAME = 230  # bytes of a name in --out: file systems take 255, and temporary names are longer
 SHOWN = 10  # names of subcommands in an error
 Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
 
@@ -358,6 +359,8 @@ def _twice(words: Sequence[str], parsed: Any) -> list[str]:
 def _no_folder(parsed: Any) -> list[str]:
     """An error for an --out that no folder can be made at or written to, before anything is loaded."""
     out = dict(_values(parsed)).get("out")
+    if isinstance(out, Path) and (long := [part for part in out.parts if len(os.fsencode(part)) > NAME]):
+        return [f"--out holds a name of {len(os.fsencode(long[0]))} bytes, {long[0][:20]}...: give at most {NAME}"]
     if not isinstance(out, Path) or out.is_symlink():
         return []
     above = next((place for place in (out, *out.parents) if place.is_symlink() or place.exists()), None)

@@ -178,6 +178,12 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     assert [*map(str, found.more)] == ["/home/me/a@0.5", "NAME=b", "~nobody-of-this-name/c", "~/d"]
 
 
+def test_a_name_that_is_too_long_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / ("n" * 300))])
+    with pytest.raises(SystemExit, match=r"^own: --out holds a name of 300 bytes, n{20}\.\.\.: give at most 230"):
+        cli.run("own", lambda args: pytest.fail("ran"), Paths, description=None)
+
+
 def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "access", lambda place, mode: place != tmp_path

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
+from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import RUNS, model_of, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
@@ -32,6 +33,19 @@ _FIELDS = {
 }
 RESULTS = "results.jsonl"
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
+
+
+def foreign_problems(out: Path) -> list[str]:
+    """Errors for files in a folder that `evaluate` and `write_report` would write to, and that they did not write."""
+    begins = {
+        RESULTS: b'{"method": ',
+        RUNS: b'{"label": ',
+        "results.json": b'{\n  "command": ',
+        "table.md": b"| Method |",
+        SCORES: b'{"key": ',
+        ANSWERS: b'{"key": ',
+    }
+    return checkpoint.foreign_problems({out / name: begin for name, begin in begins.items()})
 
 
 def find_checkpoints(paths: Sequence[Path]) -> list[Path]:

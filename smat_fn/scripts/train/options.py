@@ -103,6 +103,7 @@ def check_run(
     ]
     for task in dict.fromkeys(tasks):
         problems += problems_of(check_member, "task", task, known)
+        problems += checkpoint.foreign_problems({run.out / f"{task}.log.jsonl": b'{"step": '})
         if run.resume:
             continue
         problems += _existing(method, training, run, run.out / task, world)

@@ -1,11 +1,11 @@
 """Training checkpoints for --resume: one safetensors file, written atomically in a background thread."""
 
 import json
+import logging
 import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,8 @@ from ... import checkpoint, errors, machine
 from ...parallel import World
 from ..merge.finished import flat
 from ..merge.inputs import manifest_of
+
+log = logging.getLogger(__name__)
 
 
 class Snapshot(NamedTuple):
@@ -269,7 +271,7 @@ class Saver:
                 os.fsync(file.fileno())
             part.replace(self.path)
         except (OSError, SafetensorError) as error:  # a full disk is no reason to lose what is in memory
-            warnings.warn(f"{self.path} cannot be written ({error}): training continues without it", stacklevel=2)
+            log.warning("%s cannot be written (%s): training continues without it", self.path, error)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 

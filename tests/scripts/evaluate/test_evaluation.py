@@ -14,7 +14,7 @@ from smat_fn import checkpoint, machine
 from smat_fn.config import Adapters, Dare, Della, TaskArithmetic, Ties, Training, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.analyse.pictures import Interference, interference
+from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
@@ -201,6 +201,26 @@ def test_weights_that_their_manifest_does_not_name_are_not_scored(runs, merged, 
         return
     with pytest.raises(ValueError, match=f"the weights in {folder} are not those that its manifest.json names: put"):
         evaluate([folder])
+
+
+def test_only_files_that_an_evaluation_wrote_are_written_to(folders, rows, tmp_path):
+    write_report(tmp_path, rows, main_table(rows, split="test"), checkpoints=folders)
+    evaluate(folders[:1], keep=tmp_path)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["results.json", "results.jsonl", "runs.jsonl", "scores.jsonl", "table.md"]
+    assert evaluation.foreign_problems(tmp_path) == []
+    (tmp_path / "table.md").write_text("")
+    assert evaluation.foreign_problems(tmp_path) == []
+    for name in (*names, "answers.jsonl"):
+        (tmp_path / name).write_text("mine")
+        (problem,) = evaluation.foreign_problems(tmp_path)
+        assert (
+            problem == f"{tmp_path / name} holds something else than is written there: move it, or choose another place"
+        )
+        (tmp_path / name).unlink()
+    (tmp_path / "plot.png").write_text("mine")
+    with pytest.raises(ValueError, match=r"plot\.png holds something else"):
+        check_picture(tmp_path / "plot.png")
 
 
 def test_manifests_of_others_are_passed_over_and_fields_that_lack_are_named(runs, merged, tmp_path):

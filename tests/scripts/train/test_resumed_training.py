@@ -162,6 +162,14 @@ def test_a_damaged_expert_is_not_taken_for_a_finished_one(train, tmp_path, known
     assert said == ["rot90: already finished"]
 
 
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}], ids=repr)
+def test_a_log_that_is_not_one_of_training_stays(train, tmp_path, how):
+    (tmp_path / "rot90.log.jsonl").write_text("my notes")
+    with pytest.raises(ValueError, match=r"rot90\.log\.jsonl holds something else than is written there: move it"):
+        train(tmp_path, "ft", tasks=("rot90",), training=Training(steps=2, lr=5e-4), **how)
+    assert (tmp_path / "rot90.log.jsonl").read_text() == "my notes"
+
+
 def test_what_stands_in_the_place_of_an_expert_is_trained_into_or_named(train, tmp_path):
     options = {"name": "ft", "tasks": ("rot90", "mirror"), "training": Training(steps=2, lr=5e-4)}
     train(tmp_path / "whole", **options)
@@ -373,10 +381,7 @@ def test_an_interrupted_overwrite_resumes_and_replaces_the_experts_of_before(run
     before, stop = weights_of(tmp_path, "rot90"), Stop()
     after(monkeypatch, 2, lambda: setattr(stop, "signal", 15))
     monkeypatch.setattr(snapshots, "save_file", full := Full())
-    with (
-        pytest.warns(match="no space left"),
-        pytest.raises(Interrupted, match=r"rot90; nothing could be saved: continue with"),
-    ):
+    with pytest.raises(Interrupted, match=r"rot90; nothing could be saved: continue with"):
         train(tmp_path, tasks=("rot90", "mirror"), overwrite=True, stop=stop)
     assert (weights_of(tmp_path, "rot90"), full.asked) == (before, 1)
     with pytest.raises(
@@ -502,7 +507,7 @@ def test_a_snapshot_is_due_by_steps_or_by_minutes_since_the_last_one(tmp_path, m
     assert not saver.due(4)
 
 
-def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch):
+def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
@@ -513,8 +518,10 @@ def test_a_full_disk_costs_the_snapshot_alone(tmp_path, monkeypatch):
         saver.save(State({"w": torch.ones(2)}, (), 1), {})
         saver.wait()
 
-    with pytest.warns(UserWarning, match="no space left.*training continues without it"):
-        save()
+    save()
+    assert caplog.messages == [
+        f"{tmp_path / 'a.safetensors'} cannot be written (no space left): training continues without it"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
