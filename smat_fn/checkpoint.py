@@ -28,8 +28,8 @@ REPLACED = ".replaced"  # ends the name of a file that names an expert which --o
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
-_OURS = {SOURCES, RECIPE, WEIGHTS, INDEX, MANIFEST, "README.md", "adapter_model.safetensors", "adapter_config.json"}
-_OURS |= {*STATISTICS.values()}
+_ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
+_OF_MERGES = {SOURCES, RECIPE, "README.md"}  # beside the weights that a manifest names
 
 
 def save_expert(
@@ -40,6 +40,7 @@ def save_expert(
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
     statistics: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]] | None = None,
+    hashed: bool = False,
 ) -> None:
     """Write a checkpoint folder atomically: to a temporary sibling, which is then renamed.
 
@@ -52,6 +53,7 @@ def save_expert(
         overwrite: replace an existing folder (default: refuse).
         files: more text files of the folder, by file name.
         statistics: leaves and facts by kind, as `save_statistics` takes them.
+        hashed: add ``files`` to the manifest, the SHA-256 of the file of weights by its name.
 
     Raises:
         ValueError: the folder exists and ``overwrite`` is off, or the manifest is not JSON.
@@ -73,7 +75,9 @@ def save_expert(
             stored[name] = leaf.clone() if storage in seen else leaf
             seen.add(storage)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-        text = _as_json(manifest()) if callable(manifest) else text
+        if callable(manifest) or hashed:
+            facts = manifest() if callable(manifest) else manifest
+            text = _as_json({**facts, **({"files": file_hashes(folder, WEIGHTS)} if hashed else {})})
         for file, content in {**(files or {}), MANIFEST: text}.items():
             (folder / file).write_text(content, encoding="utf-8")
         for kind, (own, facts) in (statistics or {}).items():
@@ -231,6 +235,15 @@ def fingerprint(params: Params) -> str:
     return digest.hexdigest()
 
 
+def file_hashes(folder: Path, *names: str) -> dict[str, str]:
+    """SHA-256 of files in a folder by name. Raises: OSError for one that cannot be read."""
+    found = {}
+    for name in names:
+        with open(folder / name, "rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def same(one: Params, other: Params) -> bool:
     """Whether two trees are bit-identical, so that their fingerprints are equal; nothing is hashed."""
     left, right = tree.flatten(one), tree.flatten(other)
@@ -284,7 +297,8 @@ def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        yield fresh
+        with named_in_errors(target):
+            yield fresh
         for file in fresh.glob("*.safetensors"):
             file.chmod(fresh.stat().st_mode & 0o666)
         take_place(fresh, target)
@@ -325,10 +339,22 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.parent / f".{path.name}.new-{os.getpid()}"
     try:
-        fresh.write_bytes(content)
+        with named_in_errors(path):
+            fresh.write_bytes(content)
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Adds the name of a file or folder to an OSError of the block that has none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
@@ -345,6 +371,18 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise ValueError(f"{path} exists: choose another folder or pass --overwrite (overwrite=True)")
+
+
+def foreign_problems(files: Mapping[Path, bytes]) -> list[str]:
+    """Errors for files that exist and were not written here. Args: files: how each begins that was."""
+    problems = []
+    for file, begin in files.items():
+        if file.is_file():
+            with open(file, "rb") as opened:
+                there = opened.read(len(begin))
+            if there != begin[: len(there)]:  # of a killed process, a part
+                problems.append(f"{file} holds something else than is written there: move it, or choose another place")
+    return problems
 
 
 def follow(path: Path) -> Path:
@@ -365,7 +403,19 @@ def _strangers(path: Path) -> list[str]:
         manifest: Any = load_manifest(path)
     except (ValueError, OSError):
         return there
-    named = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not (named is None or isinstance(named, dict)):
+    named = manifest.get("files", {}) if isinstance(manifest, dict) else None
+    if not isinstance(named, dict):
         return there
-    return [name for name in there if name not in _OURS and name not in (named or {})]
+    ours = {MANIFEST, *named}
+    adapter = not _ADAPTER.isdisjoint(named) or (_ADAPTER.issubset(there) and WEIGHTS not in there)
+    ours |= _ADAPTER if adapter else {WEIGHTS}
+    ours |= set() if manifest.get("kind") in ("base", "expert", "snapshot") else _OF_MERGES
+    ours |= {file for kind, file in STATISTICS.items() if file in there and _holds_statistics(path / file, kind)}
+    return [name for name in there if name not in ours]
+
+
+def _holds_statistics(file: Path, kind: str) -> bool:
+    try:
+        return statistics_facts(file).get("kind") == kind
+    except (ValueError, AttributeError):
+        return False

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..checkpoint import fingerprint
 
 HELD = 2 * 2**30  # bytes of a split's pixels or frozen states that are kept here and in memory; of a larger one none
 log = logging.getLogger(__name__)
+_unwritable = set[Path]()  # folders that a line in the log has named
 
 
 def cache_dir() -> Path:
@@ -35,20 +36,27 @@ def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, T
     """The result of ``build()``, or its stored result for this name and config, bit-identical.
 
     The file is ``<name>-<hash of config>.safetensors`` in `cache_dir`, written beside itself and renamed, so that
-    readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log. The hash
-    covers the processor and the kernels in use too, which round differently.
+    readers never meet half a file. A file that fails its fingerprint is built again, with a line in the log. Where none
+    can be written, the result is returned all the same, with one line in the log of the process. The hash covers the
+    processor and the kernels in use too, which round differently.
 
     Args: config: JSON values, everything that the tensors depend on.
     """
     text = json.dumps({**config, "cpu": machine.cpu()}, sort_keys=True)
     path = cache_dir() / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.safetensors"
-    if path.exists():
-        try:
+    try:
+        if path.exists():
             return _read(path, text)
-        except Exception as error:  # a broken file can fail in many ways, none of them fatal
-            log.warning("cache file %s is not usable (%s): building it again", path, error)
+    except Exception as error:  # a broken file can fail in many ways, none of them fatal
+        log.warning("cache file %s is not usable (%s): building it again", path, error)
     tensors = build()
-    _write(path, text, tensors)
+    try:
+        _write(path, text, tensors)
+    except (OSError, SafetensorError) as error:
+        if path.parent not in _unwritable:
+            _unwritable.add(path.parent)
+            said = "the cache %s cannot be written (%s): what it would keep is computed again by every command; "
+            log.warning(said + "free space there, or set SMAT_FN_CACHE to another folder", path.parent, error)
     return tensors
 
 

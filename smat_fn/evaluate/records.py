@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..checkpoint import named_in_errors
+
 log = logging.getLogger(__name__)
 
 SCORES, ANSWERS = "scores.jsonl", "answers.jsonl"
@@ -92,7 +94,7 @@ class Records:
             return
         text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / name, "a+b", buffering=0) as file:
+        with named_in_errors(path := self._folder / name), open(path, "a+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             broken = file.read(1) not in (b"", b"\n")  # off by a kill, or another program has not written its end

@@ -165,6 +165,7 @@ def score_models(
     seed: int,
     coefs: Mapping[str, float] | None = None,
     scorer: Scorer | None = None,
+    prints: Mapping[str, str] = NOTHING,
 ) -> list[Result]:
     """Score experts on their own task, and every other model on all tasks of the suite.
 
@@ -176,6 +177,7 @@ def score_models(
         seed: training seed, for the rows.
         coefs: coefficient by name of a merged model, for the rows.
         scorer: `Scorer` of this suite; None: a new one without a cache.
+        prints: fingerprints of models by name, where they are known.
 
     Returns:
         One `Result` per model and task.
@@ -189,7 +191,8 @@ def score_models(
     scorer = Scorer(suite) if scorer is None else scorer
     rows = []
     for model, params in models.items():
-        facts, name = {"fingerprint": checkpoint.fingerprint(params)}, f"{method} {model}, seed {seed}"
+        facts = {"fingerprint": prints.get(model) or checkpoint.fingerprint(params)}
+        name = f"{method} {model}, seed {seed}"
         for task in [model.removeprefix(EXPERT)] if model.startswith(EXPERT) else suite.tasks:
             score = scorer.score(lambda params=params: params, task, split, model=facts, name=name)  # type: ignore[misc]
             rows.append(Result(method, model, task, split, score, seed, (coefs or {}).get(model)))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .. import errors, random, tree
-from ..checkpoint import MANIFEST, atomic_folder, load_manifest
+from ..checkpoint import MANIFEST, atomic_folder, file_hashes, load_manifest
 from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of, names_of
 
@@ -31,6 +31,7 @@ def save_peft(
     manifest: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     task_type: str | None = None,
     overwrite: bool = False,
+    hashed: bool = False,
 ) -> None:
     """Write adapters as a folder that ``peft.PeftModel.from_pretrained`` loads, atomically.
 
@@ -39,6 +40,7 @@ def save_peft(
         manifest: JSON values for ``manifest.json`` beside them (default: that they are adapters), or a function that
             returns them, called when the weights are written.
         task_type: as PEFT names it ("CAUSAL_LM").
+        hashed: as of `smat_fn.checkpoint.save_expert`.
 
     Raises:
         ValueError: if the folder exists and ``overwrite`` is off; for adapters that are not those of ``lora``.
@@ -67,7 +69,9 @@ def save_peft(
     with atomic_folder(path, overwrite=overwrite) as folder:
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt", **noted})
         facts = manifest() if callable(manifest) else manifest
-        texts = {CONFIG: config, MANIFEST: {"adapter": "trained"} if facts is None else dict(facts)}
+        facts = {"adapter": "trained"} if facts is None else dict(facts)
+        facts |= {"files": file_hashes(folder, WEIGHTS)} if hashed else {}
+        texts = {CONFIG: config, MANIFEST: facts}
         for name, value in texts.items():
             (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Shared command line of the scripts: options from a dataclass, one-line errors. Does not import torch."""
 
+import errno
 import inspect
 import os
 import re
@@ -255,6 +256,7 @@ def mistyped(
     return f"{word!r} is unknown, the first word is one of {some}" if word else f"give one of {some} first"
 
 
+NAME = 230  # bytes of a name in --out: file systems take 255, and temporary names are longer
 SHOWN = 10  # names of subcommands in an error
 Command = tuple[Callable[[Any], None], type]  # what it does, the class of its options
 
@@ -325,10 +327,17 @@ def _call(main: Callable[[Any], None], parsed: Any, words: Sequence[str], prog: 
             if (threads := getattr(part, "threads", 1)) < 1:
                 raise ValueError(f"--threads is {threads}, must be at least 1")
         main(parsed)
+    except BrokenPipeError:
+        raise  # the reader of the output has ended, and so does `entry.run`
     except (ValueError, OSError) as error:
         names = [name for name, _ in _values(parsed)]
         sys.exit(f"{prog}:{named(spoken(in_lines(error), names), script)}")
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or re.search("an(not|'t) allocate memory", str(error)):  # of torch
+            sys.exit(
+                f"{prog}: the system gives no more memory or address space ({textwrap.shorten(str(error), 300)}): end "
+                "other programs, or raise the limit that is set here (ulimit -v, --mem of Slurm)"
+            )
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which is not imported here
             raise
         sys.exit(
@@ -352,6 +361,8 @@ def _twice(words: Sequence[str], parsed: Any) -> list[str]:
 def _no_folder(parsed: Any) -> list[str]:
     """An error for an --out that no folder can be made at or written to, before anything is loaded."""
     out = dict(_values(parsed)).get("out")
+    if isinstance(out, Path) and (long := [part for part in out.parts if len(os.fsencode(part)) > NAME]):
+        return [f"--out holds a name of {len(os.fsencode(long[0]))} bytes, {long[0][:20]}...: give at most {NAME}"]
     if not isinstance(out, Path) or out.is_symlink():
         return []
     above = next((place for place in (out, *out.parents) if place.is_symlink() or place.exists()), None)
@@ -372,5 +383,8 @@ def _values(options: Any) -> Iterator[tuple[str, Any]]:
 
 def in_lines(error: Exception) -> str:
     """The text of an error after the colon, or a line for each of several problems."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        rerun = "free disk space and rerun the command, it resumes from what is kept (training with --resume)"
+        return f" {error.filename or 'a file'} cannot be written ({error.strerror}): {rerun}"
     found = getattr(error, "problems", ())
     return f" {error}" if len(found) < 2 else "".join(f"\n  {problem}" for problem in found)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from smat_fn import checkpoint, tree
+from smat_fn import checkpoint, lora, tree
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool),
@@ -201,6 +201,37 @@ def test_an_existing_folder_is_refused_before_any_work(tmp_path):
             checkpoint.save_expert(tmp_path / "own", {"a": values(2)}, {}, overwrite=overwrite)
 
 
+MERGES_OWN = ("README.md", "recipe.yml", "sources.json")
+STATISTICS = ("fisher.safetensors", "gram.safetensors", "adam.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["base", "expert", "snapshot", "merged", "adapters", None])
+def test_only_what_is_written_into_a_kind_of_folder_is_replaced(tmp_path, kind):
+    facts = {} if kind is None else {"kind": "expert" if kind == "adapters" else kind}
+    texts = dict.fromkeys(MERGES_OWN, "made") if kind in ("merged", None) else {}
+    adapter = lora.Lora(("w.weight",), 1, 1.0)
+
+    def save(*, overwrite):
+        if kind == "adapters":
+            leaves = {"w.lora_A.weight": values(1, 2), "w.lora_B.weight": values(2, 1)}
+            lora.save_peft(tmp_path / "e", leaves, adapter, base="x", manifest=facts, overwrite=overwrite, hashed=True)
+        else:
+            checkpoint.save_expert(tmp_path / "e", {"a": values(2)}, facts, files=texts, overwrite=overwrite)
+
+    save(overwrite=False)
+    for name in STATISTICS:
+        checkpoint.save_statistics(tmp_path / "e", name.partition(".")[0], {"a": values(2)}, {"expert": ""})
+    save(overwrite=True)
+    mine = {*MERGES_OWN, *STATISTICS, "model.safetensors", "adapter_config.json", "adapter_model.safetensors", "x.txt"}
+    for name in mine - {file.name for file in (tmp_path / "e").iterdir()}:
+        (tmp_path / "e" / name).write_text("mine")
+        with pytest.raises(ValueError, match=f"e holds .*{name}, which no manifest of smat_fn in it names"):
+            save(overwrite=True)
+        assert (tmp_path / "e" / name).read_text() == "mine"
+        (tmp_path / "e" / name).unlink()
+    save(overwrite=True)
+
+
 @pytest.mark.parametrize("bad", [torch.ones(1), float("nan"), float("inf"), {1, 2}, Path("x")], ids=repr)
 def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_path, bad):
     with pytest.raises(ValueError, match="the manifest is not JSON"):
@@ -318,3 +349,16 @@ def test_a_sweep_takes_the_name_of_a_folder_letter_by_letter(tmp_path):
         (tmp_path / name).mkdir()
     checkpoint.sweep(tmp_path / "a[1]")
     assert [path.name for path in tmp_path.iterdir()] == [".a1.new-6"]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    named = f"No space left on device: '{tmp_path / 'e'}'"
+    with pytest.raises(OSError, match=named), checkpoint.atomic_folder(tmp_path / "e"):
+        full()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'x.json'}'"):
+        checkpoint.write_text(tmp_path / "x.json", "1")
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from smat_fn.data import cache
 from smat_fn.data.cache import cache_dir, cached
 
 TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor(7, dtype=torch.int64)}
@@ -71,14 +73,26 @@ def test_a_damaged_file_is_built_again(folder, damage, caplog):
     assert again.calls == 0
 
 
-def test_a_failed_write_leaves_no_file(folder, monkeypatch):
-    def fail(source, target):
-        raise OSError("disk full")
+@pytest.mark.parametrize("failure", [OSError("disk full"), SafetensorError("I/O error: disk full")], ids=repr)
+def test_a_failed_write_leaves_no_file_is_said_once_and_costs_no_result(folder, monkeypatch, caplog, failure):
+    def fail(*_):
+        raise failure
 
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        cached("x", {"seed": 1}, Counter())
+    monkeypatch.setattr(*("os.replace", fail) if isinstance(failure, OSError) else (cache, "save_file", fail))
+    for seed in (1, 2):
+        assert cached("x", {"seed": seed}, Counter()) is TENSORS
     assert not list(folder.iterdir())
+    (line,) = caplog.messages
+    assert line.startswith(f"the cache {folder} cannot be written ({failure}): ")
+    assert "SMAT_FN_CACHE" in line
+
+
+def test_a_cache_below_a_file_costs_no_result(folder, monkeypatch, caplog):
+    folder.write_text("not a folder")
+    monkeypatch.setenv("SMAT_FN_CACHE", str(folder / "below"))
+    assert cached("x", {"seed": 1}, Counter()) is TENSORS
+    (line,) = caplog.messages
+    assert line.startswith(f"the cache {folder / 'below'} cannot be written")
 
 
 def test_the_folder_is_that_of_the_environment_or_of_the_user(folder, monkeypatch, tmp_path):

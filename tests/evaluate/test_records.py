@@ -92,3 +92,10 @@ def test_a_key_is_the_content_of_its_facts():
     assert len({content_key(f) for f in (facts, *others)}) == 4
     with pytest.raises(ValueError, match="JSON"):
         content_key({"a": float("nan")})
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    records = Records(tmp_path)
+    (tmp_path / "scores.jsonl").symlink_to("/dev/full")  # has no end to read
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'scores.jsonl'}'"):
+        records.add_score("k", Kept(1.0, 0.1), {})

@@ -178,6 +178,12 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     assert [*map(str, found.more)] == ["/home/me/a@0.5", "NAME=b", "~nobody-of-this-name/c", "~/d"]
 
 
+def test_a_name_that_is_too_long_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / ("n" * 300))])
+    with pytest.raises(SystemExit, match=r"^own: --out holds a name of 300 bytes, n{20}\.\.\.: give at most 230"):
+        cli.run("own", lambda args: pytest.fail("ran"), Paths, description=None)
+
+
 def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "access", lambda place, mode: place != tmp_path
@@ -187,6 +193,39 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(tmp_path, m
         SystemExit, match=rf"^own: --out is {tmp_path}/a/b, but {tmp_path} cannot be written to: choose"
     ):
         cli.run("own", lambda args: pytest.fail("ran"), Paths, description=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "a/scores.jsonl"), "a/scores.jsonl cannot be written (No space left"),
+        (OSError(28, "No space left on device"), "a file cannot be written (No space left on device): free disk space"),
+        (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (MemoryError("6 GB"), "the system gives no more memory or address space (6 GB): end other programs, or raise"),
+        (RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)"), "the system gives no more"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "the system gives no more"),
+    ],
+    ids=repr,
+)
+def test_what_the_machine_lacks_ends_a_command_with_one_line(error, said, monkeypatch, tmp_path):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / "x")])
+    with pytest.raises(SystemExit) as ended:
+        cli.run("own", fail, Paths, description=None)
+    assert str(ended.value).startswith(f"own: {said}")
+    assert "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("a bug")], ids=repr)
+def test_a_closed_output_and_bugs_are_not_errors_of_the_user(error, monkeypatch, tmp_path):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["own", "--out", str(tmp_path / "x")])
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        cli.run("own", fail, Paths, description=None)
 
 
 @pytest.mark.parametrize("words", [["--out", ""], ["--out="], ["--out", "o", "--more", "a", ""]])

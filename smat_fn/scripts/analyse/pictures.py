@@ -113,6 +113,8 @@ def check_picture(path: Path) -> None:
     """Raises: ValueError for a place where no PNG can be written, ModuleNotFoundError without matplotlib."""
     import matplotlib  # noqa: F401 - what draws at the end must be there before a long merge
 
+    from ... import checkpoint
+
     above = next(place for place in path.absolute().parents if place.exists())
     if above.is_dir() and not os.access(above, os.W_OK):
         raise ValueError(f"--plot {path}: {above} cannot be written to: name a file elsewhere")
@@ -120,6 +122,7 @@ def check_picture(path: Path) -> None:
         below = "is a PNG" if above.is_dir() else f"would lie below a file, {above}"
         reason = "cannot replace a folder" if path.is_dir() else below
         raise ValueError(f"--plot {path}: the picture {reason}; name a file that ends in .png")
+    errors.raise_problems(checkpoint.foreign_problems({path: b"\x89PNG\r\n"}))
 
 
 def picture(path: Path, rows: Sequence[Mapping[str, Any]], merged: Sequence[Path]) -> None:

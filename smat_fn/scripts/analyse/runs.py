@@ -16,7 +16,7 @@ from ...evaluate import Scorer
 from ...suites import Suite
 from ...types import Params
 from ..merge.choosing import merge_one
-from ..merge.inputs import Inputs, find_inputs, like_base, load_inputs, mask_key, trained_by, unreplaced
+from ..merge.inputs import Inputs, find_inputs, like_base, load_inputs, manifest_of, mask_key, trained_by, unreplaced
 from ..merge.merging import common_suite
 
 
@@ -109,7 +109,7 @@ def chosen_merger(
     stored = [
         manifest["hyperparameters"]
         for file in sorted(run.path.rglob(checkpoint.MANIFEST))
-        if (manifest := checkpoint.load_manifest(file.parent)).get("kind") == "merged"
+        if (manifest := manifest_of(file.parent)).get("kind") == "merged"
         and manifest["merger"] == merger
         and manifest["hyperparameters"].keys() <= {field.name for field in fields(config)}  # no coefs, no lines
         and manifest["experts"] == {task: m.get("fingerprint") for task, m in run.inputs.manifests.items()}

@@ -62,6 +62,7 @@ def main(args: Eval) -> None:
 
     from smat_fn.checkpoint import write_bytes
     from smat_fn.config import preset_of
+    from smat_fn.errors import raise_problems
     from smat_fn.evaluate.scoring import shares_note
     from smat_fn.folders.files import identity
     from smat_fn.report.plots import check_colours, main_plot
@@ -71,6 +72,7 @@ def main(args: Eval) -> None:
     torch.set_num_threads(args.threads)
     if args.plot:
         pictures.check_picture(args.plot)
+    raise_problems(evaluation.foreign_problems(args.out) if args.out else [])
     implied = {}
     if args.preset is not None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}

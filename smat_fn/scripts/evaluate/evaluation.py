@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import checkpoint, errors, lora, machine, tree
 from ...evaluate import Records, Result, Scorer, score_bar, score_models, write_results
+from ...evaluate.records import ANSWERS, SCORES
 from ...evaluate.results import RUNS, model_of, run_of
 from ...evaluate.statistics import differences
 from ...folders.inputs.adapters import is_adapter
@@ -22,12 +23,29 @@ from ...folders.several import is_several, task_params
 from ...report.tables import MainTable, main_table, markdown
 from ...suites import Suite, load_suite
 from ...types import Params
-from ..merge.inputs import manifest_of, named, unreplaced, with_tasks_of
+from ..merge.inputs import check_weights, manifest_of, named, unreplaced, with_tasks_of
 from ..merge.whole_models import lacking_problems, own_dtype, part_of, whole_base
 
 SCORED = "expert", "merged"  # kinds of manifests that tell the tasks; an exported model is as one of another tool
+_FIELDS = {
+    "expert": ("task", "label", "seed", "hyperparameters"),
+    "merged": ("merger", "experts", "label", "seed", "hyperparameters"),
+}
 RESULTS = "results.jsonl"
 OTHER = "folder"  # in what stands for the manifest of an expert of another tool
+
+
+def foreign_problems(out: Path) -> list[str]:
+    """Errors for files in a folder that `evaluate` and `write_report` would write to, and that they did not write."""
+    begins = {
+        RESULTS: b'{"method": ',
+        RUNS: b'{"label": ',
+        "results.json": b'{\n  "command": ',
+        "table.md": b"| Method |",
+        SCORES: b'{"key": ',
+        ANSWERS: b'{"key": ',
+    }
+    return checkpoint.foreign_problems({out / name: begin for name, begin in begins.items()})
 
 
 def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
@@ -47,7 +65,7 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
             found[path] = None
             continue
         folders = [manifest.parent for manifest in sorted(path.rglob(checkpoint.MANIFEST))]
-        folders = [f for f in folders if checkpoint.load_manifest(f).get("kind") in SCORED]
+        folders = [f for f in folders if manifest_of(f).get("kind") in SCORED]
         if not folders:
             way = "give folders of train.py or merge.py"
             if (path / "config.json").is_file() or is_adapter(path):
@@ -66,6 +84,15 @@ def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """
     given = {folder: name for folder in folders if (name := named(folder)[0]) is not None}
     found = {folder: checkpoint.load_manifest(folder) for folder in folders if folder not in given}
+    lacking = {folder: [n for n in _FIELDS[m["kind"]] if n not in m] for folder, m in found.items()}
+    errors.raise_problems(
+        [
+            f"{folder / checkpoint.MANIFEST} lacks {', '.join(names)}: put back the one written with the weights, or "
+            "move the folder"
+            for folder, names in lacking.items()
+            if names
+        ]
+    )
     names = set(given.values())
     merged = [m for m in found.values() if m["kind"] == "merged" and names <= set(m["experts"])]
     line = merged[0] if merged else {"label": "+".join(given.values()), "seed": 0}
@@ -106,8 +133,8 @@ def evaluate(
     Raises:
         ValueError: lists every checkpoint without a suite, of another base, merged from other experts than those that
             are scored beside it, or of one label, model and seed with another, before any is scored; for scores that
-            `main_table` cannot average, before they are computed; for weights that are not finite and scores that are
-            not numbers.
+            `main_table` cannot average, before they are computed; for weights that are not finite or not those that
+            their manifest names, and scores that are not numbers.
     """
     manifests = manifests_of(folders)
     own, suites = _suites(manifests, options or {}, implied)
@@ -131,7 +158,7 @@ def evaluate(
             if on_model is not None:
                 on_model(str(folder))
             scorer, model = scorers[own[folder]], model_of(manifest)
-            for tasks, params in _models(folder, manifest, *suites[own[folder]], report):
+            for tasks, params, known in _models(folder, manifest, *suites[own[folder]], report):
                 tree.check_finite(tree.flatten(params), str(folder))
                 rows += score_models(
                     scorer.suite.replace(tasks=tasks),
@@ -141,6 +168,7 @@ def evaluate(
                     seed=manifest["seed"],
                     coefs={model: manifest["hyperparameters"].get("coef")},
                     scorer=scorer,
+                    prints={model: known},
                 )
     return rows
 
@@ -324,24 +352,31 @@ def _tasks(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _models(
     folder: Path, manifest: Mapping[str, Any], suite: Suite, base_print: str, report: Callable[[str], None]
-) -> Iterator[tuple[tuple[str, ...], Params]]:
-    """The models in a folder and the tasks of each: one for all, or one for each task.
+) -> Iterator[tuple[tuple[str, ...], Params, str]]:
+    """The models in a folder, the tasks of each, one for all or one for each task, and its fingerprint if it is known.
 
     Args: base_print: the fingerprint of the suite's base; a merged model of another one is of whole models.
+    Raises: ValueError for weights that are not those of the manifest.
     """
     base = suite.base
     if manifest["kind"] == "merged" and manifest["base_fingerprint"] != base_print:
         base = whole_base(suite) or base  # `_suites` has checked it
     if is_several(folder):
+        check_weights(folder, manifest)
         for task in _tasks(manifest):
-            yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base)
+            yield (task,), _of_suite(folder, task_params(folder, task, base), suite, base), ""
         return
+    known = ""
     if OTHER in manifest:
         leaves = _of_other_tools(Path(manifest[OTHER]), manifest["task"], suite, report)
     elif manifest["kind"] == "merged":
-        leaves = _of_suite(folder, checkpoint.load_leaves(folder)[0], suite, base)
+        read = checkpoint.load_leaves(folder)[0]
+        known = _checked(folder, manifest, read)
+        leaves = _of_suite(folder, read, suite, base)
+        known = known if leaves is read else ""
     else:
-        yield suite.tasks, lora.load_expert(folder, suite.base)[0]
+        params = lora.load_expert(folder, suite.base)[0]
+        yield suite.tasks, params, _checked(folder, manifest, params)
         return
     if narrow := _narrower(leaves, suite.base):
         names = ", ".join(sorted({tree.dtype_name(leaf) for leaf in narrow.values()}))
@@ -351,7 +386,14 @@ def _models(
     for path, leaf in leaves.items():
         if leaf.dtype != (dtype := suite.base[path].dtype):
             raise ValueError(f"{folder} has {path!r} in {leaf.dtype}, its suite in {dtype}: merge again in that dtype")
-    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves
+    yield suite.tasks if manifest["kind"] == "expert" else _tasks(manifest), leaves, "" if narrow else known
+
+
+def _checked(folder: Path, manifest: Mapping[str, Any], params: Params) -> str:
+    """The fingerprint of weights that were read. Raises: ValueError for others than those of the manifest."""
+    found = checkpoint.fingerprint(params)
+    check_weights(folder, manifest, None if is_adapter(folder) else found)
+    return found
 
 
 def _of_other_tools(folder: Path, task: str, suite: Suite, report: Callable[[str], None]) -> dict[str, Tensor]:

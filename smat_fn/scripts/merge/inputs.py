@@ -55,7 +55,7 @@ def find_inputs(run: Path) -> tuple[Path, list[Path]]:
     experts = [
         path.parent
         for path in sorted(run.glob(f"*/{checkpoint.MANIFEST}"))
-        if checkpoint.load_manifest(path.parent).get("kind") in ("expert", "snapshot")
+        if manifest_of(path.parent).get("kind") in ("expert", "snapshot")
     ]
     if not experts:
         if not run.exists():
@@ -78,6 +78,9 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         [f"{run} has experts of {', '.join(old)} that an interrupted --overwrite has yet to replace"] if old else []
     )
     problems += [f"{run} has a log but no expert of {', '.join(begun)}"] if begun else []
+    taken = [folder for folder in (out / task for task in begun) if not is_free(folder)]
+    if taken:
+        problems[-1] += f", and {', '.join(map(str, taken))} cannot take it: move that away"
     if problems:
         problems.append("end the training by train.py ... --resume")
     if begun and not old:
@@ -85,6 +88,11 @@ def all_inputs(run: Path) -> tuple[Path, list[Path]]:
         problems[-1] += f", or move {files} away to merge {', '.join(sorted(ended))} alone"
     errors.raise_problems(problems)
     return base, experts
+
+
+def is_free(folder: Path) -> bool:
+    """Whether nothing is in the place of an expert but, at most, an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def unreplaced(experts: Iterable[Path]) -> list[str]:
@@ -247,9 +255,9 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
             if manifest and not is_adapter(path):
                 like = checkpoint.load_leaves(path)[0] if origin is None else origin
                 loaded[name] = lora.load_expert(path, like)[0]
-                if manifest["kind"] in ("expert", "snapshot") and (stated := manifest.get("fingerprint")):
+                if manifest.get("fingerprint"):
                     prints.append((loaded[name], checkpoint.fingerprint(loaded[name])))
-                    problems += [] if prints[-1][1] == stated else [_rewritten(path)]
+                    check_weights(path, manifest, prints[-1][1])
             else:  # of train.py the fingerprint tells the base, whatever its adapters' configuration calls it
                 apart: dict[str, list[str]] | None = {} if heads and not manifest else None
                 said = [] if manifest else notes
@@ -257,6 +265,8 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
                 if apart:
                     (stand_ins[name],) = apart.values()
                 prints += [] if manifest else [(loaded[name], checkpoint.fingerprint(loaded[name]))]
+                if manifest:
+                    check_weights(path, manifest)
             tree.check_finite(loaded[name], str(path))
         except ValueError as error:
             problems += str(error).split("; ")
@@ -273,12 +283,62 @@ def load_inputs(base: Path, experts: Sequence[Path], *, known: Inputs | None = N
     return Inputs(origin, loaded, manifests, places, notes=noted, prints=tuple(prints), stand_ins=stand_ins)
 
 
-def _rewritten(path: Path) -> str:
-    """An error for weights that another program wrote into an expert's folder: its manifest names those before them,
-    and finished merges, statistics and scores would be taken for theirs."""
+def check_weights(path: Path, manifest: Mapping[str, Any], found: str | None = None) -> None:
+    """Raises: ValueError for weights that are missing, or not those that the manifest of their folder names: another
+    program wrote them, or they are damaged. Finished merges, statistics and scores would be taken for theirs.
+
+    Adapters of earlier code are only read: their manifest has no hash of their file, and its fingerprint is of what
+    they add up to with base.
+
+    Args: found: the fingerprint of the weights as they were read; None: their file is hashed, or read.
+    """
+    stated, files = manifest.get("fingerprint"), _weights_named(manifest)
+    if found is not None and stated in (None, found):
+        return
+    if gone := [path / name for name in files if not (path / name).is_file()]:
+        raise ValueError(f"{gone[0]} is missing: put it back, or delete {path} to make it again")
+    if files:
+        same = checkpoint.file_hashes(path, *files) == files
+    elif is_adapter(path):
+        same = bool(lora.load_peft(path))
+    else:
+        same = stated in (None, found or checkpoint.fingerprint(checkpoint.load_leaves(path)[0]))
+    if not same:
+        raise ValueError(other_weights(path))
+
+
+def rewritten_meanwhile(
+    experts: Mapping[str, Path], inputs: Mapping[str, Iterable[Path]], hashes: Mapping[Path, str]
+) -> list[str]:
+    """Errors as those of `check_weights` for the experts of a merge that has read and hashed its inputs.
+
+    No file is read again, but those of whole models of earlier code, whose manifests have no hash of them.
+
+    Args: experts: folders by name; inputs: the files that were read, by label; hashes: SHA-256 of these files.
+    """
+    problems = []
+    for name, path in experts.items():
+        manifest = manifest_of(path)
+        if not (files := _weights_named(manifest)):
+            problems += problems_of(check_weights, path, manifest) if manifest and not is_adapter(path) else []
+            continue
+        read = {str(f.relative_to(path)): hashes[f] for f in inputs[f"expert {name!r}"] if path in f.parents}
+        if not (both := files.keys() & read.keys()) or any(files[file] != read[file] for file in both):
+            problems.append(other_weights(path))
+    return problems
+
+
+def _weights_named(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of the files of weights that a manifest names."""
+    files = manifest.get("files")
+    return {n: h for n, h in files.items() if n.endswith(".safetensors")} if isinstance(files, dict) else {}
+
+
+def other_weights(path: Path) -> str:
+    """The error for weights that are not those of their manifest."""
     return (
-        f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or remove "
-        f"{checkpoint.MANIFEST} to merge the new ones as those of another program"
+        f"the weights in {path} are not those that its {checkpoint.MANIFEST} names: put these back, or delete the "
+        f"folder to make it again, or remove {checkpoint.MANIFEST} to take the new ones as those of another program"
     )
 
 

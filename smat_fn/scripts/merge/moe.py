@@ -22,7 +22,7 @@ from ...merge.around.mixture import random_rows, rows
 from .. import outcome
 from .card import card, licenses_of
 from .finished import differences, hashes, other_inputs, texts
-from .inputs import facts_of, manifest_of
+from .inputs import facts_of, manifest_of, rewritten_meanwhile
 from .recipe import DTYPES, fields_of, folders_beside, placed
 from .recipe_write import folder_name, placed_by_name
 from .settings import Moe
@@ -218,6 +218,7 @@ def _texts(
 ) -> dict[str, str]:  # fmt: skip
     """Manifest, model card, recipe and the places of inputs."""
     inputs = _inputs(models)
+    errors.raise_problems(rewritten_meanwhile(paths, inputs, report.hashes))
     hashed = hashes(files, inputs, report.hashes)
     origin, merged = fingerprints_of(base, files[0].parent)
     said = f"attention, norms and embeddings are base's, the MLPs those of {', '.join(paths)}; routers by {asked.mode}"

@@ -39,7 +39,7 @@ from ...merge.parts.masked import of_all_tasks
 from .. import outcome
 from .card import card, licenses_of, rounding
 from .finished import differences, hashes, is_merged, other_inputs, seconds_to_hash, texts
-from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key
+from .inputs import by_name, depth_problems, facts_of, manifest_of, mask_key, other_weights, rewritten_meanwhile
 from .pushing import pushed
 from .recipe_write import BESIDE, OWN, placed_by_name, written
 
@@ -298,7 +298,11 @@ def _options(config: MergerConfig, order: Order) -> Options:
 def _texts(
     config: MergerConfig, order: Order, origins: dict[tuple[str, ...], str], files: Sequence[Path], report: Report
 ) -> dict[str, str]:
-    """Manifest and model card of a merged model. Args: origins: fingerprints of base by the hashes of its files."""
+    """Manifest and model card of a merged model. Args: origins: fingerprints of base by the hashes of its files.
+
+    Raises: ValueError for inputs of other weights than their manifests name.
+    """
+    errors.raise_problems(rewritten_meanwhile(order.experts, report.inputs, report.hashes))
     facts = facts_of(order.base, list(order.experts.values()), order.manifests, order.seed)
     hashed = hashes(files, report.inputs, report.hashes)
     facts["experts"] = expert_prints(facts["experts"], hashed)
@@ -333,10 +337,15 @@ def expert_prints(experts: Mapping[str, str | None], hashed: Mapping[str, Any]) 
 
 
 def fingerprints_of(base: Path, merged: Path, known: str | None = None) -> tuple[str, str]:
-    """The fingerprints of a base, unless it is known, and of what was merged with it, computed at the same time."""
+    """The fingerprints of a base, unless it is known, and of what was merged with it, computed at the same time.
+
+    Raises: ValueError for a base of other weights than its manifest names.
+    """
     with ThreadPoolExecutor(1) as pool:  # hashlib releases the GIL
         origin = pool.submit(lambda: known or checkpoint.fingerprint(leaves_of(base)))
         made = checkpoint.fingerprint(leaves_of(merged))
+    if manifest_of(base).get("fingerprint", origin.result()) != origin.result():
+        raise ValueError(other_weights(base))
     return origin.result(), made
 
 

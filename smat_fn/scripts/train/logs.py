@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ... import progress
-from ...checkpoint import write_text
+from ...checkpoint import named_in_errors, write_text
 from ...types import Batch
 from .memory import peak_memory
 from .stopwatch import KINDS, Stopwatch
@@ -145,8 +145,7 @@ class Log:
         if self._due is not None and self._due_at < step:
             self._read()
             self._write()
-        row = {"step": step, "loss": float(self._newest[1]), **facts}
-        self._file.write(json.dumps(row) + "\n")
+        self._put({"step": step, "loss": float(self._newest[1]), **facts})
         for tracker in self._trackers:
             tracker.log(facts, step)
         self._bar.set_postfix_str(", ".join(f"{name} {value:.4g}" for name, value in facts.items()), refresh=False)
@@ -204,11 +203,15 @@ class Log:
         row, self._last = self._last, None
         if row is None:
             return
-        self._file.write(json.dumps(row) + "\n")
+        self._put(row)
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         step = int(numbers.pop("step", self.total - 1))
         for tracker in self._trackers:
             tracker.log(numbers, step)
+
+    def _put(self, row: Mapping[str, Any]) -> None:
+        with named_in_errors(self.path):
+            self._file.write(json.dumps(row) + "\n")
 
 
 def amount_of(batch: Batch) -> tuple[str, int | Tensor]:

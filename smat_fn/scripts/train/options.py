@@ -15,6 +15,7 @@ from ...errors import check_member, problems_of
 from ...grad import ModuleLoss
 from ...parallel import ALONE, World
 from ...types import Batch, Offload, Precision
+from ..merge.inputs import manifest_of
 from . import snapshots, trackers
 from .loop import make_optimizer
 from .settings import RunSettings
@@ -102,6 +103,7 @@ def check_run(
     ]
     for task in dict.fromkeys(tasks):
         problems += problems_of(check_member, "task", task, known)
+        problems += checkpoint.foreign_problems({run.out / f"{task}.log.jsonl": b'{"step": '})
         if run.resume:
             continue
         problems += _existing(method, training, run, run.out / task, world)
@@ -116,9 +118,9 @@ def check_run(
 def _existing(method: MethodConfig, training: Training, run: RunOptions, path: Path, world: World) -> list[str]:
     """Error for an existing expert: which of its settings differ, or that it is the same one."""
     found = problems_of(checkpoint.refuse_existing, path, overwrite=run.overwrite)
-    if run.overwrite or not (path / checkpoint.MANIFEST).is_file():
+    if run.overwrite or not (stored := manifest_of(path)):
         return found
-    stored, own = checkpoint.load_manifest(path), settings(method)
+    own = settings(method)
     # epochs count steps, and sigma is found, when the suite is loaded
     open_ = {"epochs", *(("steps",) if training.steps is None else ()), *(x for x, v in own.items() if v == "auto")}
 

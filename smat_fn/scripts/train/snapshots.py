@@ -1,11 +1,11 @@
 """Training checkpoints for --resume: one safetensors file, written atomically in a background thread."""
 
 import json
+import logging
 import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,8 @@ from ... import checkpoint, errors, machine
 from ...parallel import World
 from ..merge.finished import flat
 from ..merge.inputs import manifest_of
+
+log = logging.getLogger(__name__)
 
 
 class Snapshot(NamedTuple):
@@ -93,16 +95,16 @@ def path_of(out: Path, task: str) -> Path:
 
 def replace_expert(out: Path, task: str) -> None:
     """Remember that the expert which is there now is to be replaced, for the run that resumes this one."""
-    if (out / task / checkpoint.MANIFEST).is_file():
-        checkpoint.write_text(replaced(out, task), checkpoint.load_manifest(out / task).get("fingerprint", ""))
+    if found := manifest_of(out / task):
+        checkpoint.write_text(replaced(out, task), found.get("fingerprint", ""))
 
 
 def finished(out: Path, task: str) -> bool:
     """Whether there is an expert, and not one that an interrupted run with --overwrite has yet to replace."""
-    mark = replaced(out, task)
-    if not (out / task).exists() or not mark.exists():
-        return (out / task).exists()
-    return checkpoint.load_manifest(out / task).get("fingerprint", "") != mark.read_text(encoding="utf-8")
+    mark, found = replaced(out, task), manifest_of(out / task)
+    if found.get("kind") != "expert" or not mark.exists():
+        return found.get("kind") == "expert"
+    return found.get("fingerprint", "") != mark.read_text(encoding="utf-8")
 
 
 def replaced(out: Path, task: str) -> Path:
@@ -269,7 +271,7 @@ class Saver:
                 os.fsync(file.fileno())
             part.replace(self.path)
         except (OSError, SafetensorError) as error:  # a full disk is no reason to lose what is in memory
-            warnings.warn(f"{self.path} cannot be written ({error}): training continues without it", stacklevel=2)
+            log.warning("%s cannot be written (%s): training continues without it", self.path, error)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 

@@ -177,12 +177,13 @@ def _leaving_on_sigterm() -> Iterator[None]:
 def progress(out: Path) -> list[Progress]:
     """Every expert that is done or has a log, below a folder. Raises: ValueError where there is none."""
     from ... import checkpoint
+    from ..merge.inputs import manifest_of
     from . import snapshots
 
     found = []
     logs = {log.parent / log.name.removesuffix(".log.jsonl"): log for log in out.rglob("*.log.jsonl")}
     manifests = {m.parent for m in out.rglob(checkpoint.MANIFEST)}
-    experts = {folder for folder in manifests if checkpoint.load_manifest(folder).get("kind") == "expert"}
+    experts = {folder for folder in manifests if manifest_of(folder).get("kind") == "expert"}
     for folder in sorted(experts | set(logs)):
         last = _last(logs[folder]) if folder in logs else {}
         run = str(folder.parent.relative_to(out))
@@ -245,8 +246,9 @@ def _run(options: Sweep, job: Job) -> Path:
 def _experts(run: Path) -> dict[str, dict[str, Any]]:
     """The manifests of a run's finished experts."""
     from ... import checkpoint
+    from ..merge.inputs import manifest_of
 
-    found = {file.parent: checkpoint.load_manifest(file.parent) for file in run.glob(f"*/{checkpoint.MANIFEST}")}
+    found = {file.parent: manifest_of(file.parent) for file in run.glob(f"*/{checkpoint.MANIFEST}")}
     return {folder.name: manifest for folder, manifest in found.items() if manifest.get("kind") == "expert"}
 
 

@@ -24,7 +24,7 @@ from ...parallel import ALONE, World
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
-from ..merge.inputs import BY_TASK, manifest_of
+from ..merge.inputs import BY_TASK, check_weights, is_free, manifest_of
 from . import snapshots
 from .dev_curve import DevCurve, curve_of
 from .logs import Log
@@ -74,10 +74,10 @@ def save(
             facts["expert"] = made["fingerprint"]  # statistics are written last
             return made
 
-        checkpoint.save_expert(folder, params, described, overwrite=overwrite, statistics=statistics)
+        checkpoint.save_expert(folder, params, described, overwrite=overwrite, statistics=statistics, hashed=True)
         return
     source = str(suite.recipe.get("model", suite.name))
-    lora.save_peft(folder, params, expert.adapters, base=source, manifest=manifest, overwrite=overwrite)
+    lora.save_peft(folder, params, expert.adapters, base=source, manifest=manifest, overwrite=overwrite, hashed=True)
 
 
 class Kept:
@@ -391,19 +391,23 @@ def _log(suite: Suite, run: RunOptions, expert: Expert, last: Snapshot | None) -
 
 
 def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[[str], None]) -> None:
-    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows.
+    """Remove partial writes. Raises: ValueError that lists experts and checkpoints of other settings or rows, and
+    damaged experts.
 
     A label that is given is a new name. Tasks may have come beside, and folders of data and model may have moved:
     hashes compare what is in them. A model of another place is reported, since its configuration has none.
     """
-    out, problems, edited, moved = run.out, list[str](), list[str](), dict[str, None]()
+    out, problems, edited, damaged, moved = run.out, list[str](), list[str](), list[str](), dict[str, None]()
     for task, _, _, facts in experts:
         checkpoint.sweep(out / task)
         last, path = snapshots.read(snapshots.path_of(out, task)), out / task
         ended = snapshots.finished(out, task)
+        if not ended and not is_free(path) and not snapshots.replaced(out, task).exists():
+            damaged.append(f"{path} is not the folder of an expert of train.py: move it to train {task} there")
         found = checkpoint.load_manifest(path) if ended else None if last is None else last.settings
         if found is None:
             continue
+        damaged += problems_of(check_weights, path, found) if ended else []
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
         parts = "hash", "dev", "inputs", "head", "classes"
         other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
@@ -440,7 +444,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         problems.append("give the settings it was started with, or choose another --out")
     if edited:
         edited.append("put the old files back, or choose another --out, or start over with --overwrite")
-    errors.raise_problems(problems + edited)
+    errors.raise_problems(problems + edited + damaged)
     for line in moved:
         report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
 
@@ -451,9 +455,9 @@ def _holds_all(suite: Mapping[str, Any]) -> bool:
 
 
 def _write_base(path: Path, suite: Suite, fingerprint: str, *, overwrite: bool) -> None:
-    if path.exists() and checkpoint.load_manifest(path).get("fingerprint") == fingerprint:
+    if manifest_of(path).get("fingerprint") == fingerprint:
         return
-    if path.exists() and not overwrite:
+    if not is_free(path) and not overwrite:
         raise ValueError(
             f"{path} is another base than suite {suite.name!r} gives: choose another --out, or --overwrite"
         )

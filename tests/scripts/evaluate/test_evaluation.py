@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from smat_fn import checkpoint, machine
-from smat_fn.config import Dare, Della, TaskArithmetic, Ties, WeightAverage
+from smat_fn.config import Adapters, Dare, Della, TaskArithmetic, Ties, Training, WeightAverage
 from smat_fn.evaluate import Result, read_results
 from smat_fn.report.tables import main_table, markdown
-from smat_fn.scripts.analyse.pictures import Interference, interference
+from smat_fn.scripts.analyse.pictures import Interference, check_picture, interference
 from smat_fn.scripts.analyse.runs import load_runs
 from smat_fn.scripts.evaluate import evaluation
 from smat_fn.scripts.evaluate.evaluation import evaluate, find_checkpoints, verdict, write_report
@@ -169,15 +169,76 @@ def test_a_merge_of_experts_that_were_trained_anew_is_refused(runs, merged, tmp_
 def test_a_merge_in_a_narrower_dtype_is_scored_in_that_of_its_suite(merged, suite, tmp_path):
     leaves, manifest = checkpoint.load_leaves(merged["ft"] / "ta")
     narrow = {path: leaf.bfloat16() for path, leaf in leaves.items()}
-    checkpoint.save_expert(tmp_path / "ta", narrow, manifest)
+    checkpoint.save_expert(tmp_path / "ta", narrow, {**manifest, "fingerprint": checkpoint.fingerprint(narrow)})
     said = []
     rows = evaluate([tmp_path / "ta"], report=said.append)
     wide = {path: leaf.float() for path, leaf in narrow.items()}
     assert [row.score for row in rows] == [suite.score(wide, row.task, "test") for row in rows]
     assert said == [f"note: {tmp_path / 'ta'} has parameters in bfloat16: scored in the wider dtype of its suite"]
-    checkpoint.save_expert(tmp_path / "wide", {path: leaf.double() for path, leaf in leaves.items()}, manifest)
+    double = {path: leaf.double() for path, leaf in leaves.items()}
+    checkpoint.save_expert(tmp_path / "wide", double, {**manifest, "fingerprint": checkpoint.fingerprint(double)})
     with pytest.raises(ValueError, match="float64"):
         evaluate([tmp_path / "wide"])
+
+
+@pytest.mark.parametrize("kind", ["expert", "merged", "adapters", "adapters of earlier code"])
+def test_weights_that_their_manifest_does_not_name_are_not_scored(runs, merged, train, tmp_path, kind):
+    folder, weights = tmp_path / "one", checkpoint.WEIGHTS
+    if kind.startswith("adapters"):
+        train(tmp_path, "ft", tasks=("rot90",), training=Training(steps=2, lr=5e-4, lora=Adapters(2, 4.0)))
+        folder, weights = tmp_path / "rot90", "adapter_model.safetensors"
+    else:
+        shutil.copytree(runs["ft"] / "rot90" if kind == "expert" else merged["ft"] / "ta", folder)
+    evaluate([folder])
+    if kind == "adapters of earlier code":
+        known = {name: value for name, value in checkpoint.load_manifest(folder).items() if name != "files"}
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(known))
+    bits = bytearray((folder / weights).read_bytes())
+    bits[-1] ^= 1
+    (folder / weights).write_bytes(bits)
+    if kind == "adapters of earlier code":  # nothing tells
+        evaluate([folder])
+        return
+    with pytest.raises(ValueError, match=f"the weights in {folder} are not those that its manifest.json names: put"):
+        evaluate([folder])
+
+
+def test_only_files_that_an_evaluation_wrote_are_written_to(folders, rows, tmp_path):
+    write_report(tmp_path, rows, main_table(rows, split="test"), checkpoints=folders)
+    evaluate(folders[:1], keep=tmp_path)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["results.json", "results.jsonl", "runs.jsonl", "scores.jsonl", "table.md"]
+    assert evaluation.foreign_problems(tmp_path) == []
+    (tmp_path / "table.md").write_text("")
+    assert evaluation.foreign_problems(tmp_path) == []
+    for name in (*names, "answers.jsonl"):
+        (tmp_path / name).write_text("mine")
+        (problem,) = evaluation.foreign_problems(tmp_path)
+        assert (
+            problem == f"{tmp_path / name} holds something else than is written there: move it, or choose another place"
+        )
+        (tmp_path / name).unlink()
+    (tmp_path / "plot.png").write_text("mine")
+    with pytest.raises(ValueError, match=r"plot\.png holds something else"):
+        check_picture(tmp_path / "plot.png")
+
+
+def test_manifests_of_others_are_passed_over_and_fields_that_lack_are_named(runs, merged, tmp_path):
+    shutil.copytree(runs["ft"], tmp_path / "ft")
+    expected = len(find_checkpoints([tmp_path / "ft"]))
+    for name, text in {"list": '["a"]', "site": '{"name": "x"}'}.items():
+        (tmp_path / "ft" / name).mkdir()
+        (tmp_path / "ft" / name / checkpoint.MANIFEST).write_text(text)
+    assert len(find_checkpoints([tmp_path / "ft"])) == expected
+    assert len(find_inputs(tmp_path / "ft")[1]) == 4
+    file = tmp_path / "ft" / "rot90" / checkpoint.MANIFEST
+    file.write_text('{"kind": "expert", "seed": 1}')
+    with pytest.raises(ValueError, match=f"{file} lacks task, label, hyperparameters: put back the one written with"):
+        evaluate(find_checkpoints([tmp_path / "ft"]))
+    shutil.copytree(merged["ft"] / "ta", tmp_path / "ta")
+    (tmp_path / "ta" / checkpoint.MANIFEST).write_text('{"kind": "merged", "label": "FT", "seed": 1}')
+    with pytest.raises(ValueError, match="lacks merger, experts, hyperparameters: put back"):
+        evaluate(find_checkpoints([tmp_path / "ta"]))
 
 
 def test_of_an_expert_of_another_tool_a_suite_takes_its_own_part(tmp_path):

@@ -128,6 +128,10 @@ def test_answers_stand_there_to_be_read(world, whole):
     assert merged == {(task, r, row) for task, repeats in TASKS.items() for r in range(repeats) for row in range(ROWS)}
 
 
+def named_anew(manifest, params):
+    return {**manifest, "fingerprint": checkpoint.fingerprint(params), "files": {}}
+
+
 def test_another_checkpoint_recipe_or_data_is_scored_anew(world, whole, tmp_path):
     one = ("run/FOMC",)
     assert score(world, tmp_path, folders=one)[1] == ROWS
@@ -141,10 +145,10 @@ def test_another_checkpoint_recipe_or_data_is_scored_anew(world, whole, tmp_path
         assert score(world, tmp_path, folders=one)[1] == ROWS
     finally:
         (world / "rows/FOMC/eval.json").write_text(json.dumps(rows))
-    # the same folder and manifest, other weights
+    # the same manifest but for the fingerprint, other weights
     params, manifest = checkpoint.load_leaves(world / "run/FOMC")
     moved = {path: leaf + 0.5 for path, leaf in params.items()}
-    checkpoint.save_expert(tmp_path / "moved", moved, manifest)
+    checkpoint.save_expert(tmp_path / "moved", moved, named_anew(manifest, moved))
     assert score(world, tmp_path, folders=[tmp_path / "moved"])[1] == ROWS
     assert score(world, tmp_path, folders=one)[1] == 0
 
@@ -175,7 +179,7 @@ def test_another_tokenizer_or_engine_is_not_taken_for_this_one(world, tmp_path):
 def test_weights_that_are_not_finite_are_told_before_they_are_scored(world, tmp_path):
     params, manifest = checkpoint.load_leaves(world / "run/FOMC")
     params["model.norm.weight"][0] = math.nan
-    checkpoint.save_expert(tmp_path / "nan", params, manifest)
+    checkpoint.save_expert(tmp_path / "nan", params, named_anew(manifest, params))
     with pytest.raises(ValueError, match=r"leaf 'model\.norm\.weight' of .*nan holds 1 values? that"):
         score(world, tmp_path, folders=[tmp_path / "nan"])
 

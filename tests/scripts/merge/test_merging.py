@@ -235,7 +235,7 @@ def test_inputs_are_refused_all_at_once(runs, suite, tmp_path):
         "was it made from another base?",
         f"of {tmp_path / 'half'} is float16, expected float32",
         f"leaf 'layernorm.bias' of {tmp_path / 'nan'} holds 2 values that are NaN",
-        f"the weights in {tmp_path / 'stripes'} are not those that its manifest.json names: put these back, or remove",
+        f"the weights in {tmp_path / 'stripes'} are not those that its manifest.json names: put these back, or delete",
     ):
         assert part in text
     with pytest.raises(ValueError, match=r"base: .*nobase is not a folder.*noexpert is not a folder.*named 'mirror'"):

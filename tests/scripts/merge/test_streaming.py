@@ -258,10 +258,33 @@ def test_mergers_of_a_call_hash_an_input_once_unless_it_changes(copied, tmp_path
     read.clear()
     assert [report for _, report in streaming.stream_run([TA, WeightAverage()], order)] == [None, None]
     assert [read.count(file) for file in weights] == [1, 1, 1]
+    manifest = copied[1][1] / checkpoint.MANIFEST
+    text = manifest.read_text()
+    manifest.unlink()  # it names the old weights
     flip(weights[2])
     folder, _ = next(run)
     found = checkpoint.load_manifest(folder)["inputs"][f"expert {copied[1][1].name!r}"]
     assert found == {"model.safetensors": hashlib.sha256(weights[2].read_bytes()).hexdigest()}
+    manifest.write_text(text)
+
+
+@pytest.mark.parametrize("known", ["files", "fingerprint"])
+@pytest.mark.parametrize("place", [0, 1], ids=["base", "expert"])
+def test_weights_that_their_manifest_does_not_name_leave_no_merge(copied, tmp_path, monkeypatch, known, place):
+    base, experts = copied
+    folder = (base, *experts)[place]
+    for expert in experts:  # as earlier code wrote them, without the hash of their file
+        facts = checkpoint.load_manifest(expert)
+        assert facts["files"].keys() == {"model.safetensors"}
+        kept = {name: value for name, value in facts.items() if name != "files" or known == "files"}
+        (expert / checkpoint.MANIFEST).write_text(json.dumps(kept))
+    flip(folder / "model.safetensors")
+    if known == "files":  # the hash that the merge makes anyway is compared
+        monkeypatch.setattr(checkpoint, "load_leaves", lambda path: pytest.fail(f"{path} is read again"))
+    order = streaming.order(*copied, out=tmp_path / "out", seed=0)
+    with pytest.raises(ValueError, match=f"the weights in {folder} are not those that its manifest.json names: put"):
+        next(streaming.stream_run([TA], order))
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
