@@ -13,6 +13,7 @@ from ... import checkpoint, errors
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
 from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
 from ...tree import dtype_name
@@ -76,12 +77,26 @@ def export_problems(base: Path, params: Mapping[str, Tensor]) -> list[str]:
 
     Args: base: folder, or hub name, which is looked for in the hub's cache alone.
     """
-    part = Folder("what is trained", {name: leaf.detach().to("meta") for name, leaf in params.items()}, {}, {})
     try:
-        place_of(open_folder("the model", local_folder("the model", base, fetch=False)), part)
+        _place(base, params)
     except ValueError as error:
         return [f"merge.py export cannot put what is trained into {base}: {error}"]
     return []
+
+
+def stored_dtypes(base: Path, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtypes in which base stores these leaves; empty for one that `export_problems` names. Args: as there."""
+    try:
+        view, prefix, _ = _place(base, params)
+    except ValueError:
+        return {}
+    return {name: view.leaves[f"{prefix}{name}"].dtype for name in params}
+
+
+def _place(base: Path, params: Mapping[str, Tensor]) -> Place:
+    """The place of these leaves in base. Raises: ValueError as `place_of`, and for a base that cannot be read."""
+    part = Folder("what is trained", {name: leaf.detach().to("meta") for name, leaf in params.items()}, {}, {})
+    return place_of(open_folder("the model", local_folder("the model", base, fetch=False)), part)
 
 
 def _changed(model: Path, files: Mapping[str, str], report: Report) -> list[str]:
