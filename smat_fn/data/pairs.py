@@ -1,6 +1,10 @@
-"""Prompts with answers as batches for an encoder-decoder: the prompt is the source, the answer and EOS the target."""
+"""Prompts with answers as batches for an encoder-decoder: the prompt is the source, the answer and EOS the target.
+
+Both are as the tokenizer writes sources and targets, with language codes where it has some.
+"""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +27,7 @@ def encode(
     truncate: str = "right",
     mask_prompt: bool = False,
 ) -> list[Example]:
-    """Training examples: source and target tokens of every row, at most ``max_length`` each, the last one kept.
+    """Training examples: source and target tokens of every row, at most ``max_length`` each, special ends kept.
 
     Args: as `text.encode`; ``mask_prompt`` changes nothing, for no prompt is predicted here; ``labels`` of an example
         are its target.
@@ -38,8 +42,9 @@ def encode(
     bare = [f"{i}" for i, own in enumerate(found) if not own.input_ids]
     raise_problems(fit_problems([max(*own.input_ids, *own.labels) for own in found], vocabulary))
     raise_problems([f"rows {', '.join(bare)} have prompts without a token: remove them"] if bare else [])
-    end = max_length - 1  # the last token stays the last: EOS of most tokenizers
-    return [Example(*(ids if len(ids) <= max_length else (*ids[:end], ids[-1]) for ids in own)) for own in found]
+    # EOS of most tokenizers, of mBART's EOS and a language code; at least one token, and a text is not all end
+    ends = [min(max(len(_suffix(tokenizer, kind)), 1), max_length - 1) for kind in ("text", "text_target")]
+    return [Example(*map(partial(_cut, limit=max_length), own, ends)) for own in found]
 
 
 def collate(examples: Sequence[Example], pad: int) -> dict[str, Tensor]:
@@ -73,11 +78,29 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
 
 
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Sources as the tokenizer leaves them, as they are in decoding, and targets with EOS at their end."""
+    """Sources as the tokenizer leaves them, as they are in decoding, and targets, with EOS where it puts none."""
     if not rows:
         return []
     options = {"padding": False, "truncation": False, "verbose": False}
     sources = tokenizer([source for source, _ in rows], **options)["input_ids"]
     targets = tokenizer(text_target=[target for _, target in rows], **options)["input_ids"]
     eos = tokenizer.eos_token_id
-    return [(list(source), text.closed(target, eos)) for source, target in zip(sources, targets, strict=True)]
+    if eos not in _suffix(tokenizer, "text_target"):
+        targets = [text.closed(target, eos) for target in targets]
+    return [(list(source), list(target)) for source, target in zip(sources, targets, strict=True)]
+
+
+def _suffix(tokenizer: Any, kind: str) -> list[int]:
+    """The special tokens that a tokenizer puts behind a source ("text") or a target ("text_target")."""
+    whole, bare = (
+        list(tokenizer(**{kind: "a"}, add_special_tokens=special, verbose=False)["input_ids"])
+        for special in (True, False)
+    )
+    starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+    start = next(starts, None) if bare else None
+    return whole[-1:] if start is None else whole[start + len(bare) :]
+
+
+def _cut(ids: tuple[int, ...], end: int, *, limit: int) -> tuple[int, ...]:
+    """Tokens cut to a limit before their last ``end`` ones."""
+    return ids if len(ids) <= limit else (*ids[: limit - end], *ids[-end:])

@@ -20,6 +20,7 @@ from ..errors import raise_problems
 from ..grad import ModuleLoss
 from ..models.modules import filled
 from ..models.prompts import Prompts
+from ..models.top import CLOSE
 from .engine import Decoding, Generate, root_key
 
 TRACE = {
@@ -56,6 +57,8 @@ def generator(
         raise ValueError(f"batch_size is {batch_size}, must be at least 1")
     module: Any = model.module
     ends, reads = stops(module, tokenizer), prompts
+    # found with the first rows of two lengths, where layers hold more than keys and values
+    padded: list[bool] = [not recurrent(module)] if recurrent(module) or not _is_mixed(module) else []
 
     def generate(
         prompts: Sequence[str], settings: Decoding, seed: int, *, repeat: int = 0, rows: Sequence[int] | None = None
@@ -69,7 +72,9 @@ def generator(
         texts = [""] * len(ids)
 
         def run(lm: nn.Module) -> None:
-            for chosen in _batches(order, ids, batch_size, padded=not recurrent(module)):
+            if not padded and len({*map(len, ids)}) > 1:
+                padded.append(not _reads_padding(lm, ids[order[-1]][:8], ids[order[0]][:16]))
+            for chosen in _batches(order, ids, batch_size, padded=all(padded)):
                 own = torch.tensor([numbers[i] for i in chosen])
                 keys = random.fold_in(root, own) if settings.temperature else None
                 new = _decode(lm, [ids[i] for i in chosen], settings, keys, ends, reads)
@@ -85,7 +90,7 @@ def generator(
 
 
 def _batches(order: Sequence[int], ids: Sequence[Sequence[int]], size: int, *, padded: bool) -> Iterator[list[int]]:
-    """Rows in batches; without padding rows of one length alone: some recurrent models read padding as tokens."""
+    """Rows in batches; without padding rows of one length alone: some models read padding as tokens."""
     for _, group in groupby(order, key=lambda i: 0 if padded else len(ids[i])):
         rows = list(group)
         yield from (rows[first : first + size] for first in range(0, len(rows), size))
@@ -163,6 +168,7 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothin
     "forced_bos_token_id": (),
     "stop_strings": (),
 }
+_CLOSE_NARROW = 0.1  # logits of narrow dtypes, relative: rounding adds up over layers, what reads padding is off by 1
 CACHES = "past_key_values", "cache_params"  # argument and output; RWKV's "state" mixes the rows of a batch up
 
 Step = Callable[[Tensor | None], Tensor]  # the last tokens (B,), None: none yet -> logits of the next ones (B, V)
@@ -228,6 +234,32 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
 def recurrent(module: Any) -> bool:
     """Whether a model of transformers keeps a state beside keys and values, as Mamba and RWKV do."""
     return bool(getattr(module, "_is_stateful", False))
+
+
+def _is_mixed(module: Any) -> bool:
+    """Whether a causal model's config lists layers of another kind than attention with keys and values."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    return not _is_pair(module) and any(
+        kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds
+    )
+
+
+def _reads_padding(module: nn.Module, short: Sequence[int], long: Sequence[int]) -> bool:
+    """Whether a causal model answers a row in another way where a longer one beside it fills it up.
+
+    MiniMax does (transformers 5.23): with its cache, which does not begin with keys, it masks wrongly.
+    """
+    device = next(module.parameters()).device
+
+    def second(rows: Sequence[Sequence[int]]) -> Tensor:
+        """Logits of the last row after its prompt and one token, so that what a cache holds counts."""
+        step = _continuing(module, rows, device, None)
+        step(None)
+        return step(torch.full((len(rows),), short[0], device=device))[-1]
+
+    alone, beside = second([short]), second([long, short])
+    close = CLOSE if torch.finfo(alone.dtype).bits >= 32 else _CLOSE_NARROW
+    return bool((beside.float() - alone.float()).norm() > close * alone.float().norm())  # NaN: said elsewhere
 
 
 def _is_pair(module: Any) -> bool:

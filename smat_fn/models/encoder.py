@@ -132,7 +132,7 @@ def _read(source: str | Path, train_layers: int | None, device: str | torch.devi
     own: dict[str, Any] = {"optional": ("pooler.",), "dtype": torch.float32}
     model, tokenizer = fetch(source, "an encoder with a tokenizer", "AutoModel", "AutoTokenizer", **own)
     if hasattr(model, "pooler"):
-        model.pooler = None
+        model.pooler = nn.Identity()  # not None: SqueezeBERT and LayoutLM call it unasked
     model = model.to(device).eval().requires_grad_(False)
     layers = blocks(model)
     if train_layers is not None:

@@ -20,11 +20,17 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def blocks(module: Any) -> list[nn.Module]:
-    """The transformer blocks of a model: the first list of as many modules as its config counts layers; or none."""
+    """The transformer blocks of a model: the first list of as many modules as its config counts layers; or none.
+
+    None too where several such lists stand side by side: XLM keeps all attentions in one, all feed-forwards in another.
+    """
     config = getattr(module, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     count = getattr(config, "num_hidden_layers", None)
-    return next((list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count), [])
+    for part in module.modules():
+        if lists := [m for m in part.children() if isinstance(m, nn.ModuleList) and len(m) == count]:
+            return list(lists[0]) if len(lists) == 1 else []
+    return []
 
 
 def train_only(module: Any, *, layers: int | None = None, names: Sequence[str] | None = None) -> None:

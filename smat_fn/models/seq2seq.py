@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,6 +73,25 @@ def answer_loss(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     ids, mask, labels = (sent(batch[name], device) for name in ("input_ids", "attention_mask", "labels"))
     given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": _before(module, labels)}
     return cross_entropy(module, lambda: module(**given, use_cache=False), batch["labels"])
+
+
+def start_problems(module: Any, target: Sequence[int]) -> list[str]:
+    """The error for a model whose loss starts answers at another token than decoding does.
+
+    Args: target: tokens of an answer, as `data.pairs` gives them.
+    """
+    own, kind = module.config.decoder_start_token_id, type(module).__name__
+    try:
+        first = int(_before(module, torch.tensor([target]))[0, 0])
+    except ValueError as error:  # of transformers, where there is no pad token
+        return [f"{kind} cannot shift answers ({error}): set pad_token_id in its config.json"]
+    if first == own:
+        return []
+    return [
+        f"answers are decoded from token {own} (decoder_start_token_id), but the loss of {kind} starts them at token "
+        f"{first}, which the tokenizer's targets end in: set decoder_start_token_id in its config.json to {first}, or "
+        "the tokenizer's target language (tgt_lang)"
+    ]
 
 
 def _before(module: Any, labels: Tensor) -> Tensor:

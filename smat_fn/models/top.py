@@ -77,7 +77,10 @@ def cut_of(module: nn.Module) -> Cut | str:
 
 
 def input_of(layer: nn.Module, call: Callable[[], Any]) -> Tensor:
-    """The states that a layer gets in a call of its model, which runs no further than to it."""
+    """The states that a layer gets in a call of its model, which runs no further than to it.
+
+    Raises: RuntimeError where the model does not call the layer as a module (SqueezeBERT calls its ``forward``).
+    """
 
     def reached(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         raise _Reached(args[0] if args else options["hidden_states"])
@@ -87,7 +90,7 @@ def input_of(layer: nn.Module, call: Callable[[], Any]) -> Tensor:
             call()
     except _Reached as stopped:
         return stopped.args[0]
-    raise AssertionError("the layer was not reached")
+    raise RuntimeError(f"its {type(layer).__name__} is not called as a module")
 
 
 def top_of(module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> Top | str:

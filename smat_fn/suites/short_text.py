@@ -258,16 +258,17 @@ class ShortText(EncoderSuite):
         lengths, compute = [len(own) for own in ids], self._encoder.states
         if compute is None:
             return lambda places: [ids[i] for i in places]
-        if 4 * sum(lengths) * self._encoder.config["hidden_size"] > HELD:
+        config: Any = self._encoder.module.config  # DistilBERT stores its width by another name
+        if 4 * sum(lengths) * config.hidden_size > HELD:
             return lambda places: list(compute(some := [ids[i] for i in places], False).split([len(x) for x in some]))
-        config = {
+        facts = {
             **self._model,
             "first": str(next(iter(self.base))),
             "ids": fingerprint({"ids": torch.cat(ids)}),
             "lengths": lengths,
         }
         progress = self.options.progress
-        states = cached("text-states", config, lambda: {"states": compute(ids, progress)})["states"].split(lengths)
+        states = cached("text-states", facts, lambda: {"states": compute(ids, progress)})["states"].split(lengths)
         return lambda places: [states[i] for i in places]
 
     def _some(self, task: str, split: str, places: list[int]) -> Texts:

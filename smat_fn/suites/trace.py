@@ -44,6 +44,7 @@ from ..models import language
 from ..models.modules import frozen
 from ..models.pretrained import DeviceMap, LanguageModel
 from ..models.prompts import Prompts, prompts_of
+from ..models.seq2seq import start_problems
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
@@ -316,6 +317,7 @@ class Trace(BaseSuite):
                     f"{split} prompts of {task} have up to {longest} tokens,{more} more than the model's {limit}: "
                     f"shorten these prompts{way}"
                 )
+        problems += start_problems(self._lm.module, examples[0].labels) if self._pair else []
         errors.raise_problems(problems)
         return -(-len(examples) // self.options.batch_size)
 

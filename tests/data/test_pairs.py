@@ -148,3 +148,13 @@ def test_losses_of_a_landscape_are_those_of_the_answers(suite, tmp_path):
     loss = mean_loss(suite.loss_fn("mine"), suite.dev_batches("mine")[:1])
     for a, own in ((0.0, suite.base), (1.0, params)):
         assert losses[a] == pytest.approx(float(loss(own)), rel=1e-5)
+
+
+def test_answers_that_training_starts_elsewhere_than_decoding_are_an_error_before_training(rows, tmp_path):
+    module, _ = MODELS["of_family"]("MBartForConditionalGeneration")
+    module.config.decoder_start_token_id = 5
+    module.save_pretrained(tmp_path / "model")
+    MODELS["make_tokenizer"]().save_pretrained(tmp_path / "model")
+    suite = load_suite("trace", seed=0, model=str(tmp_path / "model"), data=str(rows), max_new_tokens=6, device="cpu")
+    with pytest.raises(ValueError, match=r"decoded from token 5 .*starts them at token 1, which the tokenizer's"):
+        suite.epoch_steps("mine")

@@ -129,6 +129,41 @@ def test_a_recurrent_model_answers_as_if_it_read_all_anew(kind, tokenizer):
     assert len(set(got)) > 3
 
 
+@pytest.mark.parametrize(("kind", "other", "alike"), [("MiniMax", "linear_attention", True), ("Lfm2", "conv", False)])
+def test_rows_of_two_lengths_are_decoded_together_unless_that_changes_answers(kind, other, alike, tokenizer):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    own = {"MiniMax": {"block_size": 4, "num_local_experts": 2}, "Lfm2": {"block_auto_adjust_ff_dim": False}}[kind]
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=30, num_key_value_heads=2, layer_types=[other, "full_attention", other], bos_token_id=0,
+        eos_token_id=1, pad_token_id=2, **sizes, **own,
+    )  # fmt: skip
+    module = hf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)
+    together = generator(ModuleLoss(module, None), tokenizer, weights(module), batch_size=3)
+    alone = generator(ModuleLoss(module, None), tokenizer, weights(module), batch_size=1)
+    assert together(PROMPTS[:1], Decoding(6), seed=0) == alone(PROMPTS[:1], Decoding(6), seed=0)
+    assert together([], Decoding(6), seed=0) == []
+    masks = []
+    with module.register_forward_pre_hook(
+        lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+    ):
+        got = together(PROMPTS, Decoding(6), seed=0)
+    assert got == alone(PROMPTS, Decoding(6), seed=0)
+    assert all(mask.all() for mask in masks[4:]) is alike  # after the four calls that find it out
+    assert len(set(got)) > 3
+
+
 @pytest.mark.parametrize("settings", [Decoding(12), SAMPLED])
 def test_texts_do_not_depend_on_the_batch(make, settings):
     alone = make(batch_size=1)(PROMPTS, settings, seed=5)

@@ -11,7 +11,7 @@ from smat_fn.data import pairs
 from smat_fn.evaluate.decoding import generator
 from smat_fn.evaluate.engine import Decoding
 from smat_fn.mat import smat
-from smat_fn.models.seq2seq import seq2seq
+from smat_fn.models.seq2seq import seq2seq, start_problems
 from smat_fn.optim import adamw
 
 ROWS = [("abc", "ba"), ("z", "q"), ("the quick", "abcdef"), ("someprompt", "")]
@@ -98,6 +98,85 @@ def test_batches_are_sources_and_targets_each_with_its_end(tokenizer):
     short = batch_of(ROWS, tokenizer, max_length=3)
     assert short["input_ids"][0].tolist() == [letters["a"], letters["b"], 1]
     assert short["labels"].shape == (4, 3)
+
+
+# how families write sources and targets, with x and y for language codes, and what decoding starts from
+FORMS = {
+    "T5ForConditionalGeneration": ("$A </s>", "$A </s>", "<pad>"),
+    "BartForConditionalGeneration": ("<s> $A </s>", "<s> $A </s>", "</s>"),
+    "LEDForConditionalGeneration": ("<s> $A </s>", "<s> $A </s>", "</s>"),
+    "PegasusForConditionalGeneration": ("$A </s>", "$A </s>", "<pad>"),
+    "MarianMTModel": ("$A </s>", "$A </s>", "<pad>"),
+    "M2M100ForConditionalGeneration": ("x $A </s>", "y $A </s>", "</s>"),
+    "MBartForConditionalGeneration": ("$A </s> x", "$A </s> y", "y"),
+    "PLBartForConditionalGeneration": ("$A </s> x", "$A </s> y", "y"),
+}
+
+
+def of_family(kind):
+    """A tiny module of a family, and a tokenizer that writes targets in another way than sources."""
+    import transformers as hf
+    from tokenizers import processors
+
+    def template(form):
+        ids = {token: own.convert_tokens_to_ids(token) for token in form.split() if token != "$A"}
+        return processors.TemplateProcessing(single=form, special_tokens=list(ids.items()))
+
+    class Both(hf.PreTrainedTokenizerFast):
+        def _switch_to_input_mode(self):
+            self.backend_tokenizer.post_processor = template(source)
+
+        def _switch_to_target_mode(self):
+            self.backend_tokenizer.post_processor = template(target)
+
+    source, target, start = FORMS[kind]
+    own = Both(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="</s>", pad_token="<pad>")
+    own._switch_to_input_mode()
+    side = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in side.items()}
+    sizes |= {"d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4} if kind.startswith("T5") else {}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": own.convert_tokens_to_ids(start)}
+    made = getattr(hf, kind)
+    return made(made.config_class(vocab_size=30, d_model=16, **sizes, **ids)).eval(), own
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_targets_and_decoder_inputs_are_those_of_transformers_and_begin_as_decoding_does(kind):
+    module, tokenizer = of_family(kind)
+    answers = [answer for _, answer in ROWS]
+    batch, seen = batch_of(ROWS, tokenizer), []
+    labels = tokenizer(text_target=answers, padding=True, return_tensors="pt")["input_ids"]
+    assert torch.equal(batch["labels"], labels.masked_fill(labels == 0, -100))
+    with module.register_forward_pre_hook(lambda _, args, own: seen.append(own), with_kwargs=True):
+        seq2seq(module, tokenizer).loss_fn({n: p.detach() for n, p in module.named_parameters()}, batch)
+        module(**batch)
+    with module.get_decoder().register_forward_pre_hook(lambda _, args, own: seen.append(own), with_kwargs=True):
+        module(**batch)
+    given, _, wanted = seen
+    assert torch.equal(given["decoder_input_ids"], wanted["input_ids"])
+    assert torch.equal(
+        given["input_ids"], tokenizer([own for own, _ in ROWS], padding=True, return_tensors="pt")["input_ids"]
+    )
+    assert (given["decoder_input_ids"][:, 0] == module.config.decoder_start_token_id).all()
+    assert start_problems(module, pairs.encode(ROWS, tokenizer, vocabulary=30)[0].labels) == []
+
+
+def test_long_targets_keep_eos_and_the_language_code():
+    _, tokenizer = of_family("MBartForConditionalGeneration")
+    for source, target in pairs.encode(ROWS, tokenizer, vocabulary=30, max_length=4):
+        assert tokenizer.convert_ids_to_tokens(source)[-2:] == ["</s>", "x"]
+        assert tokenizer.convert_ids_to_tokens(target)[-2:] == ["</s>", "y"]
+        assert max(len(source), len(target)) <= 4
+
+
+def test_a_loss_that_starts_elsewhere_than_decoding_is_an_error():
+    module, tokenizer = of_family("MBartForConditionalGeneration")
+    target = pairs.encode(ROWS, tokenizer, vocabulary=30)[0].labels
+    module.config.decoder_start_token_id = 5
+    (text,) = start_problems(module, target)
+    assert text.startswith("answers are decoded from token 5 (decoder_start_token_id), but the loss of MBartFor")
+    module.config.pad_token_id = None
+    assert "set pad_token_id in its config.json" in start_problems(module, target)[0]
 
 
 def test_the_loss_is_the_mean_over_target_tokens(model, tokenizer):

@@ -481,6 +481,26 @@ def test_top_layers_that_need_more_than_states_run_with_the_whole_model(kind, lo
     assert not torch.equal(loss, suite.loss_fn("tone")(suite.base, batch)[0])
 
 
+@pytest.mark.parametrize("kind", ["distilbert", "squeezebert"])
+def test_models_with_other_names_for_their_width_and_a_pooler_that_is_always_called(kind, load, tmp_path):
+    sizes = {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}
+    write_model(tmp_path / "model", kind, **sizes if kind == "distilbert" else {"embedding_size": 16})
+    suite, whole = (load(model=str(tmp_path / "model"), train_layers=layers) for layers in (2, None))
+    params = moved(suite.base)
+    got = suite.loss_fn("tone")(params, suite.batch("tone", random.key(7), 2))
+    expected = whole.loss_fn("tone")({**whole.base, **params}, whole.batch("tone", random.key(7), 2))
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    said = "\n".join(suite.notes)
+    assert ("SqueezeBertModule is not called as a module" in said) if kind == "squeezebert" else not said
+    assert suite.score(params, "tone", "dev") == whole.score({**whole.base, **params}, "tone", "dev")
+
+
+def test_a_model_that_keeps_the_parts_of_its_layers_in_lists_of_their_own_has_no_top_layers(load, tmp_path):
+    write_model(tmp_path / "model", "xlm", emb_dim=16, n_layers=3, n_heads=2)
+    with pytest.raises(ValueError, match="train_layers is 1, XLMModel has no list of layers"):
+        load(model=str(tmp_path / "model"), train_layers=1)
+
+
 def test_the_preset_is_short_text_with_five_experts():
     preset = PRESETS["minilm"]
     assert preset.suite == "short_text"

@@ -1,18 +1,22 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from ... import checkpoint, errors
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
 from ...folders.inputs.adapters import is_adapter
+from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
+from ...tree import dtype_name
 from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
@@ -73,12 +77,26 @@ def export_problems(base: Path, params: Mapping[str, Tensor]) -> list[str]:
 
     Args: base: folder, or hub name, which is looked for in the hub's cache alone.
     """
-    part = Folder("what is trained", {name: leaf.detach().to("meta") for name, leaf in params.items()}, {}, {})
     try:
-        place_of(open_folder("the model", local_folder("the model", base, fetch=False)), part)
+        _place(base, params)
     except ValueError as error:
         return [f"merge.py export cannot put what is trained into {base}: {error}"]
     return []
+
+
+def stored_dtypes(base: Path, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtypes in which base stores these leaves; empty for one that `export_problems` names. Args: as there."""
+    try:
+        view, prefix, _ = _place(base, params)
+    except ValueError:
+        return {}
+    return {name: view.leaves[f"{prefix}{name}"].dtype for name in params}
+
+
+def _place(base: Path, params: Mapping[str, Tensor]) -> Place:
+    """The place of these leaves in base. Raises: ValueError as `place_of`, and for a base that cannot be read."""
+    part = Folder("what is trained", {name: leaf.detach().to("meta") for name, leaf in params.items()}, {}, {})
+    return place_of(open_folder("the model", local_folder("the model", base, fetch=False)), part)
 
 
 def _changed(model: Path, files: Mapping[str, str], report: Report) -> list[str]:
@@ -97,10 +115,37 @@ def _check_base(model: Path, base: Path, fingerprint: str) -> None:
         if checkpoint.fingerprint(leaves_of(base)) != fingerprint:
             raise ValueError(f"{model} was made from another base than {base}: give the base of that merge")
         return
-    part = open_folder(str(model), model)
-    whole, prefix, _ = place_of(open_folder("base", base), part)
-    if any(whole.leaves[f"{prefix}{name}"].dtype != leaf.dtype for name, leaf in part.leaves.items()):
-        return  # the fingerprint is of other bits
-    origin = {name: whole.leaf(f"{prefix}{name}") for name in part.leaves}
-    if checkpoint.fingerprint(origin) != fingerprint:
+    if all(found != fingerprint for found in _prints(open_folder("base", base), open_folder(str(model), model))):
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")
+
+
+def _prints(base: Folder, part: Folder) -> Iterator[str]:
+    """The fingerprints that the leaves of base which a part has may have had where it was made.
+
+    As they are stored, rounded to the part's dtypes as they are loaded for training, by way of float32 where a suite
+    loads them so; and that of all leaves, which a merge on disk counts.
+    """
+    whole, prefix, _ = place_of(base, part)
+
+    def rounded(name: str, first: torch.dtype | None = None) -> Tensor:
+        leaf = whole.leaf(f"{prefix}{name}")
+        return (leaf if first is None else leaf.to(first)).to(part.leaves[name].dtype)
+
+    kinds = {(whole.leaves[f"{prefix}{name}"].dtype, leaf.dtype) for name, leaf in part.leaves.items()}
+    yield _fingerprint(part.leaves, lambda name: whole.leaf(f"{prefix}{name}"))
+    if any(stored != own for stored, own in kinds):
+        yield _fingerprint(part.leaves, rounded)
+    if any(stored == torch.float64 for stored, _ in kinds):
+        yield _fingerprint(part.leaves, partial(rounded, first=torch.float32))
+    if len(part.leaves) < len(base.leaves):
+        yield _fingerprint(base.leaves, base.leaf)
+
+
+def _fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
+    """`checkpoint.fingerprint` of leaves that are read, and perhaps rounded, one at a time."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        leaf = read(name)
+        digest.update(f"{name}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
+        digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,16 +1,16 @@
 """Descriptions of a run before it starts: one line, or all of --dry-run."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ... import tree
+import torch
+
 from ...config import MethodConfig, Training, settings
 from ...grad import ModuleLoss
 from ...models import inspect
 from ...suites import Suite
-from ..merge.exporting import export_problems
+from ..merge.exporting import export_problems, stored_dtypes
 from .loop import loss_of
 from .noise_level import coarse_line
 from .options import RunOptions
@@ -67,14 +67,16 @@ def _notes(suite: Suite) -> list[str]:
 
 
 def _rounded(suite: Suite) -> list[str]:
-    """A phrase on the float32 weights of a folder that are loaded in a narrower dtype, or nothing."""
-    config = Path(suite.recipe.get("model") or ".") / "config.json"
-    own = tree.dtype_name(next(iter(suite.base.values())))
-    if own == "float32" or not config.is_file():
+    """A phrase on trained weights of a folder or hub name that are stored in a wider dtype than they are loaded in."""
+    model = suite.recipe.get("model")
+    if not model:
         return []
-    facts = json.loads(config.read_text(encoding="utf-8"))
-    stored = facts.get("dtype", facts.get("torch_dtype"))
-    return [f"float32 weights rounded to {own} (--precision fp32 keeps them)"] if stored == "float32" else []
+    stored = stored_dtypes(Path(model), suite.base)
+    pairs = ((stored.get(name), leaf.dtype) for name, leaf in suite.base.items())
+    lost = {(kind, own) for kind, own in pairs if kind is not None and torch.promote_types(kind, own) != own}
+    said = {tuple(str(dtype).removeprefix("torch.") for dtype in pair) for pair in lost}
+    hint = " (--precision fp32 keeps them)"
+    return [f"{wide} weights rounded to {own}{'' if own == 'float32' else hint}" for wide, own in sorted(said)]
 
 
 def _epochs(epochs: Mapping[str, int]) -> str:

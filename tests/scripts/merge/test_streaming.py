@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, compiled, merge
 from smat_fn.config import (
@@ -209,6 +210,45 @@ def test_an_expert_like_its_base_is_exported_in_a_narrower_dtype(copied, tmp_pat
     assert (report.rounding_ratio, report.rounding) == (math.inf, None)
     assert checkpoint.load_manifest(tmp_path / "out")["rounding_ratio"] is None
     assert "Infinity" not in (tmp_path / "out" / checkpoint.MANIFEST).read_text()
+
+
+@pytest.mark.parametrize(
+    ("stored", "made"),
+    [
+        *(("float32", own) for own in ("float32", "bfloat16", "float16", "float64")),
+        *(("bfloat16", "float32"), ("float16", "bfloat16"), ("float64", "bfloat16"), ("float64", "by way of float32")),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "vision_model."])
+def test_a_base_is_the_right_one_in_whatever_dtype_it_was_loaded(stored, made, prefix, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    leaves = {name: torch.randn(40, 5, generator=generator, dtype=torch.float64) for name in ("b.w", "a.w", "c")}
+    leaves = {name: leaf.to(getattr(torch, stored)) for name, leaf in leaves.items()}
+    through = [torch.float32, torch.bfloat16] if made == "by way of float32" else [getattr(torch, made)]
+    if stored == "float64":
+        leaves["c"][:] = 1 + 2**-8 + 2**-40  # in float32 a tie between two numbers of bfloat16
+
+    def cast(leaf):
+        for kind in through:
+            leaf = leaf.to(kind)
+        return leaf
+
+    origin = {name: cast(leaf) for name, leaf in leaves.items()}
+    trained = {name: leaf + 1 for name, leaf in origin.items()}
+    facts = {"kind": "expert", "task": "t", "base_fingerprint": checkpoint.fingerprint(origin)}
+    checkpoint.save_expert(tmp_path / "expert", trained, checkpoint.describe(trained, **facts))
+    for name, change in (("base", 0.0), ("other", 1.0)):
+        whole = {f"{prefix}{path}": leaf + change for path, leaf in leaves.items()}
+        (tmp_path / name).mkdir()
+        save_file({**whole, "other.w": torch.ones(3)} if prefix else whole, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"expert was made from another base than {tmp_path / 'other'}: give the model"
+    ):
+        export(tmp_path / "expert", tmp_path / "other", tmp_path / "out")
+    export(tmp_path / "expert", tmp_path / "base", tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(got[f"{prefix}{path}"], leaf.to(leaves[path].dtype)) for path, leaf in trained.items())
 
 
 def when(folder):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from smat_fn.checkpoint import load_manifest
 from smat_fn.config import DIGITS, Adapters, Dev, Finetune, Smat, Training
@@ -140,15 +141,31 @@ def test_the_headline_says_epochs(suite):
 @pytest.mark.parametrize(
     ("stored", "dtype", "precision", "told"),
     [
-        ("float32", torch.bfloat16, None, "float32 weights rounded to bfloat16 (--precision fp32 keeps them), seed"),
-        ("float32", torch.float32, None, "1 epoch, seed"),
-        ("float32", torch.bfloat16, "bf16", "precision bf16, seed"),
-        ("bfloat16", torch.bfloat16, None, "1 epoch, seed"),
+        ("float32", "bfloat16", None, "float32 weights rounded to bfloat16 (--precision fp32 keeps them), seed"),
+        ("float16", "bfloat16", None, "float16 weights rounded to bfloat16 (--precision fp32 keeps them), seed"),
+        ("float64", "float32", None, "float64 weights rounded to float32, seed"),
+        ("float32", "float32", None, "1 epoch, seed"),
+        ("float32", "bfloat16", "bf16", "precision bf16, seed"),
+        ("bfloat16", "bfloat16", None, "1 epoch, seed"),
+        ("float16", "float32", None, "1 epoch, seed"),
     ],
 )
-def test_the_headline_says_that_weights_are_rounded(suite, tmp_path, stored, dtype, precision, told):
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": stored}))
-    own = suite.replace(base={"w": torch.ones(2, dtype=dtype)}, recipe={"model": str(tmp_path)})
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_the_headline_says_that_weights_are_rounded(
+    suite, tmp_path, monkeypatch, stored, dtype, precision, told, hub, file
+):
+    folder, name = tmp_path, str(tmp_path)
+    if hub:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        folder, name = tmp_path / "models--me--model" / "snapshots" / ("a" * 40), "me/model"
+        folder.mkdir(parents=True)
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs" / "main").write_text("a" * 40)
+    leaves = {"w": torch.ones(2, dtype=getattr(torch, stored)), "untrained": torch.ones(2, dtype=torch.float64)}
+    (save_file if file.endswith("safetensors") else torch.save)(leaves, folder / file)
+    (folder / "config.json").write_text("{}")  # names no dtype
+    own = suite.replace(base={"w": torch.ones(2, dtype=getattr(torch, dtype))}, recipe={"model": name})
     training = Training(steps=None, lr=0.1, epochs={"x": 1}, precision=precision)
     assert told in headline(own, Finetune(), training, origin="given", seed=0)
 
