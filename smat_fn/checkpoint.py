@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -228,8 +228,15 @@ def fingerprint(params: Params) -> str:
     Returns:
         64 hexadecimal digits; bit-identical trees have equal fingerprints.
     """
+    leaves = tree.flatten_unwrapped(params)
+    return fingerprint_of(leaves, leaves.__getitem__)
+
+
+def fingerprint_of(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
+    """`fingerprint` of leaves that are read one at a time."""
     digest = hashlib.sha256()
-    for path, leaf in sorted(tree.flatten_unwrapped(params).items()):
+    for path in sorted(names):
+        leaf = read(path)
         digest.update(f"{path}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

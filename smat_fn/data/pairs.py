@@ -103,4 +103,4 @@ def _suffix(tokenizer: Any, kind: str) -> list[int]:
 
 def _cut(ids: tuple[int, ...], end: int, *, limit: int) -> tuple[int, ...]:
     """Tokens cut to a limit before their last ``end`` ones."""
-    return ids if len(ids) <= limit else (*ids[: limit - end], *ids[-end:])
+    return ids if len(ids) <= limit else (*ids[: limit - end], *ids[len(ids) - end :])

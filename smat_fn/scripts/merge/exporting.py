@@ -1,7 +1,6 @@
 """Write an expert or a merged model as the whole model it belongs to, with configuration and tokenizer."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -16,7 +15,6 @@ from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
-from ...tree import dtype_name
 from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
@@ -132,20 +130,10 @@ def _prints(base: Folder, part: Folder) -> Iterator[str]:
         return (leaf if first is None else leaf.to(first)).to(part.leaves[name].dtype)
 
     kinds = {(whole.leaves[f"{prefix}{name}"].dtype, leaf.dtype) for name, leaf in part.leaves.items()}
-    yield _fingerprint(part.leaves, lambda name: whole.leaf(f"{prefix}{name}"))
+    yield checkpoint.fingerprint_of(part.leaves, lambda name: whole.leaf(f"{prefix}{name}"))
     if any(stored != own for stored, own in kinds):
-        yield _fingerprint(part.leaves, rounded)
+        yield checkpoint.fingerprint_of(part.leaves, rounded)
     if any(stored == torch.float64 for stored, _ in kinds):
-        yield _fingerprint(part.leaves, partial(rounded, first=torch.float32))
+        yield checkpoint.fingerprint_of(part.leaves, partial(rounded, first=torch.float32))
     if len(part.leaves) < len(base.leaves):
-        yield _fingerprint(base.leaves, base.leaf)
-
-
-def _fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
-    """`checkpoint.fingerprint` of leaves that are read, and perhaps rounded, one at a time."""
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        leaf = read(name)
-        digest.update(f"{name}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
-        digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        yield checkpoint.fingerprint_of(base.leaves, base.leaf)
