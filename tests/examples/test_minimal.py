@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from smat_fn import optim
 from smat_fn.mat import smat
-from smat_fn.random import key
+from smat_fn.random import fold_in, key
 from smat_fn.where import block_linear
 
 FILE = Path(__file__).parents[2] / "examples" / "smat_minimal.py"
@@ -46,7 +46,7 @@ def test_its_loop_takes_the_steps_of_smat(example):
     method = smat.build(loss_fn, optim.adam(1e-3), base, **hyper)
     state = method.init(base)
     for step in range(8):
-        state, info = method.update(key(3), state, example["rows"]("last", seed=1 + step))
+        state, info = method.update(fold_in(key(3), "last"), state, example["rows"]("last", seed=1 + step))
     assert info.simulated
     for name, p in state.params.items():
         torch.testing.assert_close(found[name], p, rtol=0, atol=1e-6)
