@@ -47,8 +47,8 @@ def test_an_adapter_that_was_extracted_is_an_expert(call, model, tmp_path):
     assert code is None
     for line in (
         "2 matrices: relative error ",
-        "1 changed leaf stored whole: norm.weight\n",
-        "1 changed leaf left out, an adapter cannot hold them: model.q.bias\n",
+        "1 changed parameter stored whole: norm.weight\n",
+        "1 changed parameter left out, an adapter cannot hold them: model.q.bias\n",
     ):
         assert line in said
     assert f"extracted: {tmp_path / 'lora'}, rank 4" in said
