@@ -350,7 +350,7 @@ def sharing(leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 def _span_of(leaf: Tensor) -> tuple[str, int, int] | None:
     """Device and addresses of a contiguous leaf, None for others and for those without memory of their own."""
     plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and leaf.is_contiguous()
-    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack() or not leaf.data_ptr():
         return None
     return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
 

@@ -169,10 +169,14 @@ class SimulatedWeights:
         if drawn is None:
             yield
             return
-        if not self._checked:  # once: the number may be on a GPU, which is waited for
+        if not self._checked:
             if not isinstance(drawn, Draw):
                 raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
-            raise_problems(mask_problems(self._where, self._parameters, drawn.drop_prob.item()))
+            picks = self._where
+            if picks is not None and not any(picks(path, p) for path, p in self._parameters.items()):
+                # the number may be on a GPU, which is waited for
+                found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
+                raise_problems([f"{text}; for a part of a model give where=smat_fn.where.never" for text in found])
             self._checked = True
         with self._held(drawn):
             yield
@@ -285,7 +289,7 @@ def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Ten
     if wrong := [
         f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
         for name, given in (("parameters", parameters), ("base", base))
-        if not isinstance(given, Mapping)
+        if not hasattr(given, "items")
     ]:
         return wrong
     problems = []

@@ -12,6 +12,7 @@ from smat_fn.mat import finetune, l2sp, orthoreg, smat
 from smat_fn.mat.simulated import SimulatedWeights
 from smat_fn.mat.step import as_tensors
 from smat_fn.types import Method, Optimizer
+from smat_fn.where import never
 
 from .test_conformance import METHODS, assert_bits, bowl, method, parameters, randn, run
 
@@ -217,12 +218,27 @@ def test_weights_that_cannot_be_replaced_are_refused_at_once():
         SimulatedWeights(params, base, where=module)
 
 
+def test_weights_of_every_kind_are_taken():
+    module, drawn = net(), draw(KEY, **OPTIONS)
+    base = {"w": torch.ones(3), "x": torch.ones(3)}
+    weights = torch.nn.ParameterDict({"w": torch.zeros(3), "x": torch.zeros(3)})
+    with SimulatedWeights(weights, base).at(drawn):
+        assert weights["w"].any()
+    assert not weights["w"].any()
+    with SimulatedWeights(dict(module.named_parameters()), copies(module), where=never).at(drawn):
+        pass  # a part of a model that Mask does not act on
+    freed = {name: torch.nn.Parameter(torch.ones(3)) for name in "ab"}
+    for p in freed.values():
+        p.untyped_storage().resize_(0)  # as code that shards weights by itself leaves them between two passes
+    SimulatedWeights(freed, {name: torch.ones(3) for name in "ab"})
+
+
 def test_a_masked_set_of_other_names_is_told():
     module = net()
     weights = SimulatedWeights(
         dict(module.named_parameters()), copies(module), where=lambda name, _: name.startswith("module.")
     )
-    with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"drop_prob is 0.5, but Mask has nothing to act on.*where\.never"):  # noqa: SIM117
         with weights.at(draw(KEY, **OPTIONS)):
             pass
     with SimulatedWeights(dict(module.named_parameters()), copies(module), where=lambda *_: False).at(

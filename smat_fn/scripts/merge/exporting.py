@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
     elif task is not None:
         raise ValueError(f"{model} is one model: leave out --task")
     if "base_fingerprint" in manifest and not is_adapter(model):
-        _check_base(model, local_folder("base", base), manifest["base_fingerprint"])
+        _check_base(model, local_folder("base", base), manifest)
 
     left_out = "fingerprint", "base_fingerprint", "scales"
 
@@ -107,33 +107,46 @@ def _changed(model: Path, files: Mapping[str, str], report: Report) -> list[str]
     ]
 
 
-def _check_base(model: Path, base: Path, fingerprint: str) -> None:
+def _check_base(model: Path, base: Path, manifest: Mapping[str, Any]) -> None:
     """Raises: ValueError where the leaves of base that the model has are not those it was made from."""
+    fingerprint, other = manifest["base_fingerprint"], manifest.get("out_dtype", "same") != "same"
     if is_several(model):
         if checkpoint.fingerprint(leaves_of(base)) != fingerprint:
             raise ValueError(f"{model} was made from another base than {base}: give the base of that merge")
         return
-    if all(found != fingerprint for found in _prints(open_folder("base", base), open_folder(str(model), model))):
+    folders = open_folder("base", base), open_folder(str(model), model)
+    if all(found != fingerprint for found in _prints(*folders, other=other)):
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")
 
 
-def _prints(base: Folder, part: Folder) -> Iterator[str]:
+def _prints(base: Folder, part: Folder, *, other: bool) -> Iterator[str]:
     """The fingerprints that the leaves of base which a part has may have had where it was made.
 
     As they are stored, rounded to the part's dtypes as they are loaded for training, by way of float32 where a suite
     loads them so; and that of all leaves, which a merge on disk counts.
+
+    Args: other: the part was merged into another dtype than that of training: it may have been any.
     """
     whole, prefix, _ = place_of(base, part)
 
-    def rounded(name: str, first: torch.dtype | None = None) -> Tensor:
-        leaf = whole.leaf(f"{prefix}{name}")
-        return (leaf if first is None else leaf.to(first)).to(part.leaves[name].dtype)
+    def fingerprint(*kinds: torch.dtype | None) -> str:
+        """Of leaves that are rounded to these dtypes in turn; None: the part's own."""
 
-    kinds = {(whole.leaves[f"{prefix}{name}"].dtype, leaf.dtype) for name, leaf in part.leaves.items()}
-    yield checkpoint.fingerprint_of(part.leaves, lambda name: whole.leaf(f"{prefix}{name}"))
-    if any(stored != own for stored, own in kinds):
-        yield checkpoint.fingerprint_of(part.leaves, rounded)
-    if any(stored == torch.float64 for stored, _ in kinds):
-        yield checkpoint.fingerprint_of(part.leaves, partial(rounded, first=torch.float32))
+        def read(name: str) -> Tensor:
+            leaf = whole.leaf(f"{prefix}{name}")
+            for kind in kinds if leaf.is_floating_point() else ():
+                leaf = leaf.to(part.leaves[name].dtype if kind is None else kind)
+            return leaf
+
+        return checkpoint.fingerprint_of(part.leaves, read)
+
+    stored = {whole.leaves[f"{prefix}{name}"].dtype for name in part.leaves}
+    kinds = {leaf.dtype for leaf in part.leaves.values()}
+    yield fingerprint()
+    rounded = [None] * (stored != kinds or len(kinds) > 1)
+    for kind in (*rounded, *((torch.float32, torch.bfloat16, torch.float16) if other else ())):
+        yield fingerprint(kind)
+        if torch.float64 in stored:
+            yield fingerprint(torch.float32, kind)
     if len(part.leaves) < len(base.leaves):
         yield checkpoint.fingerprint_of(base.leaves, base.leaf)

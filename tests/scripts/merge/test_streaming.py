@@ -35,7 +35,7 @@ from smat_fn.config import (
 from smat_fn.folders import writing
 from smat_fn.folders.files import Hashing
 from smat_fn.scripts.evaluate import evaluation
-from smat_fn.scripts.merge import finished, streaming
+from smat_fn.scripts.merge import exporting, finished, streaming
 from smat_fn.scripts.merge.choosing import merge_one
 from smat_fn.scripts.merge.exporting import export
 from smat_fn.scripts.merge.inputs import find_inputs, load_inputs, model_names, named, weight_of
@@ -249,6 +249,24 @@ def test_a_base_is_the_right_one_in_whatever_dtype_it_was_loaded(stored, made, p
     export(tmp_path / "expert", tmp_path / "base", tmp_path / "out")
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(got[f"{prefix}{path}"], leaf.to(leaves[path].dtype)) for path, leaf in trained.items())
+
+
+def test_a_base_is_the_right_one_of_a_part_that_was_merged_into_another_dtype(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    leaves = {name: torch.randn(7, 5, generator=generator).half() for name in ("b.w", "a.w")}
+    origin = {name: leaf.bfloat16() for name, leaf in leaves.items()}  # as it was trained
+    merged = {name: leaf.float() + 1 for name, leaf in origin.items()}
+    facts = {"kind": "merged", "task": "t", "base_fingerprint": checkpoint.fingerprint(origin), "out_dtype": "float32"}
+    checkpoint.save_expert(tmp_path / "part", merged, checkpoint.describe(merged, **facts))
+    for name, change in (("base", 0.0), ("other", 1.0)):
+        (tmp_path / name).mkdir()
+        save_file({path: leaf + change for path, leaf in leaves.items()}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"part was made from another base than .*other"):
+        exporting._check_base(tmp_path / "part", tmp_path / "other", facts)
+    exporting._check_base(tmp_path / "part", tmp_path / "base", facts)
+    with pytest.raises(ValueError, match=r"part was made from another base than .*base"):
+        exporting._check_base(tmp_path / "part", tmp_path / "base", {**facts, "out_dtype": "same"})
 
 
 def when(folder):
