@@ -74,7 +74,10 @@ def draw(
         raise_problems(problems, "draw")
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
-    nothing = torch.empty(0, dtype=torch.float32, device=key.device)
+    if torch.compiler.is_compiling():  # `quantiles` is a constant there
+        nothing = quantiles(noise).to(key.device)
+    else:
+        nothing = torch.zeros(0, dtype=torch.float32, device=key.device)
     table = nothing if noise == "uniform" else table_on(quantiles(noise), key.device)
 
     def number(value: Number) -> Tensor:
