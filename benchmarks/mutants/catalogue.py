@@ -477,8 +477,8 @@ MUTANTS = [
     *_of(
         "merge/arcee_fusion.py",
         ("second + 1.5 * (third - first)", "second + 0.5 * (third - first)"),
-        ("change = two - one", "change = one - two"),
-        ("* _divergence(two, one)", "* _divergence(one, two)"),
+        ("(two - one).mul_(keep)", "(one - two).mul_(keep)"),
+        ("in (two, one)]", "in (one, two)]"),
     ),
     *_of(
         "merge/cart.py",
@@ -518,7 +518,7 @@ MUTANTS = [
     ),
     *_of(
         "merge/pcb.py",
-        ("len(deltas) * inside", "inside"),
+        ("inside.mul_(len(deltas))", "inside"),
         ("deltas * add(deltas)", "add(deltas)"),
         ("int(size * (1 - clip) - 1)", "int(size * (1 - clip))"),
     ),

@@ -57,13 +57,12 @@ def pcb(base: Params, experts: Experts, *, coef: float, ratio: float = 0.1, clip
 
 def fuse(piece: Piece, bounds: Bounds) -> Tensor:
     """The merged vector of a chunk."""
-    deltas = torch.stack(piece.deltas).double()
+    deltas, dtype = torch.stack(piece.deltas).double(), piece.deltas[0].dtype
     bounds = Bounds(*(bound.to(deltas.device) for bound in bounds))
-    beta = _balance(deltas, bounds, piece.deltas[0].dtype).double()
-    scales = _share(beta, bounds.floor, bounds.top).clamp_(min=0)
-    clamped = deltas.sign() * deltas.abs().clamp(bounds.low, bounds.high)
+    scales = _share(_balance(deltas, bounds, dtype).double(), bounds.floor, bounds.top).clamp_(min=0)
+    clamped = deltas.abs().clamp_(bounds.low, bounds.high).mul_(deltas.sign())
     total = add(scales).clamp_(min=1e-12)
-    return (add(scales * clamped) / total).to(piece.deltas[0].dtype)
+    return add(clamped.mul_(scales)).div_(total).to(dtype)
 
 
 def bounds_of(blocks: Callable[[], Iterable[list[Tensor]]], ratio: float, clip: float) -> Bounds:
@@ -90,16 +89,16 @@ def bounds_of(blocks: Callable[[], Iterable[list[Tensor]]], ratio: float, clip: 
 
 def _balance(deltas: Tensor, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """β of every expert (experts, n), of task vectors in float64."""
-    inside = _share(deltas.abs().clamp(bounds.low, bounds.high), bounds.low, bounds.high).square_()
+    inside = _share(deltas.abs().clamp_(bounds.low, bounds.high), bounds.low, bounds.high).square_()
     if len(deltas) > _EXPERTS:  # β exp(-N): a factor of all β is not in s
         inside -= 1
-    return ((len(deltas) * inside).exp_() * (deltas * add(deltas)).tanh_()).to(dtype)
+    return inside.mul_(len(deltas)).exp_().mul_((deltas * add(deltas)).tanh_()).to(dtype)
 
 
 def _share(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The relative position of values between two bounds; 0 where these are equal."""
     width = high - low
-    return (values - low) / width.where(width > 0, 1) * (width > 0)
+    return (values - low).div_(width.where(width > 0, 1)).mul_(width > 0)
 
 
 @dataclass(frozen=True)

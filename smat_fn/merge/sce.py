@@ -1,6 +1,6 @@
 """SCE: select the coordinates that vary most, weigh experts by their squares, erase minority signs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..types import Params
 from .parts import looped
-from .parts.arithmetic import add, divided, elected, gram_memory, largest, squares
+from .parts.arithmetic import BLOCK, add, divided, elected, gram_memory, largest, squares
 from .parts.chunks import Fuse
 from .parts.inputs import Experts
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
@@ -47,8 +47,13 @@ def sce(base: Params, experts: Experts, *, coef: float = 1.0, density: float = 1
 def selected(deltas: Sequence[Tensor], *, density: float, floor: float) -> Tensor:
     """The merged vector of a whole leaf of which only a share of the coordinates stays."""
     keep = _varying(deltas, density)
-    kept = [delta * keep for delta in deltas]
-    return erased(kept, shares_of(squares(kept), keep.numel(), floor))
+
+    def kept() -> Iterator[list[Tensor]]:
+        for *vectors, own in _blocks(*deltas, keep):
+            yield [vector * own for vector in vectors]
+
+    shares = shares_of(squares(kept()), keep.numel(), floor)
+    return torch.cat([erased(vectors, shares) for vectors in kept()])
 
 
 def shares_of(norms: Sequence[float], size: int, floor: float) -> list[float]:
@@ -71,12 +76,22 @@ def erased(deltas: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 def _varying(deltas: Sequence[Tensor], density: float) -> Tensor:
     """1 for the coordinates of largest variance, 0 for the others."""
-    # from the first one: a sum of equal changes, divided by their number, may be rounded to another change
-    mean = divided(add(delta - deltas[0] for delta in deltas), len(deltas))
-    variance = add((delta - deltas[0]).sub_(mean).square_() for delta in deltas).reshape(-1)  # times N
+    variance = torch.cat([_variance(vectors) for vectors in _blocks(*deltas)])
     count = int(variance.count_nonzero().cpu().float() * density)
     # abs: a NaN may have a sign
     return among_largest(variance.abs_(), count).to(variance.dtype)
+
+
+def _variance(deltas: Sequence[Tensor]) -> Tensor:
+    """The variance over the experts times their number."""
+    # from the first one: a sum of equal changes, divided by their number, may be rounded to another change
+    mean = divided(add(delta - deltas[0] for delta in deltas), len(deltas))
+    return add((delta - deltas[0]).sub_(mean).square_() for delta in deltas)
+
+
+def _blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same coordinates of flat vectors, as many as stay in a core's cache through all operations."""
+    return zip(*(vector.split(BLOCK) for vector in vectors), strict=True)
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,9 @@ def gram_sum(blocks: Iterable[Tensor], count: int) -> list[list[float]]:
     return total.tolist()
 
 
-def squares(leaves: Sequence[Tensor]) -> list[float]:
-    """The diagonal of `gram`: squared norms of tensors of one size and dtype."""
-    parts = zip(*(leaf.reshape(-1).split(BLOCK) for leaf in leaves), strict=True)
-    sums = (torch.stack([products(row[None])[0, 0] for row in part]) for part in parts)
+def squares(blocks: Iterable[Sequence[Tensor]]) -> list[float]:
+    """The diagonal of `gram`: squared norms of flat tensors of one size, given `BLOCK` coordinates at a time."""
+    sums = (torch.stack([products(row[None])[0, 0] for row in rows]) for rows in blocks)
     return add(sums, into_first=True).tolist()
 
 

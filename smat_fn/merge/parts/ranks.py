@@ -138,25 +138,28 @@ def ordered(scan: Scan, ranks: Sequence[int]) -> list[Tensor]:
     Args: scan: of tensors (rows, n), whose numbers may be negative.
     """
     first = next(iter(scan()))
-    bits, rows = 8 * first.itemsize, len(first)
+    (integer, bits, _), rows = _INTS[first.dtype], len(first)
     found = [[(0, rank) for rank in ranks] for _ in range(rows)]  # the bits that are known, the rank among their like
     for shift in range(bits - 16, -1, -16):
-        counted = torch.zeros(rows, len(ranks), BINS, dtype=torch.int64, device=first.device)
+        highest = shift == bits - 16
+        shape = rows, 1 if highest else len(ranks), BINS
+        counted = torch.zeros(shape, dtype=torch.int64, device=first.device)
         for values in scan():
-            keys = _flipped(values.view(_INTS[values.dtype][0]).to(torch.int64), bits)
+            keys = _flipped(values.view(integer), bits)
             for row, places in enumerate(found):
+                if highest:
+                    counted[row, 0] += torch.bincount((keys[row] >> shift).add_(BINS // 2), minlength=BINS)
+                    continue
                 for column, (known, _) in enumerate(places):
-                    own = keys[row] if shift == bits - 16 else keys[row][keys[row] >> (shift + 16) == known]
-                    offset = BINS // 2 if shift == bits - 16 else 0
-                    digits = (own >> shift) + offset if offset else (own >> shift) & (BINS - 1)
-                    counted[row, column] += torch.bincount(digits, minlength=BINS).to(first.device)
-        counts = counted.cpu()
+                    digits = (_matching(keys[row], shift + 16, known) >> shift).bitwise_and_(BINS - 1)
+                    counted[row, column] += torch.bincount(digits, minlength=BINS)
+        counts = counted.cpu().expand(-1, len(ranks), -1)
         sums = counts.cumsum(-1)
         for row, places in enumerate(found):
             for column, (known, rank) in enumerate(places):
                 digit = int(torch.searchsorted(sums[row, column], rank, right=True))
                 below = int(sums[row, column, digit] - counts[row, column, digit])
-                known = digit - BINS // 2 if shift == bits - 16 else known << 16 | digit
+                known = digit - BINS // 2 if highest else known << 16 | digit
                 places[column] = known, rank - below
     keys = _flipped(torch.tensor([[known for known, _ in places] for places in found], device="cpu"), bits)
     values = keys.view(torch.float64) if bits == 64 else keys.to(torch.int32).view(torch.float32)
