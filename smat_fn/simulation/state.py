@@ -74,12 +74,6 @@ def draw(
         raise_problems(problems, "draw")
     unit = random.uniform(random.fold_in(key, 0), dtype=torch.float64)
 
-    if torch.compiler.is_compiling():  # `quantiles` is a constant there
-        nothing = quantiles(noise).to(key.device)
-    else:
-        nothing = torch.zeros(0, dtype=torch.float32, device=key.device)
-    table = nothing if noise == "uniform" else table_on(quantiles(noise), key.device)
-
     def number(value: Number) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(key.device, torch.float64)
@@ -90,6 +84,10 @@ def draw(
     scale = (least + (alpha_max - least) * unit).to(torch.float32)
     if isinstance(drop_prob, Tensor):
         drop_prob = cast(Tensor, _StepFunction.apply(drop_prob))
+    if noise == "uniform" and not torch.compiler.is_compiling():  # where `quantiles` is a constant
+        table = torch.zeros(0, dtype=torch.float32, device=key.device)
+    else:
+        table = table_on(quantiles(noise), key.device)
     return Draw(key, scale, number(drop_prob), number(sigma), table, factors or {})
 
 
