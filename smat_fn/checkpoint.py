@@ -112,11 +112,8 @@ def load_expert(path: str | Path, like: Params) -> tuple[Params, dict[str, Any]]
         for name, leaf in expected.items()
         if name in leaves and leaves[name].dtype != leaf.dtype
     ]
-    try:
-        tree.check_same(expected, "the expected tree", **{str(path): leaves})
-    except ValueError as error:
-        problems.append(f"{error}; was it made from another base?")
-    errors.raise_problems(problems)
+    found = errors.problems_of(lambda: tree.check_same(expected, "the expected tree", **{str(path): leaves}))
+    errors.raise_problems(problems + ([f"{'; '.join(found)}; was it made from another base?"] if found else []))
     return tree.unflatten(like, {name: leaves[tree.unwrapped(name)] for name in tree.flatten(like)}), manifest
 
 

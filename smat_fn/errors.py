@@ -113,12 +113,12 @@ def all_at_once(problems: Sequence[str], step: Callable[[], T]) -> T:
 
 
 @contextmanager
-def collected(problems: list[str]) -> Iterator[None]:
-    """Adds the ValueError that ends the block to the problems; what follows the block runs."""
+def collected(problems: list[str], of: object = "") -> Iterator[None]:
+    """Adds the ValueError that ends the block to the problems, after ``of`` and a colon; what follows runs."""
     try:
         yield
     except ValueError as error:
-        problems.append(str(error))
+        problems.append(f"{of}: {error}" if of else str(error))
 
 
 def first_line(error: BaseException) -> str:

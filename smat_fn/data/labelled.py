@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import complain, name_rows, raise_problems
+from ..errors import collected, complain, name_rows, raise_problems
 from .rows import SPELLINGS, TABLES, TextRows, is_saved, read_dataset, read_hub, read_objects
 from .splits import normalised, split_rows
 
@@ -164,20 +164,18 @@ def place_of(source: str) -> str:
 
 def _folder(source: str, labels: Sequence[str]) -> tuple[_Raw, list[str] | None]:
     home = Path(source).expanduser()
-    raw, problems, typed = {}, [], {}
+    raw, problems, typed = {}, list[str](), {}
     for split, spellings in SPLITS.items():
         files = [file for name in spellings for suffix in TABLES if (file := home / f"{name}{suffix}").is_file()]
         files += [saved for name in spellings if is_saved(saved := home / name)]
         if len(files) > 1:
             problems.append(f"{home} has {' and '.join(file.name for file in files)}: keep one of them")
         elif files:
-            try:
+            with collected(problems):
                 (file,) = files
                 data = read_dataset(file)
                 raw[split] = read_objects(file) if data is None else data.to_list()
                 typed[split] = {} if data is None else data.features
-            except ValueError as error:
-                problems.append(str(error))
     names: Any = None
     if (file := home / "labels.json").is_file():
         try:

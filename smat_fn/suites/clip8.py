@@ -34,14 +34,12 @@ from .heads import image_heads, text_heads
 from .sources import (
     absolute,
     collect,
-    columns_of,
     json_file,
     model_problems,
     one_class,
-    patterns_of,
     pick_device,
+    settled,
     shared_rows,
-    some_of,
     tasks_of,
     two_labels,
 )
@@ -124,16 +122,9 @@ class Clip8(EncoderSuite):
         of_texts = image_classifier.is_clip(absolute(options["model"]))
         if options.get("templates") and not of_texts:
             raise ValueError(f"templates make heads from texts, {options['model']} has no text tower: leave them out")
-        settled = {
-            "model": absolute(options["model"]),
-            "data": absolute(options["data"]),
-            "tasks": tasks,
-            "only": some_of(tasks, options.get("only")),
-            "columns": columns_of(options.get("columns")),
-            "train": patterns_of(options.get("train")),
-            "templates": resolve_templates(options.get("templates"), tasks) if of_texts else {},
-        }
-        self.options = own = Clip8Options(**{**options, **settled})
+        templates = resolve_templates(options.get("templates"), tasks) if of_texts else {}
+        options |= {**settled(tasks, options), "data": absolute(options["data"]), "templates": templates}
+        self.options = own = Clip8Options(**options)
         self.device, self.batch_size = pick_device(own.device), own.batch_size
         chosen = own.only or tasks
         self._rows, found = collect(

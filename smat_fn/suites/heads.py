@@ -64,23 +64,20 @@ def text_heads(
     Raises: ValueError that lists prompts that are too long, and classes whose prompts are the same.
     """
     text = fingerprint(model.text)
-    heads, problems = {}, []
+    heads, problems = dict[str, Tensor](), list[str]()
     for task, own in names.items():
-        try:
+        with errors.collected(problems, task):
             tokens = model.tokens(prompts(templates[task], own))
-        except ValueError as error:
-            problems.append(f"{task}: {error}")
-            continue
-        problems += _alike(task, own, tokens["input_ids"])
-        config = {
-            "text": text,
-            "config": str(sorted(model.config.items())),
-            "tokens": fingerprint(tokens),
-            "classes": len(own),
-            "device": device.type,
-            "versions": versions("torch", "transformers"),
-        }
-        heads[task] = cached("clip-head", config, partial(_of_texts, model, tokens, len(own)))["head"]
+            problems += _alike(task, own, tokens["input_ids"])
+            config = {
+                "text": text,
+                "config": str(sorted(model.config.items())),
+                "tokens": fingerprint(tokens),
+                "classes": len(own),
+                "device": device.type,
+                "versions": versions("torch", "transformers"),
+            }
+            heads[task] = cached("clip-head", config, partial(_of_texts, model, tokens, len(own)))["head"]
     errors.raise_problems(problems)
     return heads
 

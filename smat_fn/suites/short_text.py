@@ -30,14 +30,12 @@ from .heads import fit_head, head_rows
 from .sources import (
     absolute,
     collect,
-    columns_of,
     json_file,
     model_problems,
     one_class,
-    patterns_of,
     pick_device,
+    settled,
     shared_rows,
-    some_of,
     tasks_of,
     two_labels,
 )
@@ -126,16 +124,13 @@ class ShortText(EncoderSuite):
     name = "short_text"
 
     def __init__(self, *, seed: int, **options: Any) -> None:
-        settled: dict[str, Any] = {"model": absolute(options["model"]), "data": resolve_data(options["data"])}
-        tasks = self.task_names(**options)
-        columns, train = columns_of(options.get("columns")), patterns_of(options.get("train"))
-        settled |= {"tasks": tasks, "columns": columns, "train": train, "only": some_of(tasks, options.get("only"))}
-        self.options = own = ShortTextOptions(**{**options, **settled})
+        tasks, data = self.task_names(**options), resolve_data(options["data"])
+        self.options = own = ShortTextOptions(**{**options, **settled(tasks, options), "data": data})
         self.device, self.batch_size = pick_device(own.device), own.batch_size
         chosen = own.only or tasks
         self._data, found = collect(
             chosen,
-            lambda task: load_task(own.source(task), columns=columns),
+            lambda task: load_task(own.source(task), columns=own.columns),
             local=lambda task: Path(own.source(task)).is_absolute(),
         )
         errors.raise_problems([*count_problem("eval_batch", own.eval_batch), *model_problems(own.model), *found])

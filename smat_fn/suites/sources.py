@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..data.rows import SPELLINGS, SUFFIXES
+from ..errors import collected
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
@@ -53,7 +54,18 @@ def _names(given: Any) -> Any:
     return given
 
 
-def some_of(tasks: Sequence[str], only: Sequence[str] | str | None) -> tuple[str, ...] | None:
+def settled(tasks: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that suites of models share, as their dataclasses hold them. Raises: ValueError for bad ones."""
+    return {
+        "model": absolute(options["model"]),
+        "tasks": tasks,
+        "only": _some_of(tasks, options.get("only")),
+        "columns": _columns_of(options.get("columns")),
+        "train": patterns_of(options.get("train")),
+    }
+
+
+def _some_of(tasks: Sequence[str], only: Sequence[str] | str | None) -> tuple[str, ...] | None:
     """The tasks of the option ``only``; a text names them between commas. Raises: ValueError for others."""
     chosen = _names(only)
     if chosen is not None and (strange := [name for name in chosen if name not in tasks]):
@@ -61,7 +73,7 @@ def some_of(tasks: Sequence[str], only: Sequence[str] | str | None) -> tuple[str
     return None if chosen is None else tuple(chosen)
 
 
-def columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
+def _columns_of(given: Mapping[str, str] | str | None) -> dict[str, str]:
     """{ours: the source's}, as `rows.load_rows` takes it, from such a mapping or "prompt=question,answer=reply".
 
     Raises: ValueError for anything else.
@@ -103,14 +115,12 @@ def collect(
 
     Stops at the first error of a source that is not local: a hub that cannot be reached takes a minute to say so.
     """
-    found, problems = {}, []
+    found, problems = dict[Key, Found](), list[str]()
     for key in keys:
-        try:
+        with collected(problems):
             found[key] = read(key)
-        except ValueError as error:
-            problems.append(str(error))
-            if not local(key):
-                break
+        if key not in found and not local(key):
+            break
     return found, problems
 
 

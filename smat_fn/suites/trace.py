@@ -48,17 +48,7 @@ from ..models.seq2seq import start_problems
 from ..models.top_language import TopLanguage, top_language
 from ..progress import bar
 from ..types import Batch, Micro, Params
-from .sources import (
-    absolute,
-    collect,
-    columns_of,
-    model_problems,
-    patterns_of,
-    pick_device,
-    shared_rows,
-    some_of,
-    tasks_of,
-)
+from .sources import absolute, collect, model_problems, pick_device, settled, shared_rows, tasks_of
 from .suite import BaseSuite, SuiteOptions, remembered
 
 TASKS = tuple(TRACE_METRICS)
@@ -142,22 +132,14 @@ class Trace(BaseSuite):
 
     def __init__(self, *, seed: int, **options: Any) -> None:
         tasks = self.task_names(**options)
-        settled = {
-            **{name: absolute(options[name]) for name in ("model", "data")},
-            "tasks": tasks,
-            "only": some_of(tasks, options.get("only")),
-            "columns": columns_of(options.get("columns")),
-            "train": patterns_of(options.get("train")),
-        }
-        self.options = own = TraceOptions(**{**options, **settled})
+        options |= {**settled(tasks, options), "data": absolute(options["data"])}
+        self.options = own = TraceOptions(**options)
         place = pick_device(own.device)
         problems = count_problem("decode_batch", own.decode_batch)
         if own.device is not None and own.device_map is not None:
             problems.append(f"device is {own.device!r} and device_map is given too: give one of them")
-        try:
+        with errors.collected(problems):
             self._engine: Any = own.engine if callable(own.engine) else find_engine(str(own.engine))
-        except ValueError as error:
-            problems.append(str(error))
         keys = tuple(product(own.only or tasks, SPLITS))
         self._chats: dict[Any, tuple[Conversation, ...]] = {}
         here = Path(own.data).exists()

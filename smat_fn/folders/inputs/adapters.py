@@ -145,15 +145,12 @@ def open_adapter(label: str, path: Path, base: Folder, *, heads: bool = False) -
         if not embedding and _leaf(f"{module}.weight", base) is None and _is_tied_pair(names, halves, store, config):
             head = True
             continue
-        try:
+        with errors.collected(problems):
             leaf, pair = _pair(label, path, module, embedding, names, shapes, config, known, transposed)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        origin, read = leaves[leaf], reads[leaf]
-        leaves[leaf] = origin.to(tree.compute_dtype(origin))
-        reads[leaf] = _changed(store, pair, read, leaves[leaf])
-        touched.add(leaf)
+            origin, read = leaves[leaf], reads[leaf]
+            leaves[leaf] = origin.to(tree.compute_dtype(origin))
+            reads[leaf] = _changed(store, pair, read, leaves[leaf])
+            touched.add(leaf)
     errors.raise_problems(problems)
     notes = _base_note(label, path, config, base), _tied_note(label, config, touched, base, head)
     stores = {weights_of(path): store, path / CONFIG: None}

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import checkpoint
+from ... import checkpoint, errors
 from ...checkpoint import STATISTICS
 from ...merge.parts.inputs import statistics_problems
 from .adapters import is_adapter
@@ -30,16 +30,13 @@ def with_statistics(
         if not (file := place / STATISTICS[kind]).exists():
             missing.append(str(place))
             continue
-        try:
+        with errors.collected(problems):
             facts, store = checkpoint.statistics_facts(file), Store(file)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        leaves = {path: leaf for path in store.names if (leaf := store.header(path)) is not None}
-        problems += statistics_problems(kind, base.leaves, f"{file}", leaves)
-        problems += stale(file, facts, partial(_print_of, folder))
-        labels[name] = facts.get("labels")
-        new[name] = folder._replace(stores={**folder.stores, file: store})
+            leaves = {path: leaf for path in store.names if (leaf := store.header(path)) is not None}
+            problems += statistics_problems(kind, base.leaves, f"{file}", leaves)
+            problems += stale(file, facts, partial(_print_of, folder))
+            labels[name] = facts.get("labels")
+            new[name] = folder._replace(stores={**folder.stores, file: store})
     problems += without(kind, missing) + of_other_labels(labels)
     layers = {name: frozenset(_names(new[name], kind)) for name in new}
     if kind == "gram" and len({*layers.values()}) > 1 and not missing:

@@ -61,10 +61,8 @@ def aligned(
     models = {"base": base, **experts}
     problems, found = list[str](), dict[str, Any]()
     for name, folder in models.items():
-        try:
+        with errors.collected(problems, folder.label):
             found[name] = _tokenizer(folder.root)
-        except ValueError as error:
-            problems.append(f"{folder.label}: {error}")
     if found.get("base") is None and not problems:
         problems.append(f"base: {base.root} has no tokenizer, so rows match no tokens: leave out tokenizer_from")
     errors.raise_problems(problems)

@@ -239,14 +239,12 @@ def _named(experts: Experts, problems: list[str]) -> dict[str, Params]:
 
 
 def _flat(label: str, params: Params, problems: list[str]) -> Leaves | None:
-    try:
+    with errors.collected(problems, label):
         leaves = tree.flatten(params)
         problems += derivative_problems(label, leaves) + complex_problems(label, leaves)
         problems += storage_problems(label, leaves)
         return {path: leaf.detach() for path, leaf in leaves.items()}
-    except ValueError as error:
-        problems.append(f"{label}: {error}")
-        return None
+    return None
 
 
 def _flat_experts(experts: Experts, problems: list[str]) -> dict[str, Leaves]:

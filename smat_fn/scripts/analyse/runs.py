@@ -47,10 +47,8 @@ def load_runs(paths: Sequence[Path], *, options: Mapping[str, Any] | None = None
     found: list[Run] = []
     suites: dict[str, Suite] = {}
     for path in paths:
-        try:
+        with errors.collected(problems):
             found.append(_load(path, suites, options or {}))
-        except ValueError as error:
-            problems.append(str(error))
     lone = [run for run in found if set(run.tasks) != set(found[0].tasks)]
     problems += [
         f"{run.path} has experts of {', '.join(run.tasks)}, {found[0].path} of {', '.join(found[0].tasks)}: "

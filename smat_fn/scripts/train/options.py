@@ -147,11 +147,9 @@ def _run_problems(run: RunOptions, accumulate: int) -> list[str]:
 
 
 def _optimizer_problems(method: MethodConfig, training: Training, offload: Offload | None) -> list[str]:
-    problems, optimizer, loss = [], optim.adam(0.0), ModuleLoss(nn.Module(), _no_loss)
-    try:
+    problems, optimizer, loss = list[str](), optim.adam(0.0), ModuleLoss(nn.Module(), _no_loss)
+    with errors.collected(problems):
         optimizer = make_optimizer(replace(training, steps=max(training.steps or training.warmup, 1)))
-    except ValueError as error:
-        problems.append(str(error))
     own = {"max_grad_norm": training.max_grad_norm, **settings(numbered(method))}
     own |= {"offload": offload} if offload else {}
     return problems + problems_of(getattr(mat, method.module).build, loss, optimizer, {}, **own)
