@@ -344,7 +344,7 @@ def in_memory(
         experts,
         out=args.output.out,
         search=args.choice.search,
-        calibration=CALIBRATION_COEFS[preset.family] if args.choice.calibrate else None,
+        calibration=CALIBRATION_COEFS[preset.family] if args.choice.calibrate else {},
         seed=args.choice.seed,
         overwrite=args.output.overwrite,
         options=cli.with_named(args.choice.suite_options, data=args.choice.data),

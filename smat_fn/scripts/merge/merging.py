@@ -40,11 +40,11 @@ def merge_run(
     *,
     out: Path,
     search: bool,
-    calibration: Mapping[str, float] | None = None,
+    calibration: Mapping[str, float] = MappingProxyType({}),
     seed: int,
     overwrite: bool = False,
-    options: Mapping[str, Any] | None = None,
-    implied: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    implied: Mapping[str, Any] = MappingProxyType({}),
     coefs: Sequence[float] = (),
     widen: bool = False,
     snapshots: Mapping[int, Sequence[Path]] = MappingProxyType({}),
@@ -81,22 +81,22 @@ def merge_run(
     problems, sources, names = list[str](), dict[str, Any](), [str(place) for place in range(max(1, len(experts)))]
     early = _early_problems([out / config.name for config in configs], coefs, overwrite=overwrite)
     with errors.collected(problems):
-        implied = _of_base(implied or {}, base)
-        named = {**implied, **(options or {})}.get("name")
+        implied = _of_base(implied, base)
+        named = {**implied, **options}.get("name")
         inputs = load_inputs(base, experts, heads=named is not None and has_heads(named))._replace(lines=lines)
         names, scored_by = list(inputs.experts), (search or calibration) and not early  # a suite takes long to load
-        suite = common_suite(inputs, options or {}, implied=implied, whole=True) if scored_by else None
+        suite = common_suite(inputs, options, implied=implied, whole=True) if scored_by else None
         sources = sources_of(base, experts, inputs, seed, suite)
-    problems = [*early, *_option_problems(configs, names, search, calibration or {}), *problems]
+    problems = [*early, *_option_problems(configs, names, search, calibration), *problems]
     if lines is not None:
         problems += depth_problems(configs, lines)
         problems += problems_of(lambda: merge.lines_coefs(inputs.base, low=0.0, high=1.0)) if sources else []
-    asked = {"search": search, "suite": dict(options or {}), **({"widen": True} if widen else {})}
+    asked = {"search": search, "suite": dict(options), **({"widen": True} if widen else {})}
     asked |= {} if lines is None else {"lines": list(lines)}
     scored: dict[str, Any] = {}
     if sources and suite is not None and suite.content is not None:
         scored = {"dev_content": {task: suite.content(task, "dev") for task in names}}
-    facts, calibration = dict[str, dict[str, Any]](), calibration or {}
+    facts = dict[str, dict[str, Any]]()
     for config in configs:
         own: dict[str, Any] = {"settings": settings(config), "calibration": calibration.get(config.name)}
         tried = coefs or (config.grid if search and config.grid != merge.COEFS else ())
@@ -118,14 +118,9 @@ def merge_run(
         scorer = None if suite is None else Scorer(suite, Records(out), about=about(inputs), bar=bar)
         for config in configs:
             if (folder := out / config.name) not in kept:
+                at = calibration.get(config.name)
                 merge_at = partial(
-                    merge_one,
-                    config,
-                    seed=seed,
-                    coefs=coefs,
-                    widen=widen,
-                    calibration=calibration.get(config.name),
-                    sweeps=sweeps,
+                    merge_one, config, seed=seed, coefs=coefs, widen=widen, calibration=at, sweeps=sweeps
                 )
                 chosen, merged_of = dict[str, Any](), inputs
                 if snapshots:
