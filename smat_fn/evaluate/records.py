@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 SCORES, ANSWERS = "scores.jsonl", "answers.jsonl"
 
 
-class Kept(NamedTuple):
+class Scored(NamedTuple):
     """A score and the seconds that it took."""
 
     score: float
@@ -54,13 +54,13 @@ class Records:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._scores: dict[str, Kept] = {}
+        self._scores: dict[str, Scored] = {}
         self._answers: dict[str, dict[int, str]] = {}
         if folder is not None:
             _read(folder / SCORES, self._take_score)
             _read(folder / ANSWERS, self._take_answer)
 
-    def score(self, key: str) -> Kept | None:
+    def score(self, key: str) -> Scored | None:
         """The score of a key, or None."""
         return self._scores.get(key)
 
@@ -68,7 +68,7 @@ class Records:
         """Predictions of a key by row."""
         return self._answers.get(key, {})
 
-    def add_score(self, key: str, kept: Kept, about: Mapping[str, Any]) -> None:
+    def add_score(self, key: str, kept: Scored, about: Mapping[str, Any]) -> None:
         """Keep a score; ``about`` are JSON values that describe the score."""
         self._take_score(line := {"key": key, **about, "score": kept.score, "seconds": round(kept.seconds, 3)})
         self._append(SCORES, [line])
@@ -81,7 +81,7 @@ class Records:
         self._append(ANSWERS, lines)
 
     def _take_score(self, line: Mapping[str, Any]) -> None:
-        self._scores[str(line["key"])] = Kept(float(line["score"]), float(line["seconds"]))
+        self._scores[str(line["key"])] = Scored(float(line["score"]), float(line["seconds"]))
 
     def _take_answer(self, line: Mapping[str, Any]) -> None:
         row, text = int(line["row"]), line["prediction"]

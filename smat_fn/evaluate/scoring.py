@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .. import checkpoint, machine, progress
 from ..types import Params, Suite
-from .records import Answer, Journal, Kept, Records, content_key
+from .records import Answer, Journal, Records, Scored, content_key
 from .results import EXPERT, Result
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -100,7 +100,7 @@ class Scorer:
         params, about = build(), {"name": name, **facts}
         started = perf_counter()
         try:
-            kept = Kept(self._score(params, task, split, repeat, key, about), perf_counter() - started)
+            kept = Scored(self._score(params, task, split, repeat, key, about), perf_counter() - started)
         except ValueError as error:
             raise ValueError(f"{name} on {task} ({split}): {error}") from error
         if not 0 <= kept.score <= 100:

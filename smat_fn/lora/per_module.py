@@ -14,7 +14,7 @@ from ..compiled import transformed
 from ..grad import MasterWeights, ModuleLoss
 from ..grad.modules import WrappedLoss
 from ..grad.tangent import Linearised
-from ..mat.offload.rebuild import Absent, Kept
+from ..mat.offload.rebuild import Absent, Versioned
 from ..simulation import Draw, simulate
 from ..simulation.state import Part, parts_of
 from ..types import Where
@@ -173,10 +173,10 @@ class _Alive:
             self._made.pop(weight.untyped_storage().data_ptr(), None)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Save for the backward pass: of a weight the function that makes it, any other tensor itself (`Kept`)."""
+        """Save for the backward pass: of a weight the function that makes it, any other tensor itself (`Versioned`)."""
         found = self._made.get(tensor.untyped_storage().data_ptr())
         if found is None or found[0].dtype != tensor.dtype:
-            return Kept(tensor)
+            return Versioned(tensor)
         _, make, versions = found
         return _Saved(make, versions, versions(), tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -186,7 +186,7 @@ class _Alive:
 
         Raises: RuntimeError for adapters and other tensors that changed since, as autograd does.
         """
-        if isinstance(saved, Kept):
+        if isinstance(saved, Versioned):
             return saved.unchanged()
         if saved.versions() != saved.made_at:
             raise RuntimeError("adapters were written to between the forward and the backward pass that needs them")

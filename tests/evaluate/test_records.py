@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from smat_fn.evaluate.records import ANSWERS, SCORES, Answer, Kept, Records, content_key
+from smat_fn.evaluate.records import ANSWERS, SCORES, Answer, Records, Scored, content_key
 
 FIRST = [Answer(3, 'a "quoted" answer', "right"), Answer(0, "二\nlines", "")]
 
@@ -15,8 +15,8 @@ def folder(tmp_path):
     """A folder with two scores and three answers."""
     records = Records(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    records.add_score("k1", Kept(1 / 3, 2.0), {"task": "a"})
-    records.add_score("k2", Kept(100.0, 0.5), {})
+    records.add_score("k1", Scored(1 / 3, 2.0), {"task": "a"})
+    records.add_score("k2", Scored(100.0, 0.5), {})
     records.add_answers("k1", FIRST, {"task": "a"})
     records.add_answers("k2", [Answer(0, "other", "b")], {})
     return tmp_path / "out"
@@ -26,7 +26,7 @@ def contents(records):
     return [records.score(key) for key in ("k1", "k2", "k3")], [dict(records.answers(k)) for k in ("k1", "k2", "k3")]
 
 
-ALL = [Kept(1 / 3, 2.0), Kept(100.0, 0.5), None], [{3: 'a "quoted" answer', 0: "二\nlines"}, {0: "other"}, {}]
+ALL = [Scored(1 / 3, 2.0), Scored(100.0, 0.5), None], [{3: 'a "quoted" answer', 0: "二\nlines"}, {0: "other"}, {}]
 
 
 def test_what_was_added_is_found_again_bit_for_bit_and_readable(folder):
@@ -39,9 +39,9 @@ def test_what_was_added_is_found_again_bit_for_bit_and_readable(folder):
 
 def test_without_a_folder_records_live_in_memory():
     records = Records()
-    records.add_score("k1", Kept(5.0, 1.0), {})
+    records.add_score("k1", Scored(5.0, 1.0), {})
     records.add_answers("k1", FIRST, {})
-    assert records.score("k1") == Kept(5.0, 1.0)
+    assert records.score("k1") == Scored(5.0, 1.0)
     assert records.answers("k1") == {0: "二\nlines", 3: 'a "quoted" answer'}
     assert records.answers("k2") == {}
 
@@ -55,7 +55,7 @@ def test_a_last_line_that_was_broken_off_is_dropped_and_written_again(folder, si
     scores, answers = contents(records)
     assert scores == [*ALL[0][:1], None, None]
     assert answers == [ALL[1][0], {}, {}]
-    records.add_score("k2", Kept(100.0, 0.5), {})
+    records.add_score("k2", Scored(100.0, 0.5), {})
     records.add_answers("k2", [Answer(0, "other", "b")], {})
     assert contents(Records(folder)) == ALL
 
@@ -80,7 +80,7 @@ def test_a_broken_line_in_the_middle_is_passed_over_with_a_warning(folder, caplo
         (folder / name).write_text("".join(lines), encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         scores, answers = contents(Records(folder))
-    assert scores == [None, Kept(100.0, 0.5), None]
+    assert scores == [None, Scored(100.0, 0.5), None]
     assert answers == [{0: "二\nlines"}, {0: "other"}, {}]
     assert caplog.text.count("lines [1] are not valid records") == 2
 
@@ -98,4 +98,4 @@ def test_a_full_disk_names_the_file(tmp_path):
     records = Records(tmp_path)
     (tmp_path / "scores.jsonl").symlink_to("/dev/full")  # has no end to read
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'scores.jsonl'}'"):
-        records.add_score("k", Kept(1.0, 0.1), {})
+        records.add_score("k", Scored(1.0, 0.1), {})

@@ -36,13 +36,12 @@ def rebuilding(module: nn.Module, leaves: Mapping[str, Tensor], states: States) 
     handles, originals = [], []
 
     def pack(tensor: Tensor) -> Any:
-        path = cache.holds(tensor)
-        return (
-            Kept(tensor) if path is None else _Saved(path, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        )
+        if (path := cache.holds(tensor)) is None:
+            return Versioned(tensor)
+        return _Saved(path, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Kept):
+        if isinstance(saved, Versioned):
             return saved.unchanged()
         return cache.get((saved.path,))[0].as_strided(saved.size, saved.stride, saved.offset)
 
@@ -84,7 +83,7 @@ def blocks(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {path: tuple(members[prefix]) for path, prefix in prefix_of.items()}
 
 
-class Kept:
+class Versioned:
     """A tensor that autograd saves, with the check that torch leaves out where hooks pack what is saved."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -54,7 +54,7 @@ class Host(Protocol):
         """Coordinates [start, stop) of a leaf, in order."""
 
 
-class Kept:
+class Unpinned:
     """Leaves in ordinary host memory: the tensors themselves, where they are contiguous on the CPU."""
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
@@ -66,7 +66,7 @@ class Kept:
 
 
 def read_in_place(base: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves of base whose own memory `Kept` reads; CUDA's runtime copies all of them."""
+    """The leaves of base whose own memory `Unpinned` reads; CUDA's runtime copies all of them."""
     kept = (path for path, leaf in base.items() if leaf.is_cpu and leaf.is_contiguous() and not like[path].is_cuda)
     return {path: base[path].detach() for path in kept}
 
@@ -195,7 +195,7 @@ class HostRuntime:
 
     def pin(self, leaves: Mapping[str, Tensor]) -> Host:
         """The tensors themselves, contiguous in host memory."""
-        return Kept(leaves)
+        return Unpinned(leaves)
 
     def empty(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory on the device."""

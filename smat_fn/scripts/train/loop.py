@@ -168,12 +168,11 @@ def train_expert(
                 log.step(step, info, batch)
             if on_step is not None:
                 on_step(step, info)
-            if on_state is not None and on_state(
-                step + 1, state.opt_state, partial(_result, state, suite=suite, training=training)
-            ):
-                log.watch.skip() if log is not None else None
+            expert = partial(_result, state, suite=suite, training=training)
+            if on_state is not None and on_state(step + 1, state.opt_state, expert) and log is not None:
+                log.watch.skip()
             if curve is not None and curve.due(step + 1, training.steps):
-                measured = curve.add(step + 1, _result(state, suite=suite, training=training), world)
+                measured = curve.add(step + 1, expert(), world)
                 if log is not None:
                     log.note(step, **measured)
             if saver is None or step + 1 == training.steps:
@@ -315,7 +314,7 @@ def _own_part(batch: Batch, suite: Suite, training: Training, world: World) -> A
 
 
 def _on_host(leaves: Mapping[str, Tensor]) -> storage.Host:
-    return storage.Kept({path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()})
+    return storage.Unpinned({path: leaf.to("cpu", copy=True) for path, leaf in leaves.items()})
 
 
 def _interrupted(
