@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -411,19 +411,8 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
         rows, now = (settings.get("train_rows") or {} for settings in (found, facts))
         parts = "hash", "dev", "inputs", "head", "classes"
         other = {name for name in parts if name in rows and now.get(name, rows[name]) != rows[name]}
-        if "hash" in other:
-            was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
-            edited.append(f"{now['from']} changed since {task} in {out} was begun: it held {was}, now {has}")
-        elif "inputs" in other:
-            made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
-            edited.append(f"{task} in {out} was begun with another model folder: {made}")
-        if "classes" in other:
-            lists = ([*own["classes"], "no class"] for own in (rows, now))
-            names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(*lists) if a != b)
-            begun = f"changed since {task} in {out} was begun, and its head is made of them: {names}"
-            edited.append(f"the class names of {task} {begun}")
-        if "dev" in other:
-            edited.append(f"the dev rows of {task} changed since {task} in {out} was begun, which --eval-every scores")
+        begun = f"changed since {task} in {out} was begun"
+        edited += _edits(task, out, begun, rows, now, other)
         others = {name: value for name, value in facts.items() if name != "train_rows"}
         besides = ["suite.tasks", *(["label"] if run.label else []), *(["suite.data"] if "hash" in rows else [])]
         for name, recipe in product(BY_TASK, (found.get("suite"), facts["suite"])):
@@ -438,7 +427,7 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
             problems.append(f"{task} in {out} was trained with other settings: {', '.join(differ)}")
         elif other == {"head"}:  # which settings choose too
             what = "rows that no step trains on, but of which its head is made,"
-            edited.append(f"{now['from']} changed since {task} in {out} was begun: {what} are others")
+            edited.append(f"{now['from']} {begun}: {what} are others")
     checkpoint.sweep(out / checkpoint.BASE)
     if problems:
         problems.append("give the settings it was started with, or choose another --out")
@@ -447,6 +436,24 @@ def _check_resumed(run: RunOptions, experts: Sequence[Expert], report: Callable[
     errors.raise_problems(problems + edited + damaged)
     for line in moved:
         report(f"note: {line}: weights and tokens of training rows are the same, other files of it are not compared")
+
+
+def _edits(
+    task: str, out: Path, begun: str, rows: Mapping[str, Any], now: Mapping[str, Any], other: Collection[str]
+) -> Iterator[str]:
+    """Errors for training rows, what is made of them, class names and dev rows that are not those of before."""
+    if "hash" in other:
+        was, has = (f"{own['count']} rows of hash {own['hash'][:8]}" for own in (rows, now))
+        yield f"{now['from']} {begun}: it held {was}, now {has}"
+    elif "inputs" in other:
+        made = "the tokenizer, its chat template or the image processor makes other inputs of its training rows"
+        yield f"{task} in {out} was begun with another model folder: {made}"
+    if "classes" in other:
+        lists = ([*own["classes"], "no class"] for own in (rows, now))
+        names = next(f"{a!r} is now {b!r}" for a, b in zip_longest(*lists) if a != b)
+        yield f"the class names of {task} {begun}, and its head is made of them: {names}"
+    if "dev" in other:
+        yield f"the dev rows of {task} {begun}, which --eval-every scores"
 
 
 def _holds_all(suite: Mapping[str, Any]) -> bool:
