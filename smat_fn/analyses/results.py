@@ -70,11 +70,8 @@ def _of_seeds(rows: Sequence[Row]) -> str:
     own = {method: sorted({row["seed"] for row in some}) for method, some in methods(rows).items()}
     if len({*map(tuple, own.values())}) < 2:
         return ""
-    return f"; methods have different seeds ({'; '.join(f'{x} {_listed(seeds)}' for x, seeds in own.items())})"
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))
+    each = "; ".join(f"{method} {', '.join(map(str, seeds))}" for method, seeds in own.items())
+    return f"; methods have different seeds ({each})"
 
 
 def _curve(result: Result) -> Summary:

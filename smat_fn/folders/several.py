@@ -62,6 +62,11 @@ class Several(NamedTuple):
         """All stored tensors by name, memory-mapped."""
         return {name: self.stores[file].get_tensor(name) for name, file in self.files.items()}
 
+    def fits(self, base: Mapping[str, Tensor]) -> bool:
+        """Whether the vector has the floating-point leaves of a base, in their shapes."""
+        floating = {path: leaf.shape for path, leaf in base.items() if leaf.is_floating_point()}
+        return floating == {path: leaf.shape for path, leaf in self.leaves.items()}
+
     def place(self, task: str | None) -> int:
         """The position of a task in the folder's order. Raises: ValueError that lists the tasks."""
         if task not in self.scales:
@@ -293,8 +298,7 @@ def export_task(
     assert task is not None
     problems = place_problems(out, [model], overwrite=True)
     job, shards = prepare(WeightAverage(), base, {task: base}, out, **options)
-    origin = {path: leaf.shape for path, leaf in job.base.leaves.items() if leaf.is_floating_point()}
-    if origin != {path: leaf.shape for path, leaf in found.leaves.items()}:
+    if not found.fits(job.base.leaves):
         problems.append(f"{model} has other leaves than {base}: give the base of that merge")
     errors.raise_problems(problems)
     view = found.model(task, job.base)
@@ -312,9 +316,7 @@ def task_params(model: Path, task: str, base: Mapping[str, Tensor]) -> dict[str,
     """
     found = open_several(model)
     found.place(task)
-    if {path: leaf.shape for path, leaf in base.items() if leaf.is_floating_point()} != {
-        path: leaf.shape for path, leaf in found.leaves.items()
-    }:
+    if not found.fits(base):
         raise ValueError(f"{model} has other leaves than the base it is to be scored with: merge again from that base")
 
     def made(path: str, leaf: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ class ModuleLoss:
         """Raises: ValueError for what acts on gradients of the module's own parameters alone: hooks, torch's DDP."""
         if torch.compiler.is_compiling():
             return
-        if wrapped := [name or "the module" for name, m in self.module.named_modules() if _is_ddp(m)]:
+        ddp = nn.parallel.DistributedDataParallel
+        if wrapped := [name or "the module" for name, m in self.module.named_modules() if isinstance(m, ddp)]:
             raise ValueError(
                 f"{wrapped[0]} is a DistributedDataParallel, which averages gradients of its own parameters, not those "
                 "of the tensors given to the loss: give the module inside it, and average by "
@@ -145,10 +146,6 @@ class ModuleLoss:
                 "the loss runs on the tensors given to it: remove them, and change gradients before the optimizer, "
                 "optim.chain(lambda grads: ..., optimizer)"
             )
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 def _kind(params: Any) -> str:

@@ -105,7 +105,7 @@ def fetch(
     """
     import transformers
 
-    if _holds_adapter(source):
+    if (Path(source) / "adapter_config.json").is_file():
         raise ValueError(_adapter(source))
     try:
         name, revision = _pinned(source)
@@ -156,10 +156,6 @@ def _adapter(source: str | Path) -> str:
     """Error message for an adapter in place of a model."""
     merging = f"merge.py wa --base BASE --experts {source} --out OUT"
     return f"{str(source)!r} holds an adapter: write a whole model, {merging}, and give OUT/wa"
-
-
-def _holds_adapter(folder: str | Path) -> bool:
-    return (Path(folder) / "adapter_config.json").is_file()
 
 
 @contextmanager

@@ -77,10 +77,13 @@ def _uncompared(found: Found, labels: list[str]) -> list[str]:
 
 
 def _legend(found: Found, rows: list[list[object]]) -> str:
-    seeds = sorted({seed for line in found.table.cells.values() for cell in line.values() for seed in cell.by_seed})
+    own = {
+        label: tuple(sorted({seed for cell in line.values() for seed in cell.by_seed}))
+        for label, line in found.table.cells.items()
+    }
+    seeds = sorted({seed for of in own.values() for seed in of})
     split = found.table.split.capitalize()
     text = f"{split} scores from 0 to 100, means over tasks; seeds {', '.join(map(str, seeds))}."
-    own = {label: _seeds(found, label) for label in found.table.cells}
     if len({*own.values()}) > 1:
         each = "; ".join(f"{plain(label)} {', '.join(map(str, of))}" for label, of in own.items())
         text += f" **Labels have different seeds** ({each}): a mean is over its label's, a difference over common ones."
@@ -91,10 +94,6 @@ def _legend(found: Found, rows: list[list[object]]) -> str:
             f"difference before merging. Time: of training, over that of what it is compared with. {NOTE}"
         )
     return text
-
-
-def _seeds(found: Found, label: str) -> tuple[int, ...]:
-    return tuple(sorted({seed for cell in found.table.cells[label].values() for seed in cell.by_seed}))
 
 
 def _alone(found: Found, labels: list[str]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from .reading import Folder
 
 MATRICES, COORDINATES = 8, 4096  # that are read of each model (some are formed whole), and of each matrix
@@ -20,7 +18,8 @@ def strangers(base: Folder, experts: Mapping[str, Folder]) -> Iterator[str]:
         base: the model that experts are compared with.
         experts: models with the leaves of base, by name.
     """
-    large = [path for path, leaf in base.leaves.items() if leaf.is_floating_point() and _is_large(leaf)]
+    matrices = {path: leaf for path, leaf in base.leaves.items() if leaf.is_floating_point() and leaf.ndim > 1}
+    large = [path for path, leaf in matrices.items() if leaf.numel() >= LARGE]
     paths = [path for path in large[:: -(-len(large) // MATRICES) or 1] if path not in base.absent]
     for name, expert in experts.items():
         every = (_cosine(base, expert, path) for path in paths if path not in expert.absent)
@@ -30,10 +29,6 @@ def strangers(base: Folder, experts: Mapping[str, Folder]) -> Iterator[str]:
                 f"the weights of expert {name!r} have little in common with base's (cosine {middle:.2f} in the median "
                 "of a sample): was it trained from another base?"
             )
-
-
-def _is_large(leaf: torch.Tensor) -> bool:
-    return leaf.ndim > 1 and leaf.numel() >= LARGE
 
 
 def _cosine(base: Folder, expert: Folder, path: str) -> float | None:
