@@ -3,8 +3,7 @@
 from .adam import AdamState, adam, adamw
 from .averaging import AveragedState, averaged, averaging, ema, swa
 from .chain import chain, clip, clip_by_global_norm
-from .moments import second_moments
-from .momentum import momentum_of
+from .moments import momentum_of, second_moments
 from .muon import MuonState, muon
 from .partition import PartitionState, partition
 from .schedules import constant, cosine, linear

@@ -404,14 +404,12 @@ def _targets(
 
 def check_devices(leaves: Mapping[str, Tensor], origins: Mapping[str, Tensor]) -> None:
     """Raises: ValueError that lists leaves of the base that are elsewhere than those of params, or on no device."""
-    if all(origins[path].device == leaf.device for path, leaf in leaves.items()):
-        return
-    problems = [
+    if problems := [
         f"leaf {path!r} of base is on {origins[path].device}, that of params on {leaf.device}: move one of them"
         for path, leaf in leaves.items()
         if origins[path].device != leaf.device
-    ]
-    raise_problems(shortened(problems, "{} more leaves of base are elsewhere"))
+    ]:
+        raise_problems(shortened(problems, "{} more leaves of base are elsewhere"))
 
 
 def _in_place(targets: Mapping[str, Tensor], leaves: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> bool:

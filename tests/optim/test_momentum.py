@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smat_fn import optim, testing
-from smat_fn.optim.momentum import momentum_of
+from smat_fn.optim import momentum_of
 
 PARAMS = testing.random_tree(0, {"w": (3, 2), "b": (2,)})
 GRADS = testing.random_tree(1, {"w": (3, 2), "b": (2,)})
