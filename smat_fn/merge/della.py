@@ -184,11 +184,7 @@ class Della(Sparse):
             length = row_length(leaves.shape(path))
             return lambda piece: fuse(piece, thresholds(length, *shares, piece.deltas[0].device))
 
-        return Rule(
-            own,
-            rows=True,
-            loop=partial(self.looped, leaves),
-        )
+        return Rule(own, rows=True, loop=partial(self.looped, leaves))
 
     def mask(self, leaves: Mapped, own: Own) -> looped.Mask:
         assert self.drop_prob is not None

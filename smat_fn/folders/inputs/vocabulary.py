@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from .reading import Folder, Read, config_of
 
 Vocabulary: TypeAlias = Literal["error", "base-rows", "pad-with-base"]
-VOCABULARIES = "error", "base-rows", "pad-with-base"
 HEAD = "lm_head.weight"
 SHARED = "shared.weight"  # embeddings of an encoder and its decoder
 _WORDS = "embed", "wte", "lm_head", "shared"
@@ -81,8 +80,8 @@ def fit_rows(
 
     Args: options: the caller takes these, and ``tokenizer_from``; of: a name of base, which takes no such option.
     """
-    if vocabulary not in VOCABULARIES:
-        return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}"]
+    if vocabulary not in get_args(Vocabulary):
+        return experts, [f"vocabulary is {vocabulary!r}, must be one of {', '.join(get_args(Vocabulary))}"]
     fitted, problems, whose = {}, [], of or "base"
     for name, folder in experts.items():
         wrong: dict[int, list[str]] = {}

@@ -105,14 +105,8 @@ def _dare(found: Resolved, *, elect: bool) -> MergerConfig:
 
 def _ties(found: Resolved) -> MergerConfig:
     own: Any = {"weights": found.of("weight"), "densities": found.of_all("density", 1.0)}
-    return Ties(
-        coef=1.0,
-        keep=1.0,
-        aggregate=found.aggregate(mean=True),
-        scope="tensor",
-        rescale=found.flag("rescale", False),
-        **own,
-    )
+    own |= {"aggregate": found.aggregate(mean=True), "rescale": found.flag("rescale", False)}
+    return Ties(coef=1.0, keep=1.0, scope="tensor", **own)
 
 
 def nuslerp(found: Resolved) -> MergerConfig:
@@ -205,15 +199,9 @@ METHODS = {
     "dare_linear": Method(lambda f: _dare(f, elect=False), WD, GTA, required=("weight",), drops=True),
     "dare_ties": Method(lambda f: _dare(f, elect=True), WD, GTA, required=("weight",), drops=True),
     "della": Method(lambda f: _della(f, elect=True), (*WD, "epsilon"), GTA, required=("weight",), drops=True),
-    "della_linear": Method(
-        lambda f: _della(f, elect=False), (*WD, "epsilon"), GTA, required=("weight",), drops=True
-    ),
-    "breadcrumbs": Method(
-        lambda f: _breadcrumbs(f, elect=False), (*WD, "gamma"), GTA, required=("weight",)
-    ),
-    "breadcrumbs_ties": Method(
-        lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)
-    ),
+    "della_linear": Method(lambda f: _della(f, elect=False), (*WD, "epsilon"), GTA, required=("weight",), drops=True),
+    "breadcrumbs": Method(lambda f: _breadcrumbs(f, elect=False), (*WD, "gamma"), GTA, required=("weight",)),
+    "breadcrumbs_ties": Method(lambda f: _breadcrumbs(f, elect=True), (*WD, "gamma"), GTA, required=("weight",)),
     "slerp": Method(lambda f: Slerp(zeros=True), (), ("t",), based=False, pair=True, required=("t",), gamma="t"),
     "nuslerp": Method(nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise"), required=("weight",)),
     "multislerp": Method(_multislerp, ("weight",), required=("weight",)),
