@@ -53,13 +53,12 @@ def assert_trees_close(actual: Params, expected: Params, *, rtol: float = 0.0, a
     assert not problems, "; ".join(problems)
 
 
-def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: float = 5.0) -> None:
-    """The mean of independent samples lies within ``errors`` standard errors of the expected mean.
+def assert_within_errors(samples: Tensor, expected: Tensor | float) -> None:
+    """The mean of independent samples lies within five standard errors of the expected mean.
 
     Args:
         samples: (n, ...), independent along the first dimension.
         expected: the mean, a number or (...).
-        errors: tolerance in standard errors.
 
     Raises:
         AssertionError: with the largest distance in standard errors.
@@ -67,7 +66,7 @@ def assert_within_errors(samples: Tensor, expected: Tensor | float, *, errors: f
     samples = samples.double()
     error = samples.std(0) / len(samples) ** 0.5
     gap = (samples.mean(0) - torch.as_tensor(expected, dtype=torch.float64)).abs()
-    bad = ~(gap <= errors * error + 1e-12 * samples.abs().amax(0))
+    bad = ~(gap <= 5.0 * error + 1e-12 * samples.abs().amax(0))
     assert not bad.any(), f"{int(bad.sum())} means off, by up to {(gap / error)[bad].max().item():.1f} standard errors"
 
 
@@ -104,9 +103,9 @@ def verify_donation(
 
 
 def random_tree(
-    seed: int, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype = torch.float32, scale: float = 1.0
+    seed: int, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A flat tree of uniform numbers in [-scale, scale), a function of (seed, name).
+    """A flat tree of uniform numbers in [-1, 1), a function of (seed, name).
 
     Example:
         >>> random_tree(0, {"w": (2, 3)})["w"].shape
@@ -114,9 +113,7 @@ def random_tree(
     """
     key = random.key(seed)
     return {
-        path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-scale, maxval=scale).to(
-            dtype
-        )
+        path: random.uniform(random.fold_in(key, path), shape, dtype=torch.float64, minval=-1.0, maxval=1.0).to(dtype)
         for path, shape in shapes.items()
     }
 
