@@ -74,17 +74,15 @@ def check_run(
     method: MethodConfig, training: Training, run: RunOptions, *, known: tuple[str, ...], world: World = ALONE
 ) -> None:
     """Raises: ValueError that lists bad numbers, tasks not in ``known`` or named twice, and folders that exist."""
-    steps, tasks = training.steps, run.tasks
-    problems = [f"steps is {steps}, must be at least 1"] if steps is not None and steps < 1 else []
-    if steps is None:
+    tasks, problems = run.tasks, _number_problems(run, training)
+    if training.steps is None:
         for task in dict.fromkeys(tasks):
             if (epochs := training.epochs.get(task)) is None:
                 problems.append(f"task {task!r} has no number of epochs: give --epochs or --steps")
             elif epochs < 1:
                 problems.append(f"epochs of {task} is {epochs}, must be at least 1")
-    problems += _run_problems(run, training.accumulate)
-    counts = {} if training.dev is None else {"eval_every": training.dev.every, "patience": training.dev.patience}
-    problems += [f"{name} is {n}, must be at least 1" for name, n in counts.items() if n is not None and n < 1]
+    problems += ["resume and overwrite exclude each other: choose one"] if run.resume and run.overwrite else []
+    problems += trackers.problems(run.log)
     problems += of_variant(method, training, world, run.offload)
     problems += _optimizer_problems(method, training, offload_of(method, training, run.offload))
     if run.keep_moments and (training.lora is not None or training.optimizer == "muon"):
@@ -135,15 +133,16 @@ def _existing(method: MethodConfig, training: Training, run: RunOptions, path: P
     return [f"{path} exists, trained with these settings: pass --resume to keep it, or --overwrite to train it again"]
 
 
-def _run_problems(run: RunOptions, accumulate: int) -> list[str]:
-    counts = {"log_every": run.log_every, "accumulate": accumulate, "save_every_steps": run.save_every_steps}
+def _number_problems(run: RunOptions, training: Training) -> list[str]:
+    counts = {"steps": training.steps, "log_every": run.log_every, "accumulate": training.accumulate}
+    counts["save_every_steps"] = run.save_every_steps
+    if training.dev is not None:
+        counts |= {"eval_every": training.dev.every, "patience": training.dev.patience}
     problems = [f"{name} is {n}, must be at least 1" for name, n in counts.items() if n is not None and n < 1]
     if not run.save_every_minutes > 0:
         problems.append(f"save_every_minutes is {run.save_every_minutes}, must be positive")
     least = {"probe": run.probe, "keep_snapshots": run.keep_snapshots}
-    problems += [f"{name} is {n}, must not be negative" for name, n in least.items() if n < 0]
-    problems += ["resume and overwrite exclude each other: choose one"] if run.resume and run.overwrite else []
-    return problems + trackers.problems(run.log)
+    return problems + [f"{name} is {n}, must not be negative" for name, n in least.items() if n < 0]
 
 
 def _optimizer_problems(method: MethodConfig, training: Training, offload: Offload | None) -> list[str]:
