@@ -119,7 +119,7 @@ def top_of(module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], examp
         return blank
 
     made = Top(cut.module, states, give)
-    return made if not (reason := _unlike(made, module, call, example)) else reason
+    return _unlike(made, module, call, example) or made
 
 
 def _unlike(top: Top, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> str:

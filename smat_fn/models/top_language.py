@@ -51,7 +51,7 @@ def top_language(lm: LanguageModel, example: Batch) -> TopLanguage | str:
         return cut.states(lambda: lm.module(input_ids=ids, attention_mask=mask, use_cache=False))
 
     made = TopLanguage(FullLoss(cut.module, _loss_of(cut, places)), states)
-    return made if not (reason := _unlike(made, lm, example)) else reason
+    return _unlike(made, lm, example) or made
 
 
 def _loss_of(cut: Cut, places: list[Tensor]) -> Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]:

@@ -75,7 +75,7 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
     Raises:
         ValueError: the last part is not an optimizer, or another part is one.
     """
-    *transforms, optimizer = parts if parts else (None,)
+    *transforms, optimizer = parts or (None,)
     if not isinstance(optimizer, Optimizer) or any(isinstance(t, Optimizer) for t in transforms):
         raise ValueError("chain: give gradient transforms first and one optimizer last")
 
