@@ -141,6 +141,7 @@ def train_expert(
     training = budget(suite, task, training)
     assert training.steps is not None
     run, state, kept = _start(suite, task, method, training, key, world, offload)
+    whole: Callable[[Any], Any] = run.whole if isinstance(run, Sharded) else lambda state: state
     if curve is None and training.dev is not None:
         curve = curve_of(suite, task, training, adapters_of(loss_of(suite, task, training), training))
     if saver is not None and world.agree(saver.path.exists()):  # the first process's disk decides
@@ -160,8 +161,7 @@ def train_expert(
             if curve is not None and curve.ended():
                 break
             if stop is not None and (number := world.largest(stop.signal or 0)):
-                state = run.whole(state) if isinstance(run, Sharded) else state
-                raise _interrupted(number, state, task, log, saver, world, curve)
+                raise _interrupted(number, whole(state), task, log, saver, world, curve)
             batch = suite.batch(task, key, step)
             state, info = run.update(key, state, _own_part(batch, suite, training, world))
             if log is not None:
@@ -177,13 +177,12 @@ def train_expert(
                     log.note(step, **measured)
             if saver is None or step + 1 == training.steps:
                 continue
-            if not isinstance(run, Sharded) and saver.due(step + 1):
-                _save(saver, state, log, curve)
-            if isinstance(run, Sharded) and world.agree(saver.due(step + 1)):  # all processes gather, or none
-                _save(saver, run.whole(state), log, curve)
+            due = saver.due(step + 1)
+            if world.agree(due) if isinstance(run, Sharded) else due:  # of shards all processes gather, or none
+                _save(saver, whole(state), log, curve)
     if isinstance(run, Sharded):
         device = next(iter(suite.base.values())).device
-        state = state._replace(params=tree.tree_map(lambda leaf: leaf.to(device), run.whole(state).params))
+        state = state._replace(params=tree.tree_map(lambda leaf: leaf.to(device), whole(state).params))
     return _result(state, suite=suite, training=training) if curve is None else curve.best
 
 
