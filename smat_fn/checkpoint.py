@@ -28,6 +28,7 @@ REPLACED = ".replaced"  # ends the name of a file that names an expert which --o
 SOURCES = "sources.json"  # of a merge: where its inputs lie on this machine; not to be published
 RECIPE = "recipe.yml"  # of a merge: what merge.py repeats it from
 STATISTICS = {kind: f"{kind}.safetensors" for kind in ("fisher", "gram", "adam")}  # beside an expert's weights
+ADAPTED = "adapted_base_fingerprint"  # in manifests of adapters: of the leaves of base that these change
 _ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
 _OF_MERGES = {SOURCES, RECIPE, "README.md"}  # beside the weights that a manifest names
 

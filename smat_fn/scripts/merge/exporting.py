@@ -8,13 +8,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ... import checkpoint, errors
+from ... import checkpoint, errors, lora
 from ...config import WeightAverage
 from ...folders import Options, Report, local_folder, merge_folders, open_folder, place_of
 from ...folders.inputs.adapters import is_adapter
 from ...folders.inputs.opening import Place
 from ...folders.inputs.reading import Folder
 from ...folders.several import export_task, is_several, open_several
+from ...lora.adapters import A, B, layer_of
 from .card import exported_card, licenses_of
 from .finished import hashes, texts
 from .inputs import manifest_of, model_names
@@ -42,10 +43,10 @@ def export(model: Path, base: Path, out: Path, *, task: str | None = None, **opt
         open_several(model).place(task)
     elif task is not None:
         raise ValueError(f"{model} is one model: leave out --task")
-    if "base_fingerprint" in manifest and not is_adapter(model):
+    if (checkpoint.ADAPTED if is_adapter(model) else "base_fingerprint") in manifest:
         _check_base(model, local_folder("base", base), manifest)
 
-    left_out = "fingerprint", "base_fingerprint", "scales"
+    left_out = "fingerprint", "base_fingerprint", checkpoint.ADAPTED, "scales"
 
     def describe(files: Sequence[Path], report: Report) -> dict[str, str]:
         if several:
@@ -109,14 +110,27 @@ def _changed(model: Path, files: Mapping[str, str], report: Report) -> list[str]
 
 def _check_base(model: Path, base: Path, manifest: Mapping[str, Any]) -> None:
     """Raises: ValueError where the leaves of base that the model has are not those it was made from."""
-    fingerprint, other = manifest["base_fingerprint"], manifest.get("out_dtype", "same") != "same"
+    adapter = is_adapter(model)
+    fingerprint = manifest[checkpoint.ADAPTED if adapter else "base_fingerprint"]
+    other = adapter or manifest.get("out_dtype", "same") != "same"
     if is_several(model):
         if checkpoint.fingerprint(leaves_of(base)) != fingerprint:
             raise ValueError(f"{model} was made from another base than {base}: give the base of that merge")
         return
-    folders = open_folder("base", base), open_folder(str(model), model)
-    if all(found != fingerprint for found in _prints(*folders, other=other)):
+    part = _changed_by(model) if adapter else open_folder(str(model), model)
+    if all(found != fingerprint for found in _prints(open_folder("base", base), part, other=other)):
         raise ValueError(f"{model} was made from another base than {base}: give the model that it was trained from")
+
+
+def _changed_by(adapter: Path) -> Folder:
+    """The leaves of base that an adapter of train.py changes, without values; their dtype in training is unknown."""
+    factors, found = lora.load_peft(adapter)
+    shapes = {name: factors[name].shape for name in found.saved}
+    for path in found.paths:
+        a, b = (factors[layer_of(path) + half] for half in (A, B))
+        shapes[path] = a.shape[1:] + b.shape[:1] if path in found.transposed else b.shape[:1] + a.shape[1:]
+    leaves = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return Folder(str(adapter), leaves, {}, {})
 
 
 def _prints(base: Folder, part: Folder, *, other: bool) -> Iterator[str]:

@@ -80,6 +80,14 @@ def save(
     lora.save_peft(folder, params, expert.adapters, base=source, manifest=manifest, overwrite=overwrite, hashed=True)
 
 
+def adapted_facts(suite: Suite, expert: Expert) -> dict[str, str]:
+    """The fingerprint of those leaves of base that adapters change, whose names their file has: `export` checks it."""
+    if expert.adapters is None:
+        return {}
+    names = *expert.adapters.paths, *expert.adapters.saved
+    return {checkpoint.ADAPTED: checkpoint.fingerprint({name: suite.base[name] for name in names})}
+
+
 class Kept:
     """Extra outputs of a run: parameter snapshots, written during training, and the optimizer's second moments."""
 
@@ -106,7 +114,8 @@ class Kept:
 
         def manifest() -> dict[str, Any]:
             full = whole(self._suite, self._expert, now)
-            return checkpoint.describe(full, kind="snapshot", task=task, **self._expert.facts, snapshot=place)
+            facts = self._expert.facts | adapted_facts(self._suite, self._expert)
+            return checkpoint.describe(full, kind="snapshot", task=task, **facts, snapshot=place)
 
         folder = snapshot_folder(self._run.out, index, task)
         save(self._suite, folder, self._expert, now, manifest, overwrite=True)  # `check_run` refuses others'
@@ -348,6 +357,7 @@ def _manifest(
     found |= {"probe": probed} if probed else {}
     found |= {"processes": world.size} if world.size > 1 else {}
     found |= {} if run.preset is None else {"preset": run.preset}
+    found |= adapted_facts(suite, expert)
     return checkpoint.describe(full, kind="expert", task=task, **expert.facts, **found)
 
 

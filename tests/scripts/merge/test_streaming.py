@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from smat_fn import checkpoint, compiled, merge
+from smat_fn import checkpoint, compiled, lora, merge, random
 from smat_fn.config import (
     DIGITS,
     Breadcrumbs,
@@ -267,6 +267,32 @@ def test_a_base_is_the_right_one_of_a_part_that_was_merged_into_another_dtype(tm
     exporting._check_base(tmp_path / "part", tmp_path / "base", facts)
     with pytest.raises(ValueError, match=r"part was made from another base than .*base"):
         exporting._check_base(tmp_path / "part", tmp_path / "base", {**facts, "out_dtype": "same"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_exported_into_the_base_they_were_trained_from_alone(dtype, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    leaves = {f"a.{i}.weight": torch.randn(6, 4, generator=generator) for i in range(2)} | {"c.weight": torch.ones(3)}
+    adapted = lora.Lora(("a.0.weight", "a.1.weight"), rank=2, transposed=frozenset({"a.1.weight"}), saved=("c.weight",))
+    found = {path: leaf.to(dtype) for path, leaf in leaves.items()}  # as it was trained
+    facts = {"kind": "expert", "base_fingerprint": "of all", checkpoint.ADAPTED: checkpoint.fingerprint(found)}
+    factors = lora.init(random.key(0), found, adapted)
+    factors |= {name: torch.ones_like(leaf) for name, leaf in factors.items() if name.endswith("lora_B.weight")}
+    lora.save_peft(tmp_path / "expert", factors, adapted, base="x", manifest=facts)
+    for name, change in (("base", 0.0), ("other", 1.0)):
+        (tmp_path / name).mkdir()
+        whole = {path: leaf + change for path, leaf in leaves.items()} | {"rest": torch.full((2,), change)}
+        save_file(whole, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"expert was made from another base than {tmp_path / 'other'}: give the"):
+        export(tmp_path / "expert", tmp_path / "other", tmp_path / "out")
+    export(tmp_path / "expert", tmp_path / "base", tmp_path / "out")
+    assert not load_file(tmp_path / "out" / "model.safetensors")["a.0.weight"].equal(leaves["a.0.weight"])
+    assert checkpoint.ADAPTED not in checkpoint.load_manifest(tmp_path / "out")
+    # a manifest of earlier code does not say
+    facts.pop(checkpoint.ADAPTED)
+    (tmp_path / "expert" / checkpoint.MANIFEST).write_text(json.dumps(facts))
+    export(tmp_path / "expert", tmp_path / "other", tmp_path / "old")
 
 
 def when(folder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smat_fn import checkpoint, optim, random, testing
+from smat_fn import checkpoint, lora, optim, random, testing
 from smat_fn.checkpoint import same
 from smat_fn.config import DIGITS, Adapters, Training
 from smat_fn.grad import value_and_grad
@@ -146,10 +146,14 @@ def test_snapshots_of_an_earlier_run_are_not_replaced_unasked(train, tmp_path):
     assert (old.exists(), mark.exists()) == (False, False)
 
 
-def test_adapters_have_snapshots_too(train, tmp_path):
+def test_adapters_have_snapshots_too_and_tell_which_leaves_they_change(train, suite, tmp_path):
     training = replace(CONSTANT, steps=2, lora=Adapters(3, 6.0))
     train(tmp_path / "run", tasks=("rot90",), training=training, keep_snapshots=1)
-    assert (tmp_path / "run" / "snapshots" / "1" / "rot90" / "adapter_model.safetensors").exists()
+    snapshot = tmp_path / "run" / "snapshots" / "1" / "rot90"
+    assert (snapshot / "adapter_model.safetensors").exists()
+    own = checkpoint.fingerprint({path: suite.base[path] for path in lora.load_peft(snapshot)[1].paths})
+    for folder in (snapshot, tmp_path / "run" / "rot90"):
+        assert checkpoint.load_manifest(folder)[checkpoint.ADAPTED] == own
 
 
 def test_second_moments_are_corrected_for_their_start():
