@@ -87,7 +87,7 @@ def merge_part(
 
     Raises:
         ValueError: as `merge_folders`; for another number of parts or other settings than those of the parts before;
-            if this part is running. What other parts have written stays.
+            if this part is running. What other parts have written stays, unless all parts have ended.
     """
     begin = time.perf_counter()
     _check_part(part)
@@ -170,11 +170,15 @@ def _complete(
         for shard in shards:
             owner = next(i for i, own in enumerate(placed, 1) if shard in own)
             progress["shards"][shard.file] = notes[owner]["shards"][shard.file]
-        progress |= _surveys(job, notes, placed)
-        if describe is not None:
-            for i, file in enumerate(job.seen):
-                hashing.know(file, notes[i % part.total + 1]["inputs"][i // part.total])
-        report = completed(job, Survey(job, progress), shards, folder, progress, hashing, describe, begin)
+        try:
+            progress |= _surveys(job, notes, placed)
+            if describe is not None:
+                for i, file in enumerate(job.seen):
+                    hashing.know(file, notes[i % part.total + 1]["inputs"][i // part.total])
+            report = completed(job, Survey(job, progress), shards, folder, progress, hashing, describe, begin)
+        except ValueError:
+            shutil.rmtree(folder, ignore_errors=True)  # every part would fail again
+            raise
         take_place(folder, out)
     return report
 

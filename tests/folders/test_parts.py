@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,18 @@ def test_a_part_that_cannot_be_merged_deletes_what_it_wrote_and_only_that(family
     with pytest.raises(ValueError, match="NaN"):
         merge_part(TA, *paths, tmp_path / "alone", Part(bad, 2), shard_size=30)
     assert leftovers(tmp_path) == [".out.merging"]
+
+
+def test_parts_that_are_refused_once_all_have_ended_leave_nothing(inputs, tmp_path):
+    def refused(files, report):
+        raise ValueError("damaged weights")
+
+    for number in (1, 2):
+        if number == 2:
+            assert leftovers(tmp_path) == [".out.merging"]
+        with pytest.raises(ValueError, match="damaged weights") if number == 2 else nullcontext():
+            merge_part(TA, *inputs, tmp_path / "out", Part(number, 2), shard_size=30, describe=refused)
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["3/2", "0/2", "1", "1/2/3", "-1/2", ""])
