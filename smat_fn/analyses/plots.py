@@ -27,6 +27,16 @@ def write(out: Path, result: Result) -> list[Path]:
     return list(files)
 
 
+def foreign_problems(out: Path, analysis: str) -> list[str]:
+    """Errors for files in a folder that `write` would replace, and that it did not write."""
+    numbers, table, figure = (out / f"{analysis}{suffix}" for suffix in (".json", ".csv", ".png"))
+    begins = {numbers: b'{\n "analysis": ', figure: b"\x89PNG\r\n"}
+    if not numbers.exists():  # which is written first
+        begins[table] = b"\0"
+    file = [f"{out} is a file, not a folder: move it, or choose another folder"] if out.is_file() else []
+    return file + checkpoint.foreign_problems(begins)
+
+
 def draw(result: Result) -> bytes:
     """The figure of a result as PNG."""
     return png(DRAWN[result["analysis"]](result))

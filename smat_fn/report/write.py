@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import errors
 from ..evaluate.results import Result, Run
 from . import details, sections
 from .found import Found, find
 from .section import Section, Table, markdown, words
 
+HEAD = '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 
@@ -75,6 +77,8 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
     """``report.html`` (its path is returned), ``report.md``, and a CSV and a PNG per section that has one.
 
     Tables and figures of a report that was there before are removed if this one has none of their names.
+
+    Raises: ValueError for files of these names that neither a report nor an analysis wrote.
     """
     from ..checkpoint import write_bytes, write_text
 
@@ -87,16 +91,32 @@ def write_report(out: str | Path, title: str, sections: Iterable[Section]) -> Pa
             images[f"{section.slug}.png"] = png
     html_page = page(title, text, images)
     tables = {f"{section.slug}.csv": section.table.csv for section in sections if section.table is not None}
-    outdated = _written(folder) - tables.keys() - images.keys()
+    known = _written(folder)
+    errors.raise_problems(_foreign_problems(folder, known, tables, images))
+    outdated = known - tables.keys() - images.keys()
     for name, table in tables.items():
         write_text(folder / name, table)
     for name, png in images.items():
         write_bytes(folder / name, png)
-    write_text(folder / "report.md", f"# {title}\n\n{text}")
     write_text(folder / "report.html", html_page)
+    write_text(folder / "report.md", f"# {title}\n\n{text}")
     for name in outdated:
         (folder / name).unlink(missing_ok=True)
     return folder / "report.html"
+
+
+def _foreign_problems(
+    folder: Path, known: set[str], tables: Mapping[str, str], images: Mapping[str, bytes]
+) -> list[str]:
+    """Errors for files that would be replaced and are not a report's. Args: known: names of an older report's files."""
+    from ..checkpoint import foreign_problems
+
+    begins = {name: table.partition("\n")[0].encode() for name, table in tables.items()}
+    begins |= dict.fromkeys(images, b"\x89PNG\r\n")
+    begins = {name: begin for name, begin in begins.items() if name not in known} | {"report.html": HEAD.encode()}
+    if not (folder / "report.html").exists():  # which is written before the text
+        begins["report.md"] = b"\0"
+    return foreign_problems({folder / name: begin for name, begin in begins.items()})
 
 
 def _written(folder: Path) -> set[str]:
@@ -160,7 +180,7 @@ def page(title: str, text: str, images: Mapping[str, bytes]) -> str:
     body = reader.renderer.render(tokens, reader.options, {})
     body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{HEAD}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n<nav>{' '.join(links)}</nav>\n{body}</body>\n</html>\n"

@@ -7,7 +7,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from smat_fn.analyses.plots import draw, write
+from smat_fn.analyses.plots import draw, foreign_problems, write
 from smat_fn.analyses.results import records, summary
 from smat_fn.report.section import csv_text
 
@@ -95,6 +95,18 @@ def test_files_hold_everything_and_the_figure_can_be_drawn_from_them_again(name,
     table = list(csv.DictReader(files[1].read_text().splitlines()))
     assert [list(row) for row in table] == [list(row) for row in stored["rows"]]
     assert len(files[0].read_text().splitlines()) > len(stored["rows"])
+
+
+def test_files_of_others_are_named_before_an_analysis_runs(tmp_path):
+    for name in ("gains.csv", "gains.png", "gains.json"):
+        (tmp_path / name).write_text("mine")
+        (problem,) = foreign_problems(tmp_path, "gains")
+        assert problem.startswith(f"{tmp_path / name} holds something else than is written there")
+        (tmp_path / name).unlink()
+    write(tmp_path, RESULTS["gains"])
+    assert foreign_problems(tmp_path, "gains") == []
+    (problem,) = foreign_problems(tmp_path / "gains.csv", "gains")
+    assert problem.endswith("gains.csv is a file, not a folder: move it, or choose another folder")
 
 
 def test_csv_joins_sequences_and_leaves_none_empty():

@@ -229,6 +229,9 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
             set_ = {"coef": 0.2, **({"aggregate": "sum", "scope": "global"} if name == "ties" else {}), **own}
             manifest |= {"merger": name, "hyperparameters": set_}
             checkpoint.write_text(made / checkpoint.MANIFEST, json.dumps(manifest))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "interference.png").write_text("mine")
     for words, told in (
         (("experts-curve", several, "--merger", "ties", "--coef", 0.2), 'and {"aggregate": "sum", "keep": 0.5'),
         (("experts-curve", several, "--merger", "ties", "--coef", 0.2), "move those that are not meant to another"),
@@ -253,8 +256,9 @@ def test_what_cannot_be_analysed_is_told_in_one_line(runs, call, tmp_path):
         (("diagnose", ft, "--sigma", "nan"), "sigma is nan, must be finite and not negative"),
         (("diagnose", ft, "--coef", "-0.3"), "coef is -0.3, must be finite and not negative"),
         (("interference", ft, ft), "2 runs are FT of seed 21: give one, or another --label"),
+        (("interference", ft, "--out", mine), "interference.png holds something else than is written there: move it"),
     ):
-        code, _ = call(*words, "--out", tmp_path / "out")
+        code, _ = call(*words, *(() if "--out" in words else ("--out", tmp_path / "out")))
         assert code.startswith(f"eval.py {words[0]}:"), code
         assert told in code
         assert all(line.startswith("  ") for line in code.split("\n")[1:])

@@ -64,8 +64,13 @@ def test_a_report_that_exists_is_only_replaced_on_demand(call, tmp_path):
     text, _ = call("report", STUDY, "--out", tmp_path)
     assert text == f"eval.py report: {tmp_path / 'report.html'} exists: choose another --out or pass --overwrite"
     assert (tmp_path / "report.html").read_text() == "mine"
+    assert "holds something else than is written" in call("report", STUDY, "--out", tmp_path, "--overwrite")[0]
+    (tmp_path / "report.html").unlink()
+    assert call("report", STUDY, "--out", tmp_path)[0] is None
+    whole = (tmp_path / "report.html").read_text()
+    (tmp_path / "report.html").write_text(whole[:1000])
     assert call("report", STUDY, "--out", tmp_path, "--overwrite")[0] is None
-    assert (tmp_path / "report.html").read_text() != "mine"
+    assert (tmp_path / "report.html").read_text() == whole
 
 
 def test_a_mistyped_command_is_suggested_by_every_script(exits, capsys):

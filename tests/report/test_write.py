@@ -92,6 +92,20 @@ def test_an_image_that_a_page_would_lack_is_refused_before_anything_is_written(t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["s.csv", "s.png", "report.md", "report.html"])
+def test_files_that_no_report_wrote_are_not_replaced(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    sections = [Section("S", "words", Table(["a"], [[1]]), PNG)]
+    with pytest.raises(ValueError, match=rf"{name} holds something else than is written there: move it"):
+        write_report(tmp_path, "T", sections)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / name).unlink()
+    write_report(tmp_path, "T", sections)
+    write_report(tmp_path, "T", [Section("S", "more words", Table(["b"], [[1]]), PNG)])  # its own are replaced
+    assert (tmp_path / "s.csv").read_text() == "b\n1\n"
+
+
 def test_sections_of_one_title_have_files_of_their_own(tmp_path):
     several = [Section("Same", "one", None, PNG), Section("same!", "two", None, PNG + b"2"), Section("Same 2", "three")]
     write_report(tmp_path, "T", several)

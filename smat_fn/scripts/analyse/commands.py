@@ -46,10 +46,12 @@ def command(compute: Callable[[Any], "Result"], options: type[Shared]) -> Comman
         import torch
         from rich.markup import escape
 
-        from ...analyses.plots import write
+        from ...analyses.plots import foreign_problems, write
         from ...analyses.results import summary
+        from ...errors import raise_problems
         from ...report.tables import rich_table, show
 
+        raise_problems(foreign_problems(args.out, compute.__name__.replace("_", "-")) if args.out else [])
         torch.set_num_threads(args.threads)
         result = compute(args)
         title, columns, rows = summary(result)

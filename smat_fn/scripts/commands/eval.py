@@ -77,6 +77,8 @@ def main(args: Eval) -> None:
     if args.preset is not None:
         implied = {"name": (preset := preset_of(args.preset)).suite, **preset.options}
     folders = evaluation.find_checkpoints(args.checkpoints)
+    for note in evaluation.lacking_experts(args.checkpoints):
+        print(f"note: {note}")
     if args.plot:
         check_colours(manifest["label"] for manifest in evaluation.manifests_of(folders).values())
     options = cli.with_named(args.suite_options, model=args.model, data=args.data)

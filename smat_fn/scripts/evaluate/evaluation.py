@@ -77,6 +77,18 @@ def find_checkpoints(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
+def lacking_experts(paths: Sequence[Path]) -> list[str]:
+    """Notes on tasks of runs in these folders that are not scored: a log or an empty folder is there, but no expert."""
+    notes = []
+    for path in (path for path in paths if path.is_dir()):
+        logs = {log.parent / log.name.removesuffix(".log.jsonl") for log in path.rglob("*.log.jsonl")}
+        runs = {path, *(expert.parent for expert in logs)}
+        empty = {place for run in runs for place in run.iterdir() if place.is_dir() and not any(place.iterdir())}
+        lacking = {place for place in logs | empty if not manifest_of(place) and not place.name.startswith(".")}
+        notes += [f"{place} holds no finished expert: it is not scored" for place in sorted(lacking)]
+    return list(dict.fromkeys(notes))
+
+
 def manifests_of(folders: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """The manifests of checkpoints as `find_checkpoints` gives them, and what stands for those of other tools' experts.
 

@@ -67,6 +67,18 @@ def test_checkpoints_are_found_below_folders_once_and_without_bases(runs, merged
         find_checkpoints([Path(f"x={runs['ft'] / 'rot90'}")])
 
 
+def test_tasks_without_an_expert_are_named(runs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs["ft"], run)
+    shutil.rmtree(run / "mirror")  # its log stays
+    (run / "extra").mkdir()
+    (run / ".extra").mkdir()
+    lacking = [f"{run / name} holds no finished expert: it is not scored" for name in ("extra", "mirror")]
+    assert evaluation.lacking_experts([run, run / "rot90"]) == lacking
+    assert evaluation.lacking_experts([tmp_path, Path("task=folder")]) == lacking
+    assert evaluation.lacking_experts([runs["ft"]]) == []
+
+
 def test_experts_are_scored_on_their_task_and_merged_models_on_theirs(rows, folders, suite):
     expected = []
     for folder in folders:
