@@ -195,15 +195,18 @@ def progress(out: Path) -> list[Progress]:
 
 
 def table(rows: Sequence[Progress]) -> Any:
-    """A rich table: a line per run, a column per task."""
+    """A rich table: a line per run, a column per task. A run's tasks are those of all runs that share one with it."""
     from rich.table import Table
 
     tasks, runs = list(dict.fromkeys(r.task for r in rows)), list(dict.fromkeys(r.run for r in rows))
     cells = {(r.run, r.task): _cell(r) for r in rows}
     shown = Table("run", *tasks, "done")
+    own = {run: {r.task for r in rows if r.run == run} for run in runs}
     for run in runs:
         ended = sum(r.done for r in rows if r.run == run)
-        shown.add_row(run, *(cells.get((run, task), "-") for task in tasks), f"{ended}/{len(tasks)}")
+        wanted = set().union(*(others for others in own.values() if others & own[run]))
+        line = (cells.get((run, task), "-" if task in wanted else "") for task in tasks)
+        shown.add_row(run, *line, f"{ended}/{len(wanted)}")
     return shown
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from smat_fn import checkpoint, machine
 from smat_fn.checkpoint import write_text
@@ -267,6 +268,21 @@ def test_the_table_tells_how_far_every_expert_is(tmp_path, capsys):
     assert [row.done for row in sweep.progress(tmp_path)] == [False, False]
     with pytest.raises(ValueError, match="holds no run"):
         sweep.progress(tmp_path / "smat-seed0" / "base" / "none")
+
+
+def test_runs_of_other_tasks_are_counted_by_themselves(capsys):
+    rows = [
+        *(sweep.Progress("a", task, True, 9, 0.5) for task in ("x", "y")),
+        sweep.Progress("b", "x", True, 9, 0.5),  # has yet to train y
+        sweep.Progress("other", "z", True, 9, 0.5),
+    ]
+    Console(width=100).print(sweep.table(rows))
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["a", "done", "done", "", "2/2"],
+        ["b", "done", "-", "", "1/2"],
+        ["other", "", "", "done", "1/1"],
+    ]
 
 
 def test_bad_input_is_listed():
