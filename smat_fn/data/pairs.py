@@ -43,7 +43,7 @@ def encode(
     raise_problems(fit_problems([max(*own.input_ids, *own.labels) for own in found], vocabulary))
     raise_problems([f"rows {', '.join(bare)} have prompts without a token: remove them"] if bare else [])
     # EOS of most tokenizers, of mBART's EOS and a language code; at least one token, and a text is not all end
-    ends = [min(max(len(_suffix(tokenizer, kind)), 1), max_length - 1) for kind in ("text", "text_target")]
+    ends = [min(max(len(_ends(tokenizer, kind)[1]), 1), max_length - 1) for kind in ("text", "text_target")]
     return [Example(*map(partial(_cut, limit=max_length), own, ends)) for own in found]
 
 
@@ -78,27 +78,33 @@ def cut_report(rows: Mapping[str, Sequence[Row]], tokenizer: Any, *, max_length:
 
 
 def _tokens(rows: Sequence[Row], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Sources as the tokenizer leaves them, as they are in decoding, and targets, with EOS where it puts none."""
+    """Sources as the tokenizer leaves them, as they are in decoding, and targets, with EOS where it puts none.
+
+    An EOS that targets begin with (SeamlessM4T) is left out: a model that learns it ends every answer at once.
+    """
     if not rows:
         return []
     options = {"padding": False, "truncation": False, "verbose": False}
     sources = tokenizer([source for source, _ in rows], **options)["input_ids"]
     targets = tokenizer(text_target=[target for _, target in rows], **options)["input_ids"]
     eos = tokenizer.eos_token_id
-    if eos not in _suffix(tokenizer, "text_target"):
+    before, behind = _ends(tokenizer, "text_target")
+    if before[:1] == [eos]:
+        targets = [target[1:] for target in targets]
+    if eos not in behind:
         targets = [text.closed(target, eos) for target in targets]
     return [(list(source), list(target)) for source, target in zip(sources, targets, strict=True)]
 
 
-def _suffix(tokenizer: Any, kind: str) -> list[int]:
-    """The special tokens that a tokenizer puts behind a source ("text") or a target ("text_target")."""
+def _ends(tokenizer: Any, kind: str) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and behind a source ("text") or a target ("text_target")."""
     whole, bare = (
         list(tokenizer(**{kind: "a"}, add_special_tokens=special, verbose=False)["input_ids"])
         for special in (True, False)
     )
     starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
     start = next(starts, None) if bare else None
-    return whole[-1:] if start is None else whole[start + len(bare) :]
+    return ([], whole[-1:]) if start is None else (whole[:start], whole[start + len(bare) :])
 
 
 def _cut(ids: tuple[int, ...], end: int, *, limit: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ..types import Batch, Where
 from ..where import block_linear
 from .modules import FullLoss, blocks, check_choice, check_layers, sent, train_only
 from .packing import pooled, texts
-from .pretrained import facts_of, fetch, floating
+from .pretrained import facts_of, fetch, floating, vocabulary_of
 from .top import CLOSE, FAILURES, Passed, input_of
 
 _TOGETHER = 32  # texts that go through the whole model in one pass
@@ -77,7 +77,7 @@ def load(
     check_choice(train_layers, train)
     model, tokenizer, layers = _read(source, train_layers, device)
     first = None if train_layers is None else len(layers) - train_layers
-    pad, vocabulary = tokenizer.pad_token_id or 0, model.get_input_embeddings().weight.shape[0]
+    pad, vocabulary = tokenizer.pad_token_id or 0, vocabulary_of(model)
 
     def made(trained: nn.Module, states: Callable[..., Tensor] | None, note: str = "") -> Encoder:
         return Encoder(

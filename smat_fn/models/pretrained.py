@@ -65,7 +65,7 @@ def read(
     if device_map is not None:
         options["device_map"] = _device_map(device_map)
     module, tokenizer = fetch(source, f"{what} with its tokenizer", auto, "AutoTokenizer", **options)
-    check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])
+    check_tokenizer(tokenizer, vocabulary_of(module))
     if device_map is None:
         return module.to(device), tokenizer
     _check_placed(module)
@@ -231,6 +231,16 @@ def _pinned(source: str | Path) -> tuple[str | Path, dict[str, str]]:
 def is_encoder_decoder(source: str | Path) -> bool:
     """Whether a model's config says so; False if it cannot be loaded."""
     return bool(getattr(config_of(source), "is_encoder_decoder", False))
+
+
+def vocabulary_of(module: Any) -> int:
+    """Rows of a model's token embeddings. Raises: ValueError for one without such a table, as CANINE."""
+    try:
+        return int(module.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError) as error:
+        raise ValueError(
+            f"{type(module).__name__} has no table of token embeddings, which is needed here: use a model with one"
+        ) from error
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int) -> None:

@@ -12,7 +12,7 @@ from .. import errors
 from ..types import Batch
 from .head import IGNORED, cross_entropy
 from .modules import sent, train_only
-from .pretrained import LanguageModel, check_tokenizer, checkpoint_blocks, language_model, read
+from .pretrained import LanguageModel, check_tokenizer, checkpoint_blocks, language_model, read, vocabulary_of
 
 
 def seq2seq(module: nn.Module, tokenizer: Any) -> LanguageModel:
@@ -31,10 +31,10 @@ def seq2seq(module: nn.Module, tokenizer: Any) -> LanguageModel:
         problems.append(
             f"{type(module).__name__} is not an encoder-decoder: use smat_fn.models.causal_lm for causal models"
         )
-    elif config.decoder_start_token_id is None:
+    elif getattr(config, "decoder_start_token_id", None) is None:  # PLBart's has no such field
         problems.append("the config has no decoder_start_token_id: set it to the token that answers begin with")
     errors.raise_problems(problems)
-    check_tokenizer(tokenizer, module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    check_tokenizer(tokenizer, vocabulary_of(module))
     return language_model(module, tokenizer, answer_loss)
 
 

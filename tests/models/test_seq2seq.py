@@ -111,9 +111,10 @@ FORMS = {
     "MBartForConditionalGeneration": ("$A </s> x", "$A </s> y", "y"),
     "PLBartForConditionalGeneration": ("$A </s> x", "$A </s> y", "y"),
 }
+SEAMLESS = "x $A </s>", "</s> y $A </s>", "</s>"
 
 
-def of_family(kind):
+def of_family(kind, form=None):
     """A tiny module of a family, and a tokenizer that writes targets in another way than sources."""
     import transformers as hf
     from tokenizers import processors
@@ -129,7 +130,7 @@ def of_family(kind):
         def _switch_to_target_mode(self):
             self.backend_tokenizer.post_processor = template(target)
 
-    source, target, start = FORMS[kind]
+    source, target, start = form or FORMS[kind]
     own = Both(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="</s>", pad_token="<pad>")
     own._switch_to_input_mode()
     side = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
@@ -159,6 +160,16 @@ def test_targets_and_decoder_inputs_are_those_of_transformers_and_begin_as_decod
     )
     assert (given["decoder_input_ids"][:, 0] == module.config.decoder_start_token_id).all()
     assert start_problems(module, pairs.encode(ROWS, tokenizer, vocabulary=30)[0].labels) == []
+
+
+def test_an_answer_does_not_begin_with_the_token_that_ends_it():
+    module, tokenizer = of_family("M2M100ForConditionalGeneration", SEAMLESS)
+    found = pairs.encode([("abc", "ba"), ("a", "")], tokenizer, vocabulary=30)
+    assert [tokenizer.convert_ids_to_tokens(own.labels) for own in found] == [["y", "b", "a", "</s>"], ["y", "</s>"]]
+    assert start_problems(module, found[0].labels) == []
+    _, other = of_family("MBartForConditionalGeneration")  # of an empty answer EOS is the end
+    (empty,) = pairs.encode([("a", "")], other, vocabulary=30)
+    assert other.convert_ids_to_tokens(empty.labels) == ["</s>", "y"]
 
 
 def test_long_targets_keep_eos_and_the_language_code():
@@ -266,6 +277,10 @@ def test_what_is_no_encoder_decoder_is_refused(tokenizer):
     module.config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="no decoder_start_token_id"):
         seq2seq(module, tokenizer)
+    plbart, other = of_family("PLBartForConditionalGeneration")
+    del plbart.config.decoder_start_token_id
+    with pytest.raises(ValueError, match="no decoder_start_token_id"):
+        seq2seq(plbart, other)
     wide = make_tokenizer()
     wide.add_tokens(["<x>"], special_tokens=True)
     wide.pad_token = "<x>"

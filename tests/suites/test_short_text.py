@@ -615,6 +615,13 @@ def test_classifiers_with_heads_of_their_own_are_searched_and_scored_as_their_en
         searched(folders / "model", "")
 
 
+def test_an_encoder_without_token_embeddings_is_refused_by_name(tmp_path):
+    sizes = {"num_hash_buckets": 8, "downsampling_rate": 2, "local_transformer_stride": 4}
+    write_model(tmp_path / "model", "canine", **sizes)
+    with pytest.raises(ValueError, match="CanineModel has no table of token embeddings"):
+        encoder.load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
 def test_a_model_that_is_pooled_otherwise_elsewhere_is_a_note(mode, load, folders, tmp_path):
     shutil.copytree(folders / "model", tmp_path / "model")
