@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from smat_fn import checkpoint, grad, random, tree
-from smat_fn.config import PRESETS, Finetune, TaskArithmetic, Training
+from smat_fn.config import PRESETS, Finetune, Fisher, RegMean, TaskArithmetic, Training
 from smat_fn.data import batch_indices, labelled
 from smat_fn.errors import check_member
 from smat_fn.mat import finetune, smat
@@ -20,8 +20,10 @@ from smat_fn.models import encoder, packing
 from smat_fn.optim import adam
 from smat_fn.scripts import entry
 from smat_fn.scripts.evaluate.evaluation import evaluate
+from smat_fn.scripts.merge.inputs import load_inputs, read_statistics
 from smat_fn.scripts.merge.merging import merge_run
-from smat_fn.scripts.merge.statistics import without_padding
+from smat_fn.scripts.merge.settings import Statistics
+from smat_fn.scripts.merge.statistics import batches_of, make_statistics, without_padding
 from smat_fn.scripts.merge.whole_models import part_of, whole_base
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
@@ -620,6 +622,38 @@ def test_an_encoder_without_token_embeddings_is_refused_by_name(tmp_path):
     write_model(tmp_path / "model", "canine", **sizes)
     with pytest.raises(ValueError, match="CanineModel has no table of token embeddings"):
         encoder.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_statistics_of_an_encoder_of_another_tool_are_those_of_its_suite_and_none_of_its_pooler(
+    layers, folders, tmp_path
+):
+    expert = shutil.copytree(folders / "model", tmp_path / "expert")
+    trained = {
+        name: leaf + 0.01 if "layer.2" in name or "pooler" in name else leaf
+        for name, leaf in load_file(expert / "model.safetensors").items()
+    }
+    save_file(trained, expert / "model.safetensors", metadata={"format": "pt"})
+    options = {"name": "short_text", "model": str(folders / "model"), "data": str(folders / "rows"), "device": "cpu"}
+    options |= {"max_length": 16, "batch_size": 4} | ({} if layers is None else {"train_layers": layers})
+    given = [Path(f"tone={expert}")]
+    asked = Statistics(tuple(given), ("fisher", "gram"), rows=8, base=folders / "model", suite_options=options)
+    list(make_statistics(asked))
+    suite = load_suite(**options, seed=0)
+    own = {path: trained[path] for path in suite.base}
+    key = random.fold_in(random.fold_in(random.key(0), "statistics"), "tone")
+    batches = batches_of(suite, "tone", "train", 8, key)
+    grams = input_grams(suite.loss_fn("tone"), own, without_padding(suite, "tone", batches))
+    assert checkpoint.same(load_file(expert / "gram.safetensors"), grams)
+    found = load_file(expert / "fisher.safetensors")
+    assert found.keys() == trained.keys()
+    unread = found.keys() - own.keys()
+    assert {"pooler.dense.weight", "pooler.dense.bias"} <= unread
+    assert not any(found[name].any() for name in unread)
+    assert all(found[name].any() for name in own if name.endswith("output.dense.weight"))
+    inputs = load_inputs(folders / "model", given)
+    assert read_statistics(Fisher(coef=1.0), inputs)["tone"].keys() == trained.keys()
+    assert set(read_statistics(RegMean(coef=1.0), inputs)["tone"]) < trained.keys()
 
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])

@@ -25,7 +25,7 @@ from .finished import differences, is_merged, other_order, sources_text, verify
 from .inputs import Inputs, depth_problems, facts_of, load_inputs, missing_of, read_statistics, value_for, with_tasks_of
 from .recipe_write import written
 from .snapshots import choose_snapshot
-from .whole_models import lacking_problems, of_whole_models, own_dtype, part_of
+from .whole_models import Part, lacking_problems, of_whole_models, own_dtype, part_of
 
 SAME = "all experts equal the base: the merged model is the base, train longer or give other experts"
 # facts that tell merges apart
@@ -287,10 +287,28 @@ def common_suite(
     implied: Mapping[str, Any] = MappingProxyType({}),
     whole: bool = False,
 ) -> Suite:
-    """The suite that all experts were trained on, with some options changed; ``known`` is it, already loaded.
+    """The suite of `suite_and_part`. With ``whole`` it may train a part of base: then it scores whole models."""
+    suite, part = suite_and_part(inputs, options, known=known, implied=implied, whole=whole, preset=whole)
+    return suite if part is None else of_whole_models(suite, part)
 
-    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given. With ``whole`` it
-    may train a part of base: then it scores whole models.
+
+def suite_and_part(
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    *,
+    known: Suite | None = None,
+    implied: Mapping[str, Any] = MappingProxyType({}),
+    whole: bool = True,
+    preset: bool = False,
+) -> tuple[Suite, Part | None]:
+    """The suite that all experts were trained on, with some options changed, and which part of base it trains.
+
+    Where no expert names one, it is the implied one. Its dtype is that of base unless it is given.
+
+    Args:
+        known: the suite, already loaded.
+        whole: it may train a part of base; else, and where it trains all of base, the part is None.
+        preset: the command has --preset, which an error may advise.
 
     Raises: ValueError that lists experts of no suite and of another than the first; for a suite of another base.
     """
@@ -299,7 +317,7 @@ def common_suite(
     other = options.get("name", implied.get("name")) != implied.get("name")
     asked = {"seed": 0, **({} if other else implied)} if implied or "name" in options else None
     first = with_tasks_of(recipes.values()) or asked
-    problems = _suite_problems(recipes, first, options, searched=whole)
+    problems = _suite_problems(recipes, first, options, searched=preset)
     errors.raise_problems(problems)
     assert first is not None
     asked = {**first, **own_dtype({**first, **options}.get("name"), inputs.base), **options}
@@ -322,13 +340,11 @@ def common_suite(
         )
     for name, path in inputs.places.items():
         problems += lacking_problems(str(path), inputs.stand_ins.get(name, ()), suite, part)
-    if part is None:
-        errors.raise_problems(problems)
-        return suite
-    for name, leaves in inputs.experts.items():
-        problems += problems_of(part.check, f"expert {name!r}", leaves)
+    if part is not None:
+        for name, leaves in inputs.experts.items():
+            problems += problems_of(part.check, f"expert {name!r}", leaves)
     errors.raise_problems(problems)
-    return of_whole_models(suite, part)
+    return suite, part
 
 
 OF_OTHERS = (  # a suite, for commands without --preset

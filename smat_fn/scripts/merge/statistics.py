@@ -20,8 +20,9 @@ from ...suites.suite import EncoderSuite
 from ...types import Batch, Micro
 from .. import outcome
 from .inputs import find_inputs, like_base, load_inputs, manifest_of, named, value_for
-from .merging import OF_OTHERS, common_suite
+from .merging import OF_OTHERS, suite_and_part
 from .settings import Statistics
+from .whole_models import Part
 
 _ELSEWHERE = "model", "data", "tasks"  # of a suite's recipe: what the weights and the digest of the rows say
 
@@ -59,14 +60,19 @@ def make_statistics(asked: Statistics) -> Iterator[str]:
             )
         base = find_inputs(first.absolute().parent)[0]
     inputs = load_inputs(base, experts)
-    suite = common_suite(inputs, asked.suite_options)
+    suite, part = suite_and_part(inputs, asked.suite_options)
+    if part is not None and part.naming is not None:
+        raise ValueError(
+            f"{base} names its leaves otherwise than suite {suite.name!r}, so statistics would not be found beside "
+            "them: save base and experts by the suite's class of transformers (AutoModel of a text encoder)"
+        )
     if asked.labels == "model" and not isinstance(suite, EncoderSuite):
         raise ValueError(f"--labels model requires a classifier, suite {suite.name!r} has none: pass --labels data")
     if "gram" in asked.kinds:
-        gram_layers(suite.loss_fn(next(iter(inputs.experts))), inputs.base)
+        gram_layers(suite.loss_fn(next(iter(inputs.experts))), suite.base)
     places_of = dict(zip(inputs.experts, (named(path)[1] for path in experts), strict=True))
     for task, params in inputs.experts.items():
-        yield from write_statistics(suite, places_of[task], task, params, asked, print_of=inputs.print_of)
+        yield from write_statistics(suite, places_of[task], task, params, asked, part=part, print_of=inputs.print_of)
 
 
 def statistics_of_run(suite: Suite, folders: Sequence[Path], *, kinds: Sequence[str], seed: int) -> Iterator[str]:
@@ -84,15 +90,17 @@ def write_statistics(
     params: dict[str, Tensor],
     asked: Statistics,
     *,
+    part: Part | None = None,
     print_of: Callable[[dict[str, Tensor]], str] = checkpoint.fingerprint,
 ) -> Iterator[str]:
     """Statistics of one expert, written into its folder; those that are there already are kept.
 
+    Args: part: of a whole model, what the suite trains; the diagonal of other leaves, which no loss reads, is 0.
     Raises: ValueError where there are others that are not to be replaced.
     """
     key = random.fold_in(random.fold_in(random.key(asked.seed), "statistics"), task)
     loss_fn, drawn = suite.loss_fn(task), asked.labels or ("model" if isinstance(suite, EncoderSuite) else "data")
-    here = like_base(suite.base, params)
+    here = like_base(suite.base, params if part is None else part.of(params))
     batches = batches_of(suite, task, asked.split, asked.rows, key)
     manifest = manifest_of(folder)
     facts: dict[str, Any] = {
@@ -116,6 +124,10 @@ def write_statistics(
             found = input_grams(loss_fn, here, without_padding(suite, task, batches))
         else:
             found = diagonal_fisher(loss_fn, here, _rows(suite, task, here, batches, drawn, key))
+        if part is not None:
+            found = {name: found[path] for name, path in part.names.items() if path in found}
+            rest = {name: leaf for name, leaf in params.items() if kind == "fisher" and leaf.is_floating_point()}
+            found = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in rest.items()} | found
         file = checkpoint.save_statistics(folder, kind, found, own)
         outcome.add("written", file)
         yield f"{kind}: {file}, {own['rows']} rows"
