@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, merge, tree
+from ..merge.parts.inputs import type_problems
 from ..simulation.noise import quantiles
 from ..types import Noise, Params, Where
 
@@ -61,7 +62,12 @@ def diagnose(
     Raises: ValueError that lists leaves of base without a kind, or of another one; for a coef that is negative or not
         finite.
     """
-    errors.raise_problems([] if 0 <= coef < math.inf else [f"coef is {coef}, must be finite and not negative"])
+    problems = mapping_problems(experts) + type_problems(coef=coef)
+    if not problems and not 0 <= coef < math.inf:
+        problems = [f"coef is {coef}, must be finite and not negative"]
+    if not isinstance(kinds, Mapping):
+        problems.append(f"kinds are a {type(kinds).__name__}: give {{parameter: kind}}, as groups does")
+    errors.raise_problems(problems)
     start = _floating(base, kinds)
     sums, names = {path: [0.0, 0.0] for path in start}, list(experts)
     total = merge.task_arithmetic_vector(base, experts)
@@ -78,6 +84,12 @@ def diagnose(
         return Group(kind, size, math.sqrt(own / (size * len(names))), partners)
 
     return [group(kind, leaves) for kind, leaves in _by_kind(start, kinds).items()]
+
+
+def mapping_problems(experts: Mapping[str, Params]) -> list[str]:
+    """The error for experts that are not in a mapping by task."""
+    fine = isinstance(experts, Mapping)
+    return [] if fine else [f"experts are a {type(experts).__name__}: give a mapping {{task: tree}}"]
 
 
 def unmoved(leaves: Mapping[str, Tensor], sigma: float, noise: Noise = "uniform") -> int:

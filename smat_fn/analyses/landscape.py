@@ -8,8 +8,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from .. import merge, tree
+from .. import errors, merge, tree
+from ..errors import problems_of
+from ..merge.parts.inputs import coef_problems
 from ..types import LossFn, Micro, Params
+from .diagnose import mapping_problems
 from .stacked import Progress, evaluate
 
 
@@ -18,6 +21,7 @@ def partner_update(base: Params, experts: Mapping[str, Params], task: str, *, co
 
     Raises: ValueError for a task that is not an expert's name, and for one without another expert.
     """
+    errors.raise_problems(coef_problems(coef) + mapping_problems(experts))
     if task not in experts:
         raise ValueError(f"task {task!r} is not an expert: choose one of {', '.join(map(repr, experts))}")
     partners = {name: expert for name, expert in experts.items() if name != task}
@@ -57,14 +61,35 @@ def landscape(
     """L(θ₀ + a Δ_i^(r) + b u_i^FT) at every (a, b) of a grid: rows by b, columns by a.
 
     Args: expert: of method r on task i; partners: `partner_update` of the FT experts, the same for every method; loss:
-        of a tree, a 0-d tensor, on the same samples for every point and method; memory, done: as in `evaluate`.
+        of a tree, a 0-d tensor, on the same samples for every point and method; a, b: finite; memory, done: as in
+        `evaluate`.
+    Raises: ValueError that lists axes that are not lists of finite numbers, a loss that cannot be called, and partners
+        that are not those of base.
     """
+    problems = list[str]()
+    a, b = _axis("a", a, problems), _axis("b", b, problems)
+    problems += [] if callable(loss) else [f"loss is {loss!r}: give a function of a tree"]
+    problems += [] if memory is None else errors.count_problem("memory", memory, 0)
+    errors.raise_problems(problems + [f"partners: {text}" for text in problems_of(tree.flatten, partners)])
     delta = tree.flatten(merge.task_vector(expert, base))
+    floating = {path: leaf for path, leaf in tree.flatten(base).items() if leaf.is_floating_point()}
+    tree.check_same(floating, "base", partners=tree.flatten(partners))
     points = list(product(b, a))
     values = evaluate(
         loss, (partial(slice_point, base, delta, partners, x, y) for y, x in points), memory=memory, done=done
     )
     return [values[start : start + len(a)] for start in range(0, len(points), len(a))]
+
+
+def _axis(name: str, values: Sequence[float], problems: list[str]) -> list[float]:
+    """The coordinates of an axis; an error for others than finite numbers goes into ``problems``."""
+    try:
+        found = [float(value) for value in values]
+    except (TypeError, ValueError):
+        found = [math.nan]
+    if not all(map(math.isfinite, found)):
+        problems.append(f"{name} is {values!r}, must be a list of finite numbers")
+    return found
 
 
 def mean_loss(loss_fn: LossFn, batches: Sequence[Micro]) -> Callable[[Params], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checkpoint, errors
 from ..errors import problems_of
-from ..merge.around.mixture import fit_problems, origins, router_problems, scaled
+from ..merge.around.mixture import fit_problems, origins, router_problems, scale_problems, scaled
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
@@ -139,6 +139,7 @@ def merge_mixture(
     Raises: ValueError as `merge_folders`.
     """
     out = checkpoint.follow(out)
+    errors.raise_problems(scale_problems(residual_scales, len(models.experts)))
     base, scales = models.base, [*residual_scales, *[None] * (len(models.experts) - len(residual_scales))]
     roots = [base.root, *(folder.root for folder in models.experts.values())]
     found = origins(base.leaves, len(models.experts))

@@ -59,6 +59,12 @@ def test_every_leaf_needs_a_kind():
             diagnose(BASE, {"a": BASE, "b": BASE}, KINDS, coef=coef)
 
 
+def test_arguments_of_other_types_are_named():
+    told = "experts are a list: give a mapping.*coef is None, must be a number; kinds are a NoneType"
+    with pytest.raises(ValueError, match=told):
+        diagnose(BASE, [BASE], None, coef=None)
+
+
 @pytest.mark.parametrize(("noise", "peak"), [("uniform", 1.7320), ("gaussian", 4.325), ("laplace", 7.843)])
 def test_noise_below_half_the_way_to_the_nearest_number_moves_nothing(noise, peak):
     # bf16 numbers in [1, 2) are 2^-7 apart, those below 1 half as far

@@ -43,6 +43,24 @@ def test_the_partner_update_leaves_the_target_out(family):
         partner_update(base, {"a": experts["a"]}, "a")
     with pytest.raises(ValueError, match="task 'd' is not an expert: choose one of 'a', 'b', 'c'"):
         partner_update(base, experts, "d")
+    with pytest.raises(ValueError, match="coef is 'x', must be a number; experts are a list: give a mapping"):
+        partner_update(base, list(experts.values()), "a", coef="x")
+
+
+def test_what_is_no_slice_is_refused_at_once(family):
+    base, experts = family
+    partners = partner_update(base, experts, "a")
+
+    def told(match, **changes):
+        given = {"partners": partners, "loss": loss, "a": [0.0, 1.0], "b": [0.0], **changes}
+        with pytest.raises(ValueError, match=match):
+            landscape(base, experts["a"], given.pop("partners"), given.pop("loss"), **given)
+
+    told(r"a is 'x', must be a list of finite numbers; b is \[nan\], must.*loss is None: give.*memory is -1", a="x",
+         b=[float("nan")], loss=None, memory=-1)  # fmt: skip
+    told("partners: leaf .* is a float", partners=dict.fromkeys(partners, 1.0))
+    told("partners lacks leaf", partners={})
+    told(r"leaf .* has shape \(1, 1, 1\) in partners", partners={path: torch.ones(1, 1, 1) for path in partners})
 
 
 def test_every_point_is_the_equation(family):

@@ -89,6 +89,11 @@ def test_the_first_coefficient_of_the_authors():
     assert merge.lines_low({path: leaf / 4 for path, leaf in vector.items()}, base, experts) == 2.0
     with pytest.raises(ValueError, match="the merged vector is zero"):
         merge.lines_low(leaves(0.0), base, experts)
+    with pytest.raises(ValueError, match="the merged vector holds values that are NaN or infinite"):
+        merge.lines_low(leaves(float("inf")), base, experts)
+    for wrong, told in (({"w": 1.0}, "vector: "), ({"w": torch.ones(3)}, "vector lacks leaf")):
+        with pytest.raises(ValueError, match=told):
+            merge.lines_low(wrong, base, experts)
 
 
 def test_norms_of_task_vectors(family):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from smat_fn import random
-from smat_fn.merge import Factors, combine, truncated
+from smat_fn.config import TaskArithmetic
+from smat_fn.merge import Factors, combine, knots, truncated
 from smat_fn.merge.around.factors import METHODS, RULES
 
 WEIGHTS = {"x": 0.7, "y": -0.4, "z": 1.3}
@@ -201,7 +202,10 @@ def test_truncation_shares_nothing_with_the_dense_matrix():
         ({"method": "svd", "weights": {"x": "1"}}, "the weight of 'x' is '1', must be a number"),
         ({"method": "svd", "weights": [1.0]}, "weights a list: pass mappings {expert's name: Factors}"),
         ({"method": "dare_linear", "density": 0.5}, "drops at random: pass a key"),
-        ({"method": "svd", "rank": 0}, "rank is 0, must be at least 1"),
+        ({"method": "svd", "rank": 0}, "rank is 0, must be an integer of at least 1"),
+        ({"method": "svd", "rank": 1.5}, "rank is 1.5, must be an integer of at least 1"),
+        ({"method": ["svd"]}, "must be one of linear, magnitude_prune"),
+        ({"method": "dare_linear", "density": 0.5, "key": 3}, "key must be an int64 tensor"),
         ({"method": "ties", "density": 0.5, "majority": "most"}, "majority is 'most', must be"),
         ({"method": "svd", "weights": {"q": 1.0}}, "weights names 'q', which is not an adapter: they are x, y, z"),
         ({"method": "svd", "weights": {"x": float("inf")}}, "the weight of 'x' is inf"),
@@ -217,7 +221,26 @@ def test_shapes_that_do_not_fit_are_refused():
         combine(some(names="x") | some(names="y", shape=(7, 6)), method="svd")
     with pytest.raises(ValueError, match=r"ranks differ .*: take cat, svd or an _svd"):
         combine(some(names="x") | some(names="y", rank=2), method="linear")
-    with pytest.raises(ValueError, match="the factors of x do not fit each other"):
+    with pytest.raises(ValueError, match=r"A \(2, 3\) and B \(4, 3\) of adapter 'x' do not fit"):
         combine({"x": Factors(torch.zeros(2, 3), torch.zeros(4, 3))}, method="svd")
     with pytest.raises(ValueError, match="no adapters"):
         combine({}, method="svd")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ((torch.ones(2, 4), torch.ones(3, 2)), "adapter 'x' is a tuple, must be Factors"),
+        (Factors(None, torch.ones(3, 2)), "A of adapter 'x' is NoneType, must be a floating-point tensor"),
+        (Factors(torch.ones(2, 4), torch.ones(3, 2).long()), "B of adapter 'x' is int64, must be a floating-point"),
+        (Factors(torch.ones(2), torch.ones(3, 2)), r"A \(2,\) and B \(3, 2\) of adapter 'x' do not fit"),
+        (Factors(torch.ones(0, 4), torch.ones(3, 0)), r"A \(0, 4\) and B \(3, 0\) of adapter 'x' are empty"),
+        (Factors(torch.ones(2, 4), torch.ones(3, 2), "1"), "the scale of adapter 'x' is '1', must be a number"),
+        (Factors(torch.ones(2, 4), torch.ones(3, 2), float("nan")), "the scale of adapter 'x' is nan, must be finite"),
+    ],
+)
+def test_what_is_not_the_factors_of_a_matrix_is_refused(own, told):
+    with pytest.raises(ValueError, match=told):
+        combine({"x": own}, method="cat")
+    with pytest.raises(ValueError, match=told.replace("adapter 'x'", "'m' of expert 'x'")):
+        knots({"x": {"m": own}}, TaskArithmetic(), coef=1.0)

@@ -162,7 +162,13 @@ def test_what_makes_no_sense_is_refused_all_at_once(space):
     broken["x"]["q"] = Factors(torch.zeros(2, 9), torch.zeros(12, 3))
     broken["y"]["up"] = Factors(torch.zeros(2, 14), torch.full((7, 2), float("inf")))
     broken["z"]["long"] = Factors(torch.zeros(2, 5), torch.zeros(4, 2))
-    with pytest.raises(ValueError, match=r"'x'.* of 'q' do not fit.*'y': 'up' holds values.*'long' is of different"):
+    with pytest.raises(
+        ValueError, match=r"'q' of expert 'x' do not fit.*'y': 'up' holds values.*'long' is of different"
+    ):
         space(broken, TA, coef=1.0)
     with pytest.raises(ValueError, match="no adapters"):
         space({}, TA, coef=1.0)
+    with pytest.raises(ValueError, match="adapters have no modules"):
+        space({"x": {}}, TA, coef=1.0)
+    with pytest.raises(ValueError, match="adapters of 'x' are a list, must be a mapping"):
+        space({"x": []}, TA, coef=1.0)

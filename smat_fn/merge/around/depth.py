@@ -1,12 +1,13 @@
 """LiNeS: coefficients that grow with depth, around any merger with a base."""
 
 import glob
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from torch import Tensor
 
-from ... import errors
+from ... import errors, tree
 from ...types import Params
 from ...where import block_of, block_prefix, by_depth
 from ..parts.inputs import Experts, Leaves, check, coef_problems
@@ -63,8 +64,9 @@ def lines(vector: Mapping[str, Tensor], *, low: float, high: float, layer_of: De
         vector: τ, flat, of any merger.
         low, high, layer_of: see `lines_coefs`, which raises too.
     """
-    coefs = lines_coefs(vector, low=low, high=high, layer_of=layer_of)
-    return {path: leaf * coefs[path] for path, leaf in vector.items()}
+    leaves = tree.flatten(vector)
+    coefs = lines_coefs(leaves, low=low, high=high, layer_of=layer_of)
+    return {path: leaf * coefs[path] for path, leaf in leaves.items()}
 
 
 def lines_low(vector: Mapping[str, Tensor], base: Params, experts: Experts) -> float:
@@ -76,11 +78,16 @@ def lines_low(vector: Mapping[str, Tensor], base: Params, experts: Experts) -> f
         experts: {name: tree} or a list of trees.
 
     Raises:
-        ValueError: lists what does not fit; or τ is zero.
+        ValueError: lists what does not fit; or τ is zero or not finite.
     """
+    errors.raise_problems([f"vector: {text}" for text in errors.problems_of(tree.flatten, vector)])
     start, flat = check(base, experts)
-    size = sum(float(leaf.abs().sum()) for leaf in vector.values())
+    floating = {path: leaf for path, leaf in start.items() if leaf.is_floating_point()}
+    tree.check_same(floating, "base", vector=(leaves := tree.flatten(vector)))
+    size = sum(float(leaf.abs().sum()) for leaf in leaves.values())
     if not size:
         raise ValueError("the merged vector is zero: there is nothing to scale")
+    if not math.isfinite(size):
+        raise ValueError("the merged vector holds values that are NaN or infinite: do the experts, too?")
     total = sum(float(leaf.abs().sum()) for leaf in task_arithmetic_vector(start, flat).values())
     return total / size / len(flat)

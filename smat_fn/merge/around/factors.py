@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ... import errors, random, tree
 from ...compiled import unrounded
+from ...tree import dtype_name
 from ..parts.arithmetic import divisor
-from ..parts.inputs import type_problems
+from ..parts.inputs import key_problems, type_problems
 from ..parts.ranks import among_largest
 
 RULES = "linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"
@@ -146,9 +147,11 @@ def option_problems(
     method: str, rank: int | None, density: float | None, majority: str, key: Tensor | None
 ) -> list[str]:
     """Validation errors for the options of `combine`."""
+    if not isinstance(method, str):
+        return [f"method is {method!r}, must be one of {', '.join(METHODS)}"]
     if method not in METHODS:
         return [f"method is {method!r}{errors.suggestion(method, METHODS) or ','} one of {', '.join(METHODS)}"]
-    problems = [] if rank is None or rank >= 1 else [f"rank is {rank}, must be at least 1"]
+    problems = rank_problems(rank)
     drops = method not in ("linear", "cat", "svd")
     if drops and density is None:
         problems.append(f"{method} drops entries: give density, the share that stays")
@@ -160,9 +163,35 @@ def option_problems(
         problems.append(f"density is {density}, must be in (0, 1]")
     if majority not in ("total", "frequency"):
         problems.append(f"majority is {majority!r}, must be 'total' or 'frequency'")
-    if method.startswith("dare") and key is None:
-        problems.append(f"{method} drops at random: pass a key, smat_fn.random.key(seed)")
+    if method.startswith("dare"):
+        none = [f"{method} drops at random: pass a key, smat_fn.random.key(seed)"]
+        problems += none if key is None else key_problems(key)
     return problems
+
+
+def rank_problems(rank: int | None) -> list[str]:
+    """Validation errors for ``rank``."""
+    return [] if rank is None else errors.count_problem("rank", rank)
+
+
+def factor_problems(label: str, found: Factors) -> list[str]:
+    """Errors for anything but the factors of one matrix, and for a scale that is not finite. No values are read."""
+    if not isinstance(found, Factors):
+        return [f"{label} is a {type(found).__name__}, must be Factors(a, b, scale)"]
+    problems = [
+        f"{part} of {label} is {dtype_name(half) if isinstance(half, Tensor) else type(half).__name__}, must be a "
+        "floating-point tensor"
+        for part, half in (("A", found.a), ("B", found.b))
+        if not isinstance(half, Tensor) or not half.is_floating_point()
+    ] + type_problems(**{f"the scale of {label}": found.scale})
+    if problems:
+        return problems
+    a, b = tuple(found.a.shape), tuple(found.b.shape)
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        problems.append(f"A {a} and B {b} of {label} do not fit: they must be (rank, inputs) and (outputs, rank)")
+    elif 0 in (*a, *b):
+        problems.append(f"A {a} and B {b} of {label} are empty: leave it out")
+    return problems + ([] if math.isfinite(found.scale) else [f"the scale of {label} is {found.scale}, must be finite"])
 
 
 def _problems(adapters: Mapping[str, Factors], method: str, weights: Mapping[str, float]) -> list[str]:
@@ -173,6 +202,8 @@ def _problems(adapters: Mapping[str, Factors], method: str, weights: Mapping[str
         return ["no adapters: pass at least one"]
     if wrong := [p for name, w in weights.items() for p in type_problems(**{f"the weight of {name!r}": w})]:
         return wrong
+    if wrong := [text for name, own in adapters.items() for text in factor_problems(f"adapter {name!r}", own)]:
+        return wrong
     problems = [
         f"weights names {name!r}, which is not an adapter: they are {', '.join(adapters)}"
         for name in weights.keys() - adapters.keys()
@@ -181,8 +212,6 @@ def _problems(adapters: Mapping[str, Factors], method: str, weights: Mapping[str
     shapes = {name: (len(found.b), *found.a.shape[1:]) for name, found in adapters.items()}
     if len(set(shapes.values())) > 1:
         problems.append(f"adapters are of matrices of different shapes: {shapes}")
-    if broken := [name for name, found in adapters.items() if found.b.shape[1:] != found.a.shape[:1]]:
-        problems.append(f"the factors of {', '.join(broken)} do not fit each other")
     ranks = {name: found.rank for name, found in adapters.items()}
     if method in RULES and len(set(ranks.values())) > 1:
         problems.append(f"{method} adds factors entry by entry, and ranks differ ({ranks}): take cat, svd or an _svd")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ... import errors, random, tree
 from ...tree import dtype_name
 from ...types import Params
-from ..parts.inputs import Experts
+from ..parts.inputs import Experts, type_problems
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PARTS = {"mlp.gate_proj.weight": "w1", "mlp.down_proj.weight": "w2", "mlp.up_proj.weight": "w3"}
@@ -99,10 +100,13 @@ def mixture(
     Source: Jiang et al., "Mixtral of experts", 2024; mergekit 0.1.5, moe/mixtral.py.
     """
     start = tree.flatten(base)
+    if not isinstance(experts, (Mapping, list, tuple)) or not experts:
+        raise ValueError(f"experts are {experts!r}: give a mapping {{name: tree}} or a list of trees, at least one")
     named = experts if isinstance(experts, Mapping) else {str(i): own for i, own in enumerate(experts)}
     flat = {str(name): tree.flatten(own) for name, own in named.items()}
     found, every = origins(start, len(flat)), list(flat.values())
     problems = [*fit_problems(start, flat), *router_problems(found, start, len(flat), router)]
+    problems += scale_problems(residual_scales, len(flat))
     errors.raise_problems(problems)
     scales = [*residual_scales, *[None] * (len(flat) - len(residual_scales))]
 
@@ -118,6 +122,18 @@ def mixture(
     return {path: leaf(origin) for path, origin in found.items()}
 
 
+def scale_problems(scales: Sequence[float | None], experts: int) -> list[str]:
+    """Errors for residual_scales that are not a list of numbers, at most one for each expert."""
+    if not isinstance(scales, (list, tuple)):
+        return [f"residual_scales is {scales!r}: give a list of numbers, None for 1"]
+    problems = [text for scale in scales if scale is not None for text in type_problems(residual_scales=scale)]
+    if not problems:
+        problems = [f"residual_scales has {s}, must be finite" for s in scales if s is not None and not isfinite(s)]
+    if len(scales) > experts:
+        problems.append(f"residual_scales has {len(scales)} numbers, there are {experts} experts")
+    return problems
+
+
 def scaled(leaf: Tensor, factor: float | None) -> Tensor:
     """A leaf times a factor, in its dtype."""
     return leaf if factor is None else leaf * factor
@@ -125,6 +141,8 @@ def scaled(leaf: Tensor, factor: float | None) -> Tensor:
 
 def router_problems(found: Mapping[str, Origin], base: Mapping[str, Tensor], experts: int, router: Tensor) -> list[str]:
     """Errors for a router that is not of a mixture's shape, or holds values that are not finite."""
+    if not isinstance(router, Tensor):
+        return [f"router is a {type(router).__name__}, must be a tensor: layers, experts, width"]
     layers = sum(origin.router for origin in found.values())
     first = next((leaf for path, leaf in base.items() if path.endswith("mlp.gate_proj.weight")), None)
     wanted = layers, experts, 0 if first is None else first.shape[1]

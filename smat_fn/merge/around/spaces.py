@@ -1,6 +1,5 @@
 """KnOTS and Core Space: adapters merged in coordinates that they share, by any merger with a base."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -12,7 +11,7 @@ from ..parts.inputs import coef_problems, key_problems
 from ..parts.merger import Merger
 from ..parts.spectral import is_real
 from ..registry import vector_by
-from .factors import Factors, truncated
+from .factors import Factors, factor_problems, rank_problems, truncated
 
 Adapters: TypeAlias = Mapping[str, Mapping[str, Factors]]  # by expert, by module
 Basis: TypeAlias = tuple[Tensor, Tensor | None]  # (outputs, k), and (l, inputs) where inputs have coordinates too
@@ -140,16 +139,24 @@ def _problems(adapters: Adapters, merger: Merger, coef: float, key: Tensor | Non
         problems.append(f"{merger.name} takes no base, coordinates have one of zeros: take another merger, as ta")
     if merger.random:
         problems += ["the merger drops at random: pass a key"] if key is None else key_problems(key)
-    if rank is not None and rank < 1:
-        problems.append(f"rank is {rank}, must be at least 1")
+    problems += rank_problems(rank)
+    wrong = [
+        f"adapters of {name!r} are a {type(x).__name__}, must be a mapping {{module: Factors}}"
+        for name, x in adapters.items()
+        if not isinstance(x, Mapping)
+    ]
+    if wrong:
+        return problems + wrong
+    if adapters and not any(adapters.values()):
+        problems.append("adapters have no modules: give at least one")
     shapes: dict[str, dict[str, tuple[int, int]]] = {}
     for name, found in adapters.items():
-        for module, (a, b, scale) in found.items():
-            if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
-                problems.append(f"expert {name!r}: A {tuple(a.shape)} and B {tuple(b.shape)} of {module!r} do not fit")
-            elif not (math.isfinite(scale) and bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        for module, factors in found.items():
+            if broken := factor_problems(f"{module!r} of expert {name!r}", factors):
+                problems += broken
+            elif not (bool(factors.a.isfinite().all()) and bool(factors.b.isfinite().all())):
                 problems.append(f"expert {name!r}: {module!r} holds values that are NaN or infinite")
             else:
-                shapes.setdefault(module, {})[name] = (len(b), a.shape[1])
+                shapes.setdefault(module, {})[name] = (len(factors.b), factors.a.shape[1])
     problems += [f"{m!r} is of different shapes: {s}" for m, s in shapes.items() if len(set(s.values())) > 1]
     return problems

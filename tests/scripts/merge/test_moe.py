@@ -257,6 +257,20 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written(tmp_path)
         mixture(base, experts, torch.zeros(2, 2, 8))
     with pytest.raises(ValueError, match=r"expert '0' lacks leaf .*router holds values that are NaN"):
         mixture(base, [{}], torch.full((2, 1, 8), torch.nan))
+    router = torch.zeros(2, 1, 8)
+    for scales, told in (
+        (1.0, "residual_scales is 1.0: give a list of numbers"),
+        (["1"], "residual_scales is '1', must be a number"),
+        ([float("nan")], "residual_scales has nan, must be finite"),
+        ([1, 2], "residual_scales has 2 numbers, there are 1 experts"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            mixture(base, experts, router, residual_scales=scales)
+    with pytest.raises(ValueError, match="router is a NoneType, must be a tensor"):
+        mixture(base, experts, None)
+    for none in (None, []):
+        with pytest.raises(ValueError, match=r"give a mapping .* or a list of trees, at least one"):
+            mixture(base, none, router)
     assert not (tmp_path / "out").exists()
 
 
