@@ -280,14 +280,18 @@ class Trace(BaseSuite):
         problems = []
         beside = 0 if self._pair else new  # positions that answers take beside prompts
         fewer = "give max_new_tokens"
-        if new > limit:
-            problems.append(f"max_new_tokens of {task} is {new}, more than the model's {limit}: {fewer} below it")
+        if new > limit:  # the same text of all such tasks, so that one line names them
+            beyond = {t: self._settings[t].max_new_tokens for t in self.options.only or self._settings}
+            beyond = {t: count for t, count in beyond.items() if count > limit}
+            most = f"{'' if len(set(beyond.values())) == 1 else 'up to '}{max(beyond.values())}"
+            more = f"more than the model's {limit}: {fewer} below it"
+            problems.append(f"max_new_tokens of {', '.join(beyond)} is {most}, {more}")
         if (longest := max(len(ids) for e in examples for ids in e)) > limit:
             problems.append(
                 f"training rows of {task} have up to {longest} tokens, more than the model's {limit}: "
                 f"give max_length {limit} or less, which cuts them"
             )
-        for split in ("dev", "test"):
+        for split in ("dev", "test") if beside <= limit else ():
             room = limit - beside
             # a token is a byte at least, a few are special: most prompts need not be tokenized
             long = [prompt for prompt in self._asked(task, split) if len(prompt.encode()) + 8 > room]

@@ -18,6 +18,7 @@ from smat_fn import checkpoint, random, tree
 from smat_fn.config import PRESETS, Dev, Finetune, TaskArithmetic, Training
 from smat_fn.data import text
 from smat_fn.data.batching import batch_indices
+from smat_fn.errors import problems_of
 from smat_fn.evaluate.decoding import TRACE, Decoding, generator
 from smat_fn.evaluate.metrics import TRACE_METRICS, label_accuracy, numeric_accuracy, rouge_l
 from smat_fn.grad import value_and_grad
@@ -93,6 +94,16 @@ def test_the_base_is_every_leaf_of_the_model_and_the_masked_set_that_of_blocks(s
     masked = {name for name, leaf in suite.base.items() if suite.where(name, leaf)}
     assert masked == {n for n in suite.base if "_proj" in n}
     assert len(masked) == 7
+
+
+def test_answers_beyond_the_models_positions_are_one_line_for_all_tasks(load, monkeypatch):
+    own = load()
+    monkeypatch.setattr(own, "_positions", 3)
+    told = "max_new_tokens of FOMC, MeetingBank is 4, more than the model's 3: give max_new_tokens below it"
+    for task in ("FOMC", "MeetingBank"):
+        problems = problems_of(own.epoch_steps, task)
+        assert problems[0] == told
+        assert not any("shorten these prompts" in text for text in problems)
 
 
 def test_the_papers_tasks_stand_in_the_papers_order_and_others_after_them(folders, tmp_path):
