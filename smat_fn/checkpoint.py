@@ -67,7 +67,7 @@ def save_expert(
     """
     text = "" if callable(manifest) else _as_json(manifest)  # an error before work
     with atomic_folder(path, overwrite=overwrite) as folder:
-        leaves = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten_unwrapped(params).items()}
+        leaves = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(params).items()}
         # safetensors refuses two leaves over one storage
         stored: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -83,6 +83,11 @@ def save_expert(
             (folder / file).write_text(content, encoding="utf-8")
         for kind, (own, facts) in (statistics or {}).items():
             save_statistics(folder, kind, own, facts)
+
+
+def plain(leaf: Tensor) -> Tensor:
+    """A tensor's values on the CPU, one behind the other: what a file's bytes are of (`torch.conj` is a mere view)."""
+    return leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _as_json(manifest: Mapping[str, Any]) -> str:
@@ -154,7 +159,7 @@ def save_statistics(path: str | Path, kind: str, leaves: Mapping[str, Tensor], f
     errors.check_member("kind of statistics", kind, tuple(STATISTICS))
     file = Path(path) / STATISTICS[kind]
     fresh = file.with_name(f".{file.name}.new-{os.getpid()}")
-    stored = {name: leaf.detach().cpu().contiguous() for name, leaf in tree.flatten_unwrapped(leaves).items()}
+    stored = {name: plain(leaf) for name, leaf in tree.flatten_unwrapped(leaves).items()}
     try:
         # one entry: safetensors writes several in any order, and equal statistics are equal files
         save_file(stored, fresh, metadata={"facts": json.dumps({"kind": kind, **facts})})
@@ -236,7 +241,7 @@ def fingerprint_of(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
     for path in sorted(names):
         leaf = read(path)
         digest.update(f"{path}\0{dtype_name(leaf)}\0{tuple(leaf.shape)}\0".encode())
-        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(plain(leaf).reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -262,7 +267,7 @@ def same(one: Params, other: Params) -> bool:
 def _integers(leaf: Tensor) -> Tensor:
     """The bits of a tensor as integers, among which 0 is not -0 and NaN equals itself."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return leaf.detach().cpu().reshape(-1).view(widths.get(leaf.itemsize, torch.int64))
+    return plain(leaf).reshape(-1).view(widths.get(leaf.itemsize, torch.int64))
 
 
 def describe(params: Params, **facts: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .. import errors, random, tree
-from ..checkpoint import MANIFEST, atomic_folder, file_hashes, load_manifest
+from ..checkpoint import MANIFEST, atomic_folder, file_hashes, load_manifest, plain
 from ..checkpoint import load_expert as load_full
 from .adapters import WEIGHT, A, B, Lora, expand, init, layer_of, names_of
 
@@ -62,7 +62,7 @@ def save_peft(
         "target_modules": [layer_of(path) for path in lora.paths if path.endswith(WEIGHT)],
         "target_parameters": [path for path in lora.paths if not path.endswith(WEIGHT)] or None,
     }  # fmt: skip
-    stored = {PREFIX + name: leaf.detach().cpu().contiguous() for name, leaf in adapters.items()}
+    stored = {PREFIX + name: plain(leaf) for name, leaf in adapters.items()}
     # PEFT corrects its one fan_in_fan_out by the class of each layer; `load_peft` may see no layers
     mixed = (lora.transposed and not lora.transposed.issuperset(lora.paths)) or len(_by_name(lora.paths)) > 1
     noted = {TRANSPOSED: json.dumps(sorted(lora.transposed))} if mixed else {}

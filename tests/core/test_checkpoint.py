@@ -323,6 +323,16 @@ def test_fingerprint_sees_every_value_name_dtype_and_shape():
     assert all(len(v) == 64 for v in variants)
 
 
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conj", "neg"])
+def test_the_values_of_a_lazy_view_are_stored_hashed_and_compared(view, tmp_path):
+    leaf = view(torch.randn(3, dtype=torch.complex64))
+    values = {"w": leaf.resolve_conj().resolve_neg().clone()}
+    checkpoint.save_expert(tmp_path / "out", {"w": leaf}, {})
+    assert torch.equal(checkpoint.load_leaves(tmp_path / "out")[0]["w"], values["w"])
+    assert checkpoint.fingerprint({"w": leaf}) == checkpoint.fingerprint(values)
+    assert checkpoint.same({"w": leaf}, values)
+
+
 def test_fingerprint_does_not_see_order_nesting_strides_or_gradients(tmp_path):
     a, b = values(3, 2), values(4, seed=1)
     reference = checkpoint.fingerprint({"a": a, "b": b})
