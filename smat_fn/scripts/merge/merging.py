@@ -9,7 +9,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from ... import checkpoint, errors, merge, random
+from ... import checkpoint, errors, merge, random, tree
 from ...config import MergerConfig, Ties, settings
 from ...errors import problems_of
 from ...evaluate import Records, Scorer, score_bar
@@ -407,7 +407,11 @@ def _write(
     overwrite: bool,
     facts: Mapping[str, Any],
 ) -> None:
-    """Save a merged model with its manifest, which includes ``facts``, its model card and its recipe."""
+    """Save a merged model with its manifest, which includes ``facts``, its model card and its recipe.
+
+    Raises: ValueError for values that are not finite: squares of the experts' may exceed their dtype.
+    """
+    tree.check_finite(tree.flatten(merged.params), f"the model merged by {config.name}")
     config = merged.calibration.config if merged.calibration else config
     facts = {
         **facts,

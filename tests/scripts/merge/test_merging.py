@@ -20,6 +20,7 @@ from smat_fn.config import (
     DIGITS,
     Dare,
     Della,
+    Karcher,
     MagMax,
     Slerp,
     TaskArithmetic,
@@ -475,6 +476,18 @@ def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):
     (tmp_path / two / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"expert '{two}': .* is not a readable adapter"):
         load_inputs(base, experts)
+
+
+def test_a_result_that_is_not_finite_is_not_written(tmp_path):
+    base = {"w": torch.ones(3, dtype=torch.float64)}
+    experts = [tmp_path / name for name in ("a", "b")]
+    for number, folder in enumerate((tmp_path / "base", *experts)):
+        leaves = {"w": base["w"] * 1e160 * number if number else base["w"]}
+        facts = {"kind": "expert" if number else "base", "task": folder.name}
+        checkpoint.save_expert(folder, leaves, checkpoint.describe(leaves, **facts))
+    with pytest.raises(ValueError, match="leaf 'w' of the model merged by karcher holds 3 values that are NaN"):
+        merge_run([Karcher()], tmp_path / "base", experts, out=tmp_path / "out", search=False, seed=0)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["train.py", "other tools"])
