@@ -303,6 +303,11 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
     problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
+    problems += [
+        f"{name!r} gives sparse gradients, which cannot be reweighted: make the {type(own).__name__} with sparse=False"
+        for name, own in bare(trainer.model).named_modules()
+        if isinstance(own, nn.Embedding | nn.EmbeddingBag) and own.sparse and own.weight.requires_grad
+    ]
     kinds = "fsdp", "fsdp_xla", "deepspeed"
     problems += [
         f"the trainer shards its weights by {name}: attach cannot switch them"

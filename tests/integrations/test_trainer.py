@@ -338,6 +338,11 @@ def test_bad_input_is_told_at_once(tmp_path, monkeypatch):
         attach(trainer, key=KEY, sigma=-1.0, period=0)
     with pytest.raises(ValueError, match="lm_head"):
         attach(trainer, key=KEY, base={"lm_head": torch.zeros(1)})
+    model = tiny_llama()
+    model.model.embed_tokens.sparse = True
+    told = r"'model.embed_tokens' gives sparse gradients, which cannot be reweighted: make the Embedding with sparse=F"
+    with pytest.raises(ValueError, match=told):
+        attach(trainer_of(model, tmp_path), key=KEY)
     for name in ("fsdp", "fsdp_xla", "deepspeed"):
         monkeypatch.setattr(trainer, f"is_{name}_enabled", True)
         with pytest.raises(ValueError, match=f"shards its weights by {name}:"):
