@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, tree
+from ..mat.offload import storage
 from ..mat.simulated import SimulatedWeights
 from ..simulation import Draw
 from ..tree import predicate
@@ -47,6 +48,7 @@ class Attached:
         self._check_base: Callable[[], None] = lambda: None
         self._frozen = dict[str, Tensor]()  # theta_0 of what an earlier attach trained, and this one does not
         self._own = dict[str, Tensor]()  # theta_0 where none is given: a copy of the weights of ...
+        self._pinned: storage.Host | None = None  # with "host": the memory of that copy
         self._model: nn.Module | None = None  # ... this model
         self._untrained = False  # whether no step has been trained since the copy
         self._origin = ""  # the hash of theta_0, until a step is trained from it
@@ -92,7 +94,7 @@ class Attached:
         trainer.state.stateful_callbacks.pop(_RECORD, None)
         self._active = False
         self._end()
-        self._own, self._frozen = {}, {}
+        self._own, self._frozen, self._pinned = {}, {}, None
 
     def _attach(self, origin: Mapping[str, Tensor]) -> None:
         trainer = self._trainer
@@ -112,9 +114,20 @@ class Attached:
         """theta_0 is a copy of these weights, unless it was given."""
         self._model = model
         if self._given is None:
+            self._untrained, leaves = True, leaves_of(model)
             place = "cpu" if self._host else None
-            self._own = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
-            self._untrained = True
+            if not self._host or not any(p.is_cuda for p in leaves.values()):  # else `_hold` makes the copy
+                origin = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
+            if self._host:
+                self._hold(origin, leaves)
+            else:
+                self._own = dict(origin)
+
+    def _hold(self, origin: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """theta_0 is these values, once, in the host memory that copies to the devices of the parameters start from."""
+        device = next((p.device for p in leaves.values() if p.is_cuda), torch.device("cpu"))
+        self._pinned = storage.runtime_for(device).pin(origin)
+        self._own = storage.held(self._pinned, origin)
 
     def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters to simulate. Raises: ValueError that lists everything that prevents it."""
@@ -138,13 +151,18 @@ class Attached:
         if self._given is None and model is not self._model:
             raise ValueError("the trainer's model was replaced after attach, theta_0 is that of another: attach again")
         self._end()
-        leaves, base = self._check(model), self._given or self._own
-        if not self._host:
+        leaves = self._check(model)
+        if isinstance(self._pinned, storage.Kept) and any(p.is_cuda for p in leaves.values()):  # moved since attach
+            self._hold(self._own, leaves)
+        base = self._given or self._own
+        if self._host:
+            base = storage.OnHost(base, self._pinned)
+        else:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
         slices = max(1, self._options.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
-        record = checks.record(self._options, base, self._where(model))
+        record = checks.record(self._options, self._own if self._host else base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         state = self._trainer.state
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
@@ -179,7 +197,7 @@ class Attached:
     def _call_model_init(self, *args: Any, **options: Any) -> Any:
         if self._active:
             self._end()
-            self._model, self._own, self._frozen = None, {}, {}
+            self._model, self._own, self._frozen, self._pinned = None, {}, {}, None
         model = self._replaced["call_model_init"](*args, **options)
         if self._active:
             self._take(model, leaves_of(model))

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import weakref
+from functools import partial
 
 import numpy
 import pytest
@@ -16,6 +17,7 @@ from smat_fn.grad import ModuleLoss
 from smat_fn.integrations import checks
 from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
+from smat_fn.mat.offload import storage
 from smat_fn.simulation import simulate
 from smat_fn.types import Optimizer
 from smat_fn.where import block_linear
@@ -1146,6 +1148,29 @@ def test_only_the_copies_of_theta_0_in_host_memory_start_from_are_pinned(tmp_pat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda own: pytest.fail("pinned, and again for the copies"))
     attach(trainer, key=KEY, base="host", **STRENGTHS)
+
+
+def test_theta_0_is_in_host_memory_once(tmp_path, monkeypatch):
+    pinned = []
+
+    class Runtime(storage.HostRuntime):
+        def pin(self, leaves):  # a copy in other memory, as CUDA's
+            pinned.append(storage.Arena(leaves, partial(torch.empty, dtype=torch.uint8), least=1 << 10))
+            return pinned[-1]
+
+    monkeypatch.setattr(storage, "runtime_for", Runtime)
+    plain = trainer_of(tiny_llama(), tmp_path)
+    attach(plain, key=KEY, **STRENGTHS)
+    plain.train()
+    trainer = trainer_of(tiny_llama(), tmp_path)
+    handle = attach(trainer, key=KEY, base="host", **STRENGTHS)
+    trainer.train()
+    assert same(trainer.model, copies(plain.model))
+    (arena,) = pinned
+    memory = {block.untyped_storage().data_ptr() for block in arena._blocks}
+    across = [leaf for leaf in handle._own.values() if leaf.untyped_storage().data_ptr() not in memory]
+    assert len(across) < len(memory) < len(handle._own)
+    assert same(tiny_llama(), handle._own)
 
 
 @pytest.mark.parametrize("base", [None, "host"])

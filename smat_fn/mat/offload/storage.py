@@ -120,6 +120,16 @@ class OnHost(dict[str, Tensor]):
         self.host = host
 
 
+def held(host: Host, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values that a host has of leaves, in its own memory; a leaf that lies across blocks is copied."""
+    found = {}
+    for path, leaf in leaves.items():
+        parts = [memory for _, _, memory in host.pieces(path, 0, leaf.numel())]
+        whole = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=leaf.dtype), *parts])
+        found[path] = whole.view(leaf.shape)
+    return found
+
+
 def flat(base: Params) -> Mapping[str, Tensor]:
     """The leaves of base by path, and with them where an `OnHost` has its values."""
     return base if isinstance(base, OnHost) else tree.flatten(base)
