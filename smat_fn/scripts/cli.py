@@ -220,9 +220,21 @@ def spoken(text: str, names: Sequence[str] = ()) -> str:
     text = re.sub(r"\bgive (max_length|max_new_tokens)\b", r"pass --suite-options \1", text)
     text = re.sub(r"\bmax_length is\b", "--suite-options max_length is", text)
     text = re.sub(r"\b(train_layers|truncate)='?([\w-]+)'?", r"--suite-options \1 \2", text)
+    text = re.sub(r"\b(\w+) '([^']*)' requires one model: give task, or leave \w+ out", _of_one_model, text)
+    text = re.sub(r"\bgive task\b", "pass --task", text)
+    if "coefs" in names:
+        text = re.sub(r"\brule ('[^']*') decides for no leaf", r"the rule \1 of --coefs decides for no parameter", text)
+    if single := "|".join(name for name in names if "_" not in name):  # common words: only in this phrase
+        text = re.sub(rf"(?m)^(\s*)({single})(?=( \S+)? is not supported with )", r"\1--\2", text)
+        text = re.sub(rf"(is not supported with )({single})(?=[ :])", r"\1--\2", text)
     several = "|".join(name for name in names if "_" in name)  # not in paths, field names with dots, and quotes
     bare = rf"(?<![\w.'\"/=-])({several})(?![\w.'\"/=(])"
     return re.sub(bare, lambda found: f"--{found[1].replace('_', '-')}", text) if several else text
+
+
+def _of_one_model(found: re.Match[str]) -> str:
+    option = f"--{found[1].replace('_', '-')}"
+    return f"{option} {found[2]} requires one model: pass --task, or leave {option} out"
 
 
 def named(text: str, script: str) -> str:
@@ -241,9 +253,14 @@ def mistyped(
 ) -> str:
     """Error for a first word that is nearly a subcommand, and neither an option nor a path; else an empty text.
 
+    And for options alone, where a subcommand is needed.
+
     Args: needed: subcommands of which there must be one; with them any other word is an error, and no word, too.
     """
     word = words[0] if words else ""
+    some = ", ".join(needed[:SHOWN]) + (", ..." if len(needed) > SHOWN else "")
+    if needed and word.startswith("-") and not {*words} & {*names, *outcome.HELPS}:
+        return f"no subcommand among the options: give one of {some} first"
     if word.startswith("-") or word in names or (word and Path(word).exists()):
         return ""
     if word in elsewhere:
@@ -252,7 +269,6 @@ def mistyped(
         return f"{word!r} is unknown{near}"
     if not needed:
         return ""
-    some = ", ".join(needed[:SHOWN]) + (", ..." if len(needed) > SHOWN else "")
     return f"{word!r} is unknown, the first word is one of {some}" if word else f"give one of {some} first"
 
 

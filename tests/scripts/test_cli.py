@@ -164,6 +164,19 @@ def test_options_are_said_as_the_command_line_has_them():
     assert (
         spoken("exclude large matrices by skip, e.g. '*embed*'") == "exclude large matrices by --skip, e.g. '*embed*'"
     )
+    one = "heads 'keep' requires one model: give task, or leave heads out"
+    assert spoken(one) == "--heads keep requires one model: pass --task, or leave --heads out"
+    one = "out_dtype 'bfloat16' requires one model: give task, or leave out_dtype out"
+    assert spoken(one, ["out_dtype"]).endswith("pass --task, or leave --out-dtype out")
+    said = "the rule 'x*' of --coefs decides for no parameter: it matches no leaf"
+    assert spoken("rule 'x*' decides for no leaf: it matches no leaf", ["coefs"]) == said
+    names = "lam", "shard", "offload", "compile"
+    for text, said in {
+        " lam 0.3 is not supported with adapters: leave": " --lam 0.3 is not supported with adapters: leave",
+        "\n  shard is not supported with lam 0.3: leave": "\n  --shard is not supported with --lam 0.3: leave",
+        "the shard is not supported with muon: leave": "the shard is not supported with muon: leave",
+    }.items():
+        assert spoken(text, names) == said
     long = "max_length is 128, m has 64 positions: give max_length 64 or less"
     way = "pass --suite-options max_length 64 or less"
     assert spoken("give max_new_tokens below it") == "pass --suite-options max_new_tokens below it"
@@ -255,7 +268,10 @@ def test_a_subcommand_that_is_needed_is_asked_for():
     said = mistyped(["nothing"], ["ft", "smat", "sweep"], needed=["ft", "smat"])
     assert said == "'nothing' is unknown, the first word is one of ft, smat"
     assert mistyped(["sweep"], ["ft", "smat", "sweep"], needed=["ft", "smat"]) == ""
-    assert mistyped(["--out", "x"], ["ft"], needed=["ft"]) == ""
+    said = "no subcommand among the options: give one of ft first"
+    assert mistyped(["--out", "x"], ["ft"], needed=["ft"]) == said
+    for words in (["--out", "x", "ft"], ["--help"], ["--out", "x", "--help-all"]):
+        assert mistyped(words, ["ft"], needed=["ft"]) == ""
     many = [f"m{i}" for i in range(cli.SHOWN + 1)]
     assert mistyped([], many, needed=many).endswith("m9, ... first")
 
