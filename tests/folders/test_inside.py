@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from smat_fn.config import TaskArithmetic, Ties, WeightAverage
 from smat_fn.folders import merge_folders, merge_part, part_of, plan
+from smat_fn.scripts.merge import commands
+from smat_fn.scripts.merge.settings import FromRecipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +72,29 @@ def test_bits_are_those_of_the_merged_text_models(base, config, models, folders,
     assert any(f"language model of {into} are merged" in note for note in report.notes)
     again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert torch.equal(again.lm_head.weight, wanted[f"{LLAVA}lm_head.weight"])
+
+
+def test_a_recipe_of_mergekit_merges_into_a_model_too(models, folders, tmp_path):
+    def merged(out, into="vlm", **parameters):
+        entries = [{"model": str(models[name]), "parameters": {"weight": 0.5}} for name in ("vlm", "a")]
+        found = {"merge_method": "task_arithmetic", "base_model": str(models["text"]), "models": entries}
+        file = tmp_path / "recipe.yml"
+        file.write_text(yaml.safe_dump(found | {"parameters": {"lambda": 0.5} | parameters}))
+        commands.from_recipe(FromRecipe(file, tmp_path / out, into=into, vocabulary="pad-with-base"))
+
+    merged("out")
+    given, options = {name: models[name] for name in ("vlm", "a")}, {"vocabulary": "pad-with-base", "into": "vlm"}
+    config = TaskArithmetic(coef=0.5, weights={"vlm": 0.5, "a": 0.5})
+    merge_folders(config, models["text"], given, tmp_path / "wanted", **options)
+    assert weights(tmp_path / "out" / "ta").keys() == weights(models["vlm"]).keys()
+    folders.assert_same_bits(weights(tmp_path / "out" / "ta"), weights(tmp_path / "wanted"))
+    commands.from_recipe(FromRecipe(tmp_path / "out" / "ta" / "recipe.yml", tmp_path / "again"))
+    folders.assert_same_bits(weights(tmp_path / "again" / "ta"), weights(tmp_path / "wanted"))
+    with pytest.raises(ValueError, match="into requires whole models with one number each"):
+        merged("no", **{"lambda": [{"filter": "mlp", "value": 0.1}, {"value": 0.2}]})
+    with pytest.raises(ValueError, match=r"base is a tower .* of expert 'vlm'"):
+        merged("no", into=None)
+    assert not (tmp_path / "no").exists()
 
 
 def test_an_adapter_of_the_text_model(models, folders, tmp_path):

@@ -137,14 +137,16 @@ def from_recipe(args: FromRecipe) -> None:
     from .recipe import load
 
     part = streaming.chosen_part(args.part, dry_run=args.dry_run, push=args.push_to_hub)
-    found = load(args.file)
+    found = load(args.file, into=args.into)
     given = dict(found.options)
     seed = given.pop("seed", 0)
     seed = seed if args.seed is None else args.seed
     if args.shard_size is not None:
         given["shard_size"] = streaming.bytes_of(args.shard_size)
     given |= {
-        name: value for name in ("vocabulary", "config_from", "heads") if (value := getattr(args, name)) is not None
+        name: value
+        for name in ("vocabulary", "config_from", "heads", "into")
+        if (value := getattr(args, name)) is not None
     }
     coefs = found.coef if isinstance(found.coef, Mapping) else {} if found.coef is None else {"*": found.coef}
     order = streaming.order(

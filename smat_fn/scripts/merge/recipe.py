@@ -67,9 +67,10 @@ def fields_of(file: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def load(file: Path) -> Recipe:
+def load(file: Path, *, into: str | None = None) -> Recipe:
     """The merge that a file describes, in mergekit's format or in that of `recipe_write.written`.
 
+    Args: into: the model whose language model is merged (`folders.Options`), so that models differ in their names.
     Raises: ValueError that lists every field that is unknown, malformed, or asks for what no merger here does; no
         model is looked at before.
     """
@@ -86,7 +87,7 @@ def load(file: Path) -> Recipe:
         raise ValueError(f"{file}: an alias (*name) is a part of what it stands for (&name): leave it out") from None
     try:
         errors.raise_problems(list(_problems(found)))
-        return resolve(found)
+        return resolve(found, inside=into is not None)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

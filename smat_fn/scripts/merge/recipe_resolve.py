@@ -57,9 +57,10 @@ class Spot(NamedTuple):
     name: Callable[[int], str]  # there, in a model whose first layer of this slice is given
 
 
-def resolve(found: Mapping[str, Any]) -> Recipe:
+def resolve(found: Mapping[str, Any], *, inside: bool = False) -> Recipe:
     """A recipe whose fields have been checked, with the headers of its models.
 
+    Args: inside: one model is merged into, by its names, which are not those of base: no value differs by parameter.
     Raises: ValueError for models that cannot be opened, ranges of layers and numbers of models that do not fit, and
         parameters that a leaf lacks.
     """
@@ -75,7 +76,7 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         experts = {name: _path(source.ref) for name, source in zip(names, slices[0].experts, strict=True)}
         by_row = found.get("tokenizer") is None and not found.get("tokenizer_source")
         labelled = {"base": base, **{f"expert {name!r}": path for name, path in experts.items()}}
-        errors.raise_problems(header_problems(labelled, rows=by_row))
+        errors.raise_problems(header_problems(labelled, rows=by_row, shapes=not inside))
     else:
         base = _stack([part.base or _base_of(part.experts, origin) for part in slices])
         experts = {name: _stack([part.experts[i] for part in slices], method.uneven) for i, name in enumerate(names)}
@@ -92,6 +93,11 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         coef = resolver.rules(method.gamma, None, 1.0 if method.gamma == "lambda" else None, every=True)
         alike = not isinstance(coef, Mapping)
         config, coef = replace(config, coef=coef if alike else None), None if alike else coef  # type: ignore[call-arg]
+    if inside and (not whole or _by_leaf(config, coef)):
+        raise ValueError(
+            "into requires whole models with one number each, since layers and parameters here are those of base: "
+            "merge without the file, by merge.py MERGER --coefs"
+        )
     notes: tuple[str, ...] = ()
     if _asks_int8_mask(found, slices):
         notes += ("int8_mask is ignored: masks take no memory here",)
@@ -105,6 +111,12 @@ def resolve(found: Mapping[str, Any]) -> Recipe:
         models = {model.ref: key_of(name_of(model.ref)) for part in slices for model in part.experts}
     options |= _beside(found, origin or first_of(found), start.root, models)
     return Recipe(config, base, experts, coef, options, notes)
+
+
+def _by_leaf(config: MergerConfig, coef: Any) -> bool:
+    """Whether a coefficient, a weight or a density differs by leaf."""
+    of_experts = [value for value in config.settings().values() if isinstance(value, Mapping)]
+    return any(isinstance(own, Mapping) for own in (coef, *(own for value in of_experts for own in value.values())))
 
 
 def entries(found: Mapping[str, Any]) -> Iterator[Any]:

@@ -137,6 +137,9 @@ class FromRecipe:
         None
     )
     """If a model's head differs from the base's: error, or merge the rest and write heads/MODEL.safetensors."""
+    into: Annotated[str | None, arg(help_behavior_hint="(default: the file's, else none)")] = None
+    """Vision-language model among the models (base, or a model's name): merges its language model with text models and
+    copies its other weights."""
     memory_mib: int = 72
     """Working memory, in MiB, besides mapped files; --dry-run prints the need."""
     threads: int = 1
