@@ -8,7 +8,6 @@ import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ def describe(params: Params, **facts: Any) -> dict[str, Any]:
         ``{**facts, "fingerprint": ..., "code": ..., "cpu": ..., "versions": {"smat_fn", "python", "torch",
         "safetensors"}}``: code and cpu as of `smat_fn.machine`.
     """
-    versions = {name: metadata.version(name) for name in ("torch", "safetensors")}
+    versions = {name: machine.version(name) for name in ("torch", "safetensors")}
     return {
         **facts,
         "fingerprint": fingerprint(params),

@@ -24,11 +24,17 @@ def describe(command: str, *, gpu: str | None = None) -> dict[str, Any]:
     versions = {"smat_fn": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            versions[package] = version(package)
         except metadata.PackageNotFoundError:
             continue
     hardware = f"{os.cpu_count()} cores of {_processor()}, {gpu or 'no GPU used'}"
     return {"command": command, "commit": commit(), "hardware": hardware, "versions": versions}
+
+
+@cache
+def version(package: str) -> str:
+    """Version of an installed package, whose metadata is read once a process. Raises: PackageNotFoundError."""
+    return metadata.version(package)
 
 
 @cache
@@ -78,6 +84,7 @@ def _git(*arguments: str) -> str:
     return run.stdout.strip()
 
 
+@cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

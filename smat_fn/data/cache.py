@@ -6,7 +6,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def cache_dir() -> Path:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of installed packages."""
-    return {package: metadata.version(package) for package in packages}
+    return {package: machine.version(package) for package in packages}
 
 
 def cached(name: str, config: Mapping[str, Any], build: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

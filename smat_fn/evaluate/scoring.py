@@ -1,7 +1,6 @@
 """Scores of models held in memory, each computed once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from statistics import fmean
 from time import perf_counter
 from types import MappingProxyType
@@ -51,7 +50,7 @@ class Scorer:
         self.suite, self.cost = suite, Cost()
         self._records = Records() if records is None else records
         self._answers, self._bar = answers, bar
-        versions = {"smat_fn": machine.code(), "torch": metadata.version("torch")}
+        versions = {"smat_fn": machine.code(), "torch": machine.version("torch")}
         self._facts = {"suite": dict(suite.recipe), "versions": versions, "about": dict(about)}
 
     def of(self, about: Mapping[str, Any]) -> "Scorer":
