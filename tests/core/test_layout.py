@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,11 +19,19 @@ def top(module):
     return ".".join(parts[:2]) if parts[0] == "scripts" else parts[0]
 
 
+@cache
+def parsed(file):
+    """(import statements, first and last lines of functions) of a file, which is parsed once."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imports, [(node.lineno, node.end_lineno) for node in nodes if isinstance(node, ast.FunctionDef)]
+
+
 def imported(file):
     """Modules of smat_fn that a file imports, inside functions and for types alone too."""
     own = ["smat_fn", *file.relative_to(PACKAGE).with_suffix("").parts]
     home = own[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in parsed(file)[0]:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.startswith("smat_fn"))
         elif isinstance(node, ast.ImportFrom):
@@ -78,8 +87,8 @@ def test_functions_above_sixty_lines_say_why():
     silent = []
     for file in SOURCES:
         lines = file.read_text(encoding="utf-8").splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
-                own = lines[node.lineno - 2 : node.end_lineno]
-                silent += [] if any("# over 60 lines:" in line for line in own) else [f"{file}:{node.lineno}"]
+        for first, last in parsed(file)[1]:
+            if last - first >= 60:
+                own = lines[first - 2 : last]
+                silent += [] if any("# over 60 lines:" in line for line in own) else [f"{file}:{first}"]
     assert not silent, f"split these functions, or say why in a comment '# over 60 lines: ...': {silent}"

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,37 +60,49 @@ def pages():
             yield f"{page.relative_to(ROOT)}, paragraph {number}", paragraph
 
 
-def trees():
+@cache
+def sources():
+    """(texts of `docstrings`, texts of `messages`): every file is parsed once."""
+    described, said = [], []
     for file in SOURCES:
-        yield file.relative_to(ROOT), ast.parse(file.read_text(encoding="utf-8"))
+        place, tree = file.relative_to(ROOT), ast.parse(file.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(tree))
+        described += described_in(place, nodes)
+        if place.parts[0] != "benchmarks":  # strings there are code to break, or are in a page
+            said += said_in(place, nodes)
+    return described, said
 
 
 def docstrings():
-    """Docstrings (of modules and private functions the first paragraph), and help texts: strings below fields."""
-    for file, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
-                public = file.parts[0] == "smat_fn" and not getattr(node, "name", "_").startswith("_")
-                yield f"{file}:{node.body[0].lineno}", CODE.sub("", text if public else text.split("\n\n")[0])
-            if isinstance(node, ast.ClassDef):
-                for field, after in zip(node.body, node.body[1:], strict=False):
-                    if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                        yield f"{file}:{after.lineno}", CODE.sub("", str(ast.literal_eval(after.value)))
+    return sources()[0]
 
 
 def messages():
+    return sources()[1]
+
+
+def described_in(file, nodes):
+    """Docstrings (of modules and private functions the first paragraph), and help texts: strings below fields."""
+    for node in nodes:
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
+            public = file.parts[0] == "smat_fn" and not getattr(node, "name", "_").startswith("_")
+            yield f"{file}:{node.body[0].lineno}", CODE.sub("", text if public else text.split("\n\n")[0])
+        if isinstance(node, ast.ClassDef):
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    yield f"{file}:{after.lineno}", CODE.sub("", str(ast.literal_eval(after.value)))
+
+
+def said_in(file, nodes):
     """Strings with words in them, other than docstrings: errors, notes and lines that are printed."""
-    for file, tree in trees():
-        if file.parts[0] == "benchmarks":  # strings there are code to break, or are in a page
-            continue
-        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                alone.update(id(part) for part in node.values)
-                constants = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
-                yield f"{file}:{node.lineno}", "".join(map(str, constants))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-                yield f"{file}:{node.lineno}", node.value if " " in node.value else ""
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            alone.update(id(part) for part in node.values)
+            constants = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+            yield f"{file}:{node.lineno}", "".join(map(str, constants))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield f"{file}:{node.lineno}", node.value if " " in node.value else ""
 
 
 def found(texts):
