@@ -46,8 +46,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            alike = nodeid.startswith(("tests/examples/", "tests/commands/test_scripts.py"))
-            return "tests/examples" if alike else super()._split_scope(nodeid)
+            return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
 
     return Files(config, log)
 

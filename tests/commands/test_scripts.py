@@ -1,11 +1,15 @@
 """The three scripts as a user runs them: what they write and print, and one line for whatever does not fit."""
 
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -14,17 +18,27 @@ from smat_fn import checkpoint
 from smat_fn.config import PRESETS
 from smat_fn.evaluate import read_results
 
-from ..examples.conftest import environment, python  # noqa: F401  # `python` stands in for the interpreter
-
 ROOT = Path(__file__).parents[2]
 SHORT = ("--steps", "6", "--suite-options", "pretrain_steps", "10", "images_per_task", "120")
 
 
-def run(script, *words, interpreter=(sys.executable, "-W", "error")):
+def run(script, *words):
     """A script in a process of its own, warnings as errors."""
-    command = [*interpreter, ROOT / script, *words]
+    command = [sys.executable, "-W", "error", ROOT / script, *words]
     own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, env=own, check=False)
+
+
+def called(script, *words):
+    """What `run` returns, of the script in this process."""
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [script, *map(str, words)])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -39,23 +53,27 @@ def refused(exits):
     return call
 
 
+def training(out):
+    return "train.py", "smat", "--out", out, "--tasks", "rot90", "mirror", "--sigma", "0.02", *SHORT
+
+
 @pytest.fixture(scope="module")
 def trained(_own_cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("scripts") / "run"
-    return out, run("train.py", "smat", "--out", out, "--tasks", "rot90", "mirror", "--sigma", "0.02", *SHORT)
+    return out, called(*training(out))
 
 
 @pytest.fixture(scope="module")
-def merged(trained, python):  # noqa: F811
+def merged(trained):
     out = trained[0] / "merged"
-    return out, run("merge.py", "all", "--run", trained[0], "--search", "--out", out, interpreter=[python])
+    return out, called("merge.py", "all", "--run", trained[0], "--search", "--out", out)
 
 
 @pytest.fixture(scope="module")
-def evaluated(trained, merged, python):  # noqa: F811
+def evaluated(trained, merged):
     out = trained[0].parent / "report"
     words = trained[0], "--out", out, "--plot", out.parent / "plots" / "bars.png"
-    return out, run("eval.py", *words, interpreter=[python])
+    return out, called("eval.py", *words)
 
 
 def assert_clean(process):
@@ -117,11 +135,27 @@ def test_eval_prints_the_table_and_writes_report_and_plot(evaluated):
     assert (out.parent / "plots" / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", ["merge.py", "eval.py"])
+@pytest.mark.parametrize("script", ["train.py", "merge.py", "eval.py"])
 def test_scripts_run_in_an_interpreter_of_their_own(script):
     process = run(script, "--help")
     assert_clean(process)
     assert process.stdout.startswith(f"usage: {script}")
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_write_and_print_the_same(trained, merged, evaluated, tmp_path):
+    out = tmp_path / "run"
+    words = (
+        training(out),
+        ("merge.py", "all", "--run", out, "--search", "--out", out / "merged"),
+        ("eval.py", out, "--out", tmp_path / "report", "--plot", tmp_path / "plots" / "bars.png"),
+    )
+    for command, (_, here) in zip(words, (trained, merged, evaluated), strict=True):
+        process = run(*command)
+        assert_clean(process)
+        assert process.stdout == here.stdout.replace(str(trained[0].parent), str(tmp_path))
+    for file in trained[0].rglob("model.safetensors"):
+        assert (out / file.relative_to(trained[0])).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow

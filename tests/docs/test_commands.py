@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -105,12 +107,43 @@ def test_help_breaks_no_sentence_and_shows_no_empty_default(name, monkeypatch, c
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[f"{name}.py {line}" for name, line in COMMANDS])
 def test_a_command_parses(name, line):
+    assert_parses(name, shlex.split(line, comments=True))
+
+
+def assert_parses(name, words):
     main, commands, prepare = script(name)
-    words = prepare(shlex.split(line, comments=True))
+    words = prepare(words)
     options = commands.get(words[0], main)
     parsed = cli.parse(options, description=None, args=words[words[0] in commands :], prog=name)
     preset = getattr(getattr(parsed, "data", parsed), "preset", "PRESET")
     assert preset in (None, "PRESET", *PRESETS)
+
+
+RECORDER = """#!/bin/sh
+printf '%s\\n' "$@" --end-- >> "$RECORD"
+while [ $# -gt 0 ]; do [ "$1" = --out ] && mkdir -p "$2"; shift; done
+"""
+
+
+FEW = {"SEEDS": "0", "METHODS": "smat", "SIGMAS": "0.1", "NOISES": "uniform laplace"}
+
+
+@pytest.mark.parametrize("file", [file.name for file in sorted((ROOT / "examples").glob("*.sh"))])
+def test_commands_of_an_example_parse(file, tmp_path):
+    """The slow tests of tests/examples run them."""
+    (tmp_path / "python").write_text(RECORDER)
+    (tmp_path / "python").chmod(0o755)
+    given = {"PYTHON": "python", "RECORD": "words", "OUT": "out"}
+    places = {name: str(tmp_path / place) for name, place in given.items()}
+    subprocess.run(["bash", ROOT / "examples" / file], env=os.environ | places | FEW, check=True)
+    if file == "common.sh":  # the others begin with it
+        assert not (tmp_path / "words").exists()
+        return
+    calls = (tmp_path / "words").read_text().split("--end--\n")[:-1]
+    assert {call.split(".py")[0] for call in calls} > {"train"}
+    for call in calls:
+        name, *words = call.splitlines()
+        assert_parses(name.removesuffix(".py"), words)
 
 
 def test_there_are_commands_of_every_kind():

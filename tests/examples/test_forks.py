@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # as the tests that use it
+
 SCRIPT = """
 import os, sys
 from beside import VALUE

@@ -50,6 +50,7 @@ def manifest(folder):
     return checkpoint.load_manifest(folder)
 
 
+@pytest.mark.slow
 def test_llama_main_trains_merges_and_tabulates(experiment, inputs):
     out = inputs / "out"
     # what the preset says holds where nothing else is given
