@@ -1,12 +1,15 @@
 """One small digits suite, one FT run and one SMAT run on it, shared by all tests of this folder."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from smat_fn.config import DIGITS, Training
 from smat_fn.scripts.train.options import RunOptions
 from smat_fn.scripts.train.training import train_run
-from smat_fn.suites import load_suite
+from smat_fn.suites import digits, load_suite
+from smat_fn.suites.digits_base import Examples
 
 RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
 SIX = Training(steps=6, lr=5e-4)
@@ -17,9 +20,30 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@contextmanager
+def few_scored():
+    """Suites loaded inside have 64 dev and 64 test images: searches score a hundred models."""
+    true = digits.splits
+
+    def few(seed):
+        parts = true(seed)
+        return parts | {name: Examples(*(own[:64] for own in parts[name])) for name in ("dev", "test")}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "splits", few)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_scored():
+    with few_scored():
+        yield
+
+
 @pytest.fixture(scope="session")
 def suite(_own_cache):
-    return load_suite("digits", progress=False, **RECIPE)
+    with few_scored():
+        return load_suite("digits", progress=False, **RECIPE)
 
 
 @pytest.fixture(scope="session")

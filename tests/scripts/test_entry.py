@@ -112,7 +112,9 @@ def test_an_interrupt_is_a_line_without_a_traceback_and_still_ends_by_the_signal
     assert "rerun the command (training with --resume), it resumes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ties", "--help-all"]], ids=["at the end", "within"])
+@pytest.mark.parametrize(
+    "words", [["--help"], pytest.param(["ties", "--help-all"], marks=pytest.mark.slow)], ids=["at the end", "within"]
+)
 def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     reader, writer = os.pipe()
     os.close(reader)

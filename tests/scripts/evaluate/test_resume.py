@@ -92,7 +92,7 @@ def whole(world, tmp_path_factory):
     return rows, (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 10, 23])
+@pytest.mark.parametrize("stop", [0, 4, 23, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 10))])
 def test_an_evaluation_that_was_ended_goes_on_to_the_same_rows(world, whole, tmp_path, stop):
     with pytest.raises(KeyboardInterrupt):
         score(world, tmp_path, stop=stop)

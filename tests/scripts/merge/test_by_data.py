@@ -13,7 +13,7 @@ from smat_fn.scripts.merge.statistics import batches_of
 from smat_fn.suites.suite import BaseSuite
 
 TASKS = "mirror", "negative", "rot90", "stripes"
-ADA = {"layer_wise": True, "steps": 2, "lr": 0.01, "start": 0.3, "batch": 100, "seed": 4, "suite_options": {}}
+ADA = {"layer_wise": True, "steps": 2, "lr": 0.01, "start": 0.3, "batch": 25, "seed": 4, "suite_options": {}}
 REG = {"scale": 0.9, "rows": 16, "split": "train", "seed": 4, "suite_options": {}}
 
 
@@ -37,13 +37,13 @@ def test_adamerging_takes_dev_rows(runs, watched, tmp_path):
     batches = {}
     for task in TASKS:
         ((images, labels), _), = watched.dev_batches(task)  # fmt: skip
-        batches[task] = [(images[a:b], labels[a:b]) for a, b in ((0, 83), (83, 166), (166, 250))]
+        batches[task] = [(images[a:b], labels[a:b]) for a, b in ((0, 21), (21, 42), (42, 64))]
     losses = {task: watched.loss_fn(task) for task in TASKS}
     expected = adamerging(losses, inputs.base, inputs.experts, batches, key, steps=2, lr=0.01, start=0.3)
     params, manifest = checkpoint.load_leaves(tmp_path / "adamerging")
     assert same(params, expected.params)
     assert manifest["coefs"] == expected.coefs
-    assert manifest["hyperparameters"] == {"layer_wise": True, "steps": 2, "lr": 0.01, "start": 0.3, "batch": 100}
+    assert manifest["hyperparameters"] == {"layer_wise": True, "steps": 2, "lr": 0.01, "start": 0.3, "batch": 25}
     assert manifest["dev"] == {task: watched.score(params, task, "dev") for task in TASKS}
     assert line.startswith(f"merged: {tmp_path / 'adamerging'}, dev ")
     with pytest.raises(ValueError, match="adamerging exists"):

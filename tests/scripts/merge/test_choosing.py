@@ -181,7 +181,7 @@ def test_a_second_search_scores_nothing_and_gives_the_same(runs, counted, tmp_pa
         pytest.param({"tasks": TWO[::-1]}, 20, marks=pytest.mark.slow),
         pytest.param({"tasks": (*TWO, "rot90")}, 30, marks=pytest.mark.slow),
         ({"configs": [replace(TIES, keep=0.4)]}, 20),
-        ({"configs": [replace(TIES, coef=0.4)]}, 0),
+        pytest.param({"configs": [replace(TIES, coef=0.4)]}, 0, marks=pytest.mark.slow),
         ({"configs": [TIES]}, 0),
     ],
 )

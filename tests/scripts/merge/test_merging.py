@@ -47,7 +47,8 @@ TA, TWO = TaskArithmetic(coef=0.3), ("stripes", "mirror")
 def merged(runs, tmp_path_factory):
     """All five mergers of two SMAT experts, coefficients by search."""
     out, experts = tmp_path_factory.mktemp("merged"), [runs["smat"] / task for task in TWO]
-    return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, search=True, seed=5)
+    options = {"search": True, "seed": 5, "coefs": (0.2, 0.5, 0.8)}
+    return merge_run(MERGERS, runs["smat"] / "base", experts, out=out, **options)
 
 
 def tiny(*tasks):
@@ -429,27 +430,27 @@ def bare(run, task, folder):
 
 def test_experts_of_other_tools_are_searched_as_those_of_train_py(runs, suite, tmp_path):
     base, (one, two) = runs["ft"] / "base", TWO
-    ours = merge_run(
-        [TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", search=True, seed=0
-    )
-    (expected,) = ours.values()
+    given = {"search": True, "seed": 0, "coefs": (0.3, 0.7)}
+    (expected,) = merge_run(
+        [TaskArithmetic()], base, [runs["ft"] / task for task in TWO], out=tmp_path / "a", **given
+    ).values()
     mixed = [runs["ft"] / one, bare(runs["ft"], two, tmp_path / two)]
-    (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", search=True, seed=0).values()
+    (found,) = merge_run([TaskArithmetic()], base, mixed, out=tmp_path / "b", **given).values()
     assert same(found.params, expected.params)
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     names = {task: checkpoint.load_manifest(runs["ft"] / task)["fingerprint"] for task in TWO}
     assert checkpoint.load_manifest(tmp_path / "b" / "ta")["experts"] == names
     foreign = bare(runs["ft"], "base", tmp_path / "base"), [bare(runs["ft"], one, tmp_path / one), mixed[1]]
     with pytest.raises(ValueError, match="no expert names a suite: pass --preset lm"):
-        merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0)
+        merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", **given)
     recipe = dict(suite.recipe)
-    (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", search=True, seed=0, options=recipe).values()
+    (found,) = merge_run([TaskArithmetic()], *foreign, out=tmp_path / "c", **given, options=recipe).values()
     assert (found.coef, found.dev) == (expected.coef, expected.dev)
     wrong = bare(runs["ft"], two, tmp_path / "x" / "nothing")
     with pytest.raises(
         ValueError, match="expert 'nothing' has no task of suite 'digits': name it as its task, NAME=FOLDER, of"
     ):
-        merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", search=True, seed=0)
+        merge_run([TaskArithmetic()], base, [mixed[0], wrong], out=tmp_path / "d", **given)
 
 
 def test_adapters_of_other_tools_merge_in_memory_as_on_disk(runs, tmp_path):

@@ -57,7 +57,29 @@ def made_of(models, tmp_path_factory):
     return cache(lambda name: merged(RECIPES[name], models, tmp_path_factory.mktemp("made")))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# of each a like one is fast: another recipe of its method, and one with its tokens or slices
+SLOW = {
+    "ties", "ties-extremes", "dare-extremes", "breadcrumbs-extremes", "breadcrumbs-ties", "della-linear", "linear",
+    "task-arithmetic-negation", "slerp-models", "slerp-one-model", "ram-of-all-changes", "slices-slerp",
+    "slices-linear-unequal", "slices-ramplus-unequal", "slices-sce-unequal", "slices-model-stock-unequal",
+    "tokenizer-union", "tokens-padded-alone",
+}  # fmt: skip
+
+
+def each(names):
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+    )
+
+
+def test_what_is_slow_is_a_recipe():
+    assert RECIPES.keys() >= SLOW
+    assert {RECIPES[name]["merge_method"] for name in RECIPES.keys() - SLOW} == {
+        recipe["merge_method"] for recipe in RECIPES.values()
+    }
+
+
+@each(RECIPES)
 def test_a_recipe_is_what_mergekit_makes_of_it(name, made_of, golden):
     made = made_of(name)
     found = load_file(made / "model.safetensors")
@@ -80,7 +102,7 @@ REPEATED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REPEATED)
+@each(REPEATED)
 def test_the_file_in_an_output_repeats_it(name, models, made_of, tmp_path):
     (tmp_path / "one").mkdir()
     first = merged(RECIPES[name], models, tmp_path / "one", seed=3) if name == "della" else made_of(name)  # has masks
@@ -101,7 +123,7 @@ def same_tokens(made, wanted, pad):
     return [*(ids[token] for token in sorted(wanted["ids"], key=wanted["ids"].get)), *range(len(ids), rows)]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "slices" in RECIPES[name] or name in TOKENS])
+@each(name for name in RECIPES if "slices" in RECIPES[name] or name in TOKENS)
 def test_a_model_of_other_layers_or_tokens_loads(name, made_of):
     made = made_of(name)
     model, told = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True, dtype="auto")
@@ -289,7 +311,7 @@ def test_nuslerp_without_a_base_is_that_of_a_zero_one(along, models, tmp_path):
         assert torch.equal(found[path], leaf)
 
 
-@pytest.mark.parametrize("along", ROWS)
+@pytest.mark.parametrize("along", [pytest.param("leaf", marks=pytest.mark.slow), "last", "first"])
 def test_nuslerp_without_a_base_has_weights_by_layer(along, models, tmp_path):
     own = [{"model": "A", "parameters": {"weight": [0, 3]}}, {"model": "B", "parameters": {"weight": 1}}]
     recipe = {"name": "any", "merge_method": "nuslerp", "models": own, "parameters": ROWS[along]}

@@ -74,7 +74,7 @@ def test_those_that_are_there_stay_and_others_are_not_replaced_unasked(known, tm
     with pytest.raises(ValueError, match=r"gram\.safetensors is from other rows, weights or settings: remove it, or"):
         make([run / "mirror"], kinds=("gram",), suite_options={"linearised": True})
     (line,) = make([run / "mirror"], kinds=("gram",), split="dev", overwrite=True)
-    assert line == f"gram: {run / 'mirror' / 'gram.safetensors'}, 250 rows"
+    assert line == f"gram: {run / 'mirror' / 'gram.safetensors'}, 64 rows"
     with pytest.raises(ValueError, match="rows is 0, must be at least 1; kinds is empty"):
         make([run], kinds=(), rows=0)
     with pytest.raises(ValueError, match="no experts: give at least one folder"):

@@ -78,8 +78,12 @@ def stored(folder):
     return checkpoint.load_leaves(folder)[0]
 
 
-def test_the_bits_and_masks_of_a_merge_in_memory(inputs, tmp_path):
-    configs, (base, experts) = [WeightAverage(), *PAPER, *MORE], inputs
+@pytest.mark.parametrize(
+    "configs", [[WeightAverage(), *PAPER], pytest.param(MORE, marks=pytest.mark.slow)], ids=["paper", "more"]
+)
+def test_the_bits_and_masks_of_a_merge_in_memory(configs, inputs, tmp_path):
+    """Mergers one by one, on small leaves: tests/folders/test_bits.py."""
+    base, experts = inputs
     order = streaming.order(base, experts[:2], out=tmp_path, seed=5, chunk=1 << 15)
     done = dict(streaming.stream_run(configs, order))
     loaded = load_inputs(base, experts[:2])

@@ -20,7 +20,9 @@ FOUR = Training(steps=4, lr=5e-4, compiled=True)
 NO_CXX = shutil.which("g++") is None and shutil.which("clang++") is None
 
 
-@pytest.mark.parametrize("method", [DIGITS.methods["smat"], Asam(rho=0.5)], ids=["smat", "asam"])
+@pytest.mark.parametrize(
+    "method", [DIGITS.methods["smat"], pytest.param(Asam(rho=0.5), marks=pytest.mark.slow)], ids=["smat", "asam"]
+)
 def test_forward_and_backward_run_as_one_program_and_the_module_is_left_as_it_was(method, suite, monkeypatch):
     graphs, true = [], torch.compile
 

@@ -83,7 +83,9 @@ def test_patience_ends_training(suite, train, tmp_path):
     assert (last["step"], "seconds" in last) == (3, True)
 
 
-@pytest.mark.parametrize("lora", [None, Adapters(2, 4.0, dropout=0.3)], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(None, marks=pytest.mark.slow), Adapters(2, 4.0, dropout=0.3)], ids=["weights", "adapters"]
+)
 def test_a_resumed_run_keeps_the_curve_and_the_best_state(suite, train, tmp_path, monkeypatch, lora):
     training, stop = replace(SIX, lora=lora, dev=Dev(2, by="loss")), Stop()
     train(tmp_path / "whole", tasks=("rot90",), training=training)

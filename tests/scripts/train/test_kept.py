@@ -39,7 +39,7 @@ def stop_at(monkeypatch, step, stop):
     monkeypatch.setattr(Kept, "__call__", called)
 
 
-@pytest.mark.parametrize("average", [None, "swa:100%"])
+@pytest.mark.parametrize("average", [None, pytest.param("swa:100%", marks=pytest.mark.slow)])
 def test_snapshots_are_the_experts_of_shorter_runs(train, suite, tmp_path, average):
     training = replace(CONSTANT, average=average)
     train(tmp_path / "run", tasks=("rot90", "mirror"), training=training, keep_snapshots=2)

@@ -121,7 +121,7 @@ def test_runs_of_ft_that_do_not_fit_say_why(suite, runs, train, tmp_path):
 
 
 def test_an_estimate_is_near_the_update_of_the_whole_run(suite, tmp_path):
-    training = Training(steps=40, lr=5e-4)
+    training = Training(steps=20, lr=5e-4)
     run = RunOptions(tmp_path / "smat", ("rot90",), 21)
     method, origin = noise_level.settled(suite, SMAT, training, run)
     again, _ = noise_level.settled(suite, SMAT, training, run)

@@ -70,7 +70,7 @@ def test_an_expert_that_equals_the_base_says_why():
     assert "the best evaluation" in told(replace(TRAINING, dev=Dev(2, "loss")))
 
 
-@pytest.mark.parametrize("name", ["ft", "asam"])
+@pytest.mark.parametrize("name", ["ft", pytest.param("asam", marks=pytest.mark.slow)])
 def test_a_run_without_a_learning_rate_warns_in_report_log_and_manifest(name, train, tmp_path):
     told = []
     train(tmp_path, name, tasks=("rot90",), training=replace(SIX, lr=0.0), report=told.append)

@@ -74,8 +74,8 @@ def kill():
 @pytest.mark.parametrize(
     "change",
     [
-        {},
-        {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        {"optimizer": "adamw", "weight_decay": 0.1, "max_grad_norm": 0.5, "accumulate": 2, "average": "swa:50%"},
         pytest.param(
             {"optimizer": "muon", "muon_lr": 1e-2, "schedule": "constant", "precision": "mixed"}, marks=pytest.mark.slow
         ),
@@ -85,11 +85,11 @@ def kill():
             marks=pytest.mark.slow,
         ),
         pytest.param({"average": "ema:0.5"}, marks=pytest.mark.slow),
-        {"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"},
+        pytest.param({"precision": "bf16", "lora": Adapters(3, 6.0), "average": "swa:50%"}, marks=pytest.mark.slow),
     ],
     ids=[
         "adam",
-        "adamw accumulated",
+        "adamw accumulated, average",
         "muon mixed",
         "adapters bf16",
         "groups, warmup",
@@ -197,7 +197,7 @@ def test_what_stands_in_the_place_of_an_expert_is_trained_into_or_named(train, t
     assert weights_of(run, "base") == weights_of(tmp_path / "whole", "base")
 
 
-@pytest.mark.parametrize("name", ["ft", "orthoreg"])
+@pytest.mark.parametrize("name", ["ft", pytest.param("orthoreg", marks=pytest.mark.slow)])
 def test_methods_without_a_choice_take_the_option_of_a_script_that_trains_all(name, train, tmp_path):
     for place in ("auto", "cpu"):
         train(tmp_path / place, name, tasks=("rot90",), offload=place)
@@ -264,7 +264,13 @@ def test_dropout_of_a_model_without_any_is_refused_before_training(train, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("msam gradient", "smat climbing") else name
+        for name in METHODS
+    ],
+)
 def test_every_method_goes_on(train, tmp_path, monkeypatch, name):
     options = {"method": METHODS[name], "tasks": ("stripes",), "save_every_steps": 3, "log_every": 2}
     train(tmp_path / "whole", **options)

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ with open(here / "calls.jsonl", "a") as file:
 print("hello from", sys.argv[1])
 sys.exit(3 if (here / f"fail-{{sys.argv[1]}}").exists() else 0)
 """
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    """Jobs here take milliseconds: look for ended ones more often."""
+    monkeypatch.setattr(launching, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10)))
 
 
 @pytest.fixture
@@ -193,7 +200,7 @@ def test_children_are_ended_when_the_parent_stops(tmp_path):
         "print('up', flush=True); time.sleep(60)"
     )
     jobs = [
-        Job("quick", (sys.executable, "-c", "import time; time.sleep(1)"), tmp_path / "quick.log"),
+        Job("quick", (sys.executable, "-c", "import time; time.sleep(0.3)"), tmp_path / "quick.log"),
         Job("slow", (sys.executable, "-c", wait), tmp_path / "slow.log"),
     ]
     running = launching.local(processes=2)(jobs)

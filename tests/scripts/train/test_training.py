@@ -46,10 +46,11 @@ def test_a_run_leaves_experts_logs_and_the_base(runs, suite):
     assert (manifest["kind"], manifest["suite"]) == ("base", dict(suite.recipe))
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_others(runs, suite, train, tmp_path):
-    train(tmp_path / "again")
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(runs, train, tmp_path):
+    again = ("rot90", "stripes")
+    train(tmp_path / "again", tasks=again)
     train(tmp_path / "other", seed=22, tasks=("rot90",))
-    for task in suite.tasks:
+    for task in again:
         assert (tmp_path / "again" / task / "model.safetensors").read_bytes() == (
             runs["smat"] / task / "model.safetensors"
         ).read_bytes()
@@ -237,14 +238,14 @@ def test_a_loss_that_is_not_finite_is_found_between_lines_and_names_its_rows(sui
 def test_micro_batches_give_the_same_expert_up_to_rounding(suite):
     # Adam makes steps of rounding where a gradient is zero on paper: that of the bias of keys is
     exact = suite.replace(base={path: leaf.double() for path, leaf in suite.base.items()})
-    whole, *parts = (
-        train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, accumulate=n), seed=21) for n in (1, 2, 5)
+    whole, other = (
+        train_expert(exact, "rot90", DIGITS.methods["smat"], replace(SIX, steps=4, accumulate=n), seed=21)
+        for n in (1, 3)
     )
     assert all(leaf.dtype == torch.float64 for leaf in whole.values())
-    for other in parts:
-        assert not same(other, whole)
-        apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-6)}
-        assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
+    assert not same(other, whole)
+    apart = {path for path in whole if not torch.allclose(other[path], whole[path], rtol=0, atol=1e-6)}
+    assert apart <= {path for path in whole if path.endswith("k_proj.bias")}
 
 
 @pytest.mark.slow
@@ -277,7 +278,7 @@ def test_precisions_train_what_they_say_and_keep_the_dtypes_of_the_suite(suite):
 
 def test_a_base_in_bf16_is_trained_by_masters_and_rounded_once_at_the_end(suite):
     narrow = suite.replace(base={path: leaf.bfloat16() for path, leaf in suite.base.items()})
-    small = Training(steps=8, lr=1e-5, schedule="constant", precision="mixed")
+    small = Training(steps=4, lr=1e-5, schedule="constant", precision="mixed")
     masters = suite.replace(base={path: leaf.float() for path, leaf in narrow.base.items()})
     expert = train_expert(narrow, "rot90", DIGITS.methods["ft"], small, seed=21)
     wide = train_expert(masters, "rot90", DIGITS.methods["ft"], small, seed=21)
@@ -292,7 +293,7 @@ def test_an_expert_is_probed_on_dev_at_keys_that_all_runs_share(suite, train, tm
     keys = random.split(random.fold_in(random.key(0), "probe"), 3)
     given = {"alpha_min": 0.1, "drop_prob": 0.5, "sigma": 0.01, "noise": "uniform"}
     (dev,) = suite.dev_batches("rot90")
-    assert len(dev.batch[1]) == dev.weight == 250
+    assert len(dev.batch[1]) == dev.weight == 64
     want = probe(suite.loss_fn("rot90"), expert, suite.base, [dev], keys, where=suite.where, **given)
     told = {"clean": want.clean, "simulated": want.mean, "sd": stdev(want.simulated), "keys": 3, **given}
     assert manifest["probe"] == told
@@ -355,7 +356,9 @@ def test_what_a_suite_prepares_first_is_no_time_of_training(suite, tmp_path, mon
     assert prepared == [0, *range(6)]
 
 
-@pytest.mark.parametrize("precision", [None, "mixed", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(None, marks=pytest.mark.slow), "mixed", pytest.param("fp32", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("method", "place"),
     [
