@@ -71,14 +71,14 @@ RESULTS = {
 
 @pytest.fixture
 def figure(monkeypatch):
-    """``figure(result)``: what `draw` saved."""
-    saved, save = [], matplotlib.figure.Figure.savefig
+    """``figure(result)``: what `draw` saved, laid out but not rendered."""
+    saved = []
     monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))
+        matplotlib.figure.Figure, "savefig", lambda self, *a, **k: saved.append(self) or self.draw_without_rendering()
     )
 
     def drawn(result):
-        assert draw(result).startswith(b"\x89PNG\r\n\x1a\n")
+        draw(result)
         return saved.pop()
 
     return drawn
@@ -86,11 +86,15 @@ def figure(monkeypatch):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_files_hold_everything_and_the_figure_can_be_drawn_from_them_again(name, tmp_path):
-    files = write(tmp_path / "new", RESULTS[name])
+    given = RESULTS[name]
+    if name == "landscape":  # of one task: figures of several take a second each
+        given = given | {"rows": [row for row in given["rows"] if row["task"] == "a"]}
+    files = write(tmp_path / "new", given)
     assert [file.name for file in files] == [f"{name}.json", f"{name}.csv", f"{name}.png"]
     assert sorted(tmp_path.rglob("*.*")) == sorted(files)  # and nothing half-written
     stored = json.loads(files[0].read_text())
-    assert stored == RESULTS[name]
+    assert stored == given
+    assert files[2].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert draw(stored) == files[2].read_bytes()
     table = list(csv.DictReader(files[1].read_text().splitlines()))
     assert [list(row) for row in table] == [list(row) for row in stored["rows"]]

@@ -96,6 +96,7 @@ def test_adamerging_comes_last_and_is_published_with_the_last_seed(place, monkey
     monkeypatch.setattr(digits_data_mergers, "stored_choices", lambda protocol, grids: choices)
     monkeypatch.setattr(digits_data_mergers, "run_trials", run_trials)
     monkeypatch.setattr(digits_data_mergers, "adapt_trial", adapt_trial)
+    monkeypatch.setattr(digits_mergers, "merger_plot", lambda table, names: b"figure")
     digits_data_mergers.main(tmp_path / "work", seeds=2)
     result = json.loads((place / "digits_data_mergers.json").read_text())
     assert result["test"]["FT"]["ADAMERGING_LAYER"] == [80.0, 81.0]

@@ -17,7 +17,8 @@ from scipy import stats
 from benchmarks import digits as benchmark
 from benchmarks import digits_methods, methods, minilm_methods, readme
 from benchmarks.study import by_data
-from benchmarks.study.trial import Trial, _tick, whole_periods
+from benchmarks.study import trials as study_trials
+from benchmarks.study.trial import Trial, _tick, time_kinds, whole_periods
 from benchmarks.study.trials import OUTCOME, outcome, rows_of, run_trial, run_trials
 from smat_fn import checkpoint, config, machine, merge
 from smat_fn.config import DIGITS, Dare, Ties, Training
@@ -57,6 +58,7 @@ def _small():
         patch.setattr(digits, "DigitsOptions", Few)
         patch.setattr(digits, "TASKS", {task: digits.TASKS[task] for task in ("rot90", "stripes")})
         patch.setattr(digits, "splits", lambda seed: {name: few(part, name) for name, part in true(seed).items()})
+        patch.setattr(study_trials, "time_kinds", partial(time_kinds, steps=2))
         yield
 
 
@@ -64,13 +66,13 @@ def few(part, name):
     return part if name == "train" else Examples(part.images[:60], part.labels[:60])
 
 
-def small_protocol():
-    grids = {method.upper(): methods.grid("small", method, sorted(RATES)) for method in METHODS}
+def small_protocol(rates=RATES):
+    grids = {method.upper(): methods.grid("small", method, sorted(rates)) for method in METHODS}
     return methods.Protocol("small", "small", grids, tuning=(21,), evaluation=(21,))
 
 
-def small(work):
-    return benchmark.study(small_protocol(), work, jobs=1)
+def small(work, rates=RATES):
+    return benchmark.study(small_protocol(rates), work, jobs=1)
 
 
 def preset_trial(preset, method, lr, seed):
@@ -87,6 +89,13 @@ def first(_own_cache, _small, tmp_path_factory):
     """The folder of a study and what it found."""
     work = tmp_path_factory.mktemp("study")
     return work, small(work)
+
+
+@pytest.fixture(scope="module")
+def at_one_rate(_own_cache, _small, tmp_path_factory):
+    """As `first`, of one candidate a method."""
+    work = tmp_path_factory.mktemp("study")
+    return work, small(work, RATES[:1])
 
 
 def chosen(work):
@@ -146,16 +155,16 @@ def test_a_study_scores_the_chosen_learning_rates_alone(first):
         assert math.isclose(facts["dev"][method][f"{lr:g}"][0], sum(sum(scores) / 2 for scores in dev) / 3)
 
 
-def test_a_study_goes_on_where_it_stopped(first, tmp_path, monkeypatch):
-    work, study = shutil.copytree(first[0], tmp_path / "work"), first[1]
+def test_a_study_goes_on_where_it_stopped(at_one_rate, tmp_path, monkeypatch):
+    work, study = shutil.copytree(at_one_rate[0], tmp_path / "work"), at_one_rate[1]
     calls = []
     train_run = training.train_run
     monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(a[3].out) or train_run(*a, **k))
-    assert small(work) == study
+    assert small(work, RATES[:1]) == study
     assert calls == []
     folder = preset_trial("small", "smat", 1e-3, 21).folder(work)
     (folder / OUTCOME).unlink()
-    assert small(work) == study
+    assert small(work, RATES[:1]) == study
     assert calls == [folder]
 
 
@@ -231,8 +240,8 @@ def test_weights_go_when_all_is_scored_and_scores_are_those_of_kept_weights(firs
     assert run_trial(chosen_one, tmp_path, test=True, keep=False) == found
 
 
-def test_a_failed_trial_does_not_stop_the_others(one, first, tmp_path):
-    work = shutil.copytree(first[0], tmp_path / "work")
+def test_a_failed_trial_does_not_stop_the_others(one, at_one_rate, tmp_path):
+    work = shutil.copytree(at_one_rate[0], tmp_path / "work")
     bad = one._replace(label="bad", method=replace(one.method, sigma=-1.0))
     lines = []
     (one.folder(work) / OUTCOME).unlink()

@@ -21,9 +21,17 @@ from smat_fn.scripts.train.training import train_run
 from smat_fn.suites import load_suite
 from smat_fn.types import Micro
 
+from ..scripts.conftest import few_scored
+
 ROOT = Path(__file__).parents[2]
 RECIPE = {"seed": 21, "pretrain_steps": 10, "images_per_task": 120}
 TASKS, COEF = ("rot90", "mirror", "stripes"), 0.4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_scored():
+    with few_scored():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,13 @@ def leaves(folder):
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-@pytest.mark.parametrize("merger", ["ties --keep 0.3", "dare --drop-prob 0.5", "magmax", "model_stock"])
+@pytest.mark.parametrize(
+    "merger",
+    [
+        *("ties --keep 0.3", "dare --drop-prob 0.5"),
+        *(pytest.param(merger, marks=pytest.mark.slow) for merger in ("magmax", "model_stock")),
+    ],
+)
 def test_a_merged_model_loads_in_transformers_with_the_parameters_of_its_base(merger, hub, call, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -176,7 +182,7 @@ def test_text_experts_are_merged_into_a_model_that_sees(hub, call, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("merger", ["ties", "dare"])
+@pytest.mark.parametrize("merger", [pytest.param("ties", marks=pytest.mark.slow), "dare"])
 def test_parts_on_one_disk_make_the_folder_of_one_process(merger, hub, call, tmp_path):
     words = (merger, *inputs(hub), "--coef", "0.5", "--shard-size", "2KB", "--seed", "3", "--out")
     call(*words, tmp_path / "whole")
@@ -238,8 +244,9 @@ def test_factors_by_depth_are_coefficients_by_block_in_card_and_recipe(hub, call
     assert str(rules) in (made / "README.md").read_text()
     given = [word for pair in rules.items() for word in pair]
     assert call("ta", *inputs(hub), "--coefs", *given, "--out", tmp_path / "rules")[1] is None
-    assert leaves(made).keys() == leaves(tmp_path / "rules" / "ta").keys()
-    assert all(torch.equal(leaf, leaves(made)[path]) for path, leaf in leaves(tmp_path / "rules" / "ta").items())
+    found, wanted = leaves(made), leaves(tmp_path / "rules" / "ta")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[path], leaf) for path, leaf in wanted.items())
     assert "--lines and --coefs both" in call(*words, "--coefs", "*", 1, "--out", tmp_path / "no")[1]
     assert "slerp has no task vector" in call("slerp", *words[1:], "--out", tmp_path / "no")[1]
 

@@ -60,10 +60,18 @@ def test_frozen_parameters_in_float32_train_mixed_and_not_in_bf16(tmp_path):
     assert train_run(some, ft, training(precision="mixed"), run)
 
 
-@pytest.mark.parametrize("simulate", ["merged", "factors"])
 @pytest.mark.parametrize(
-    "config", [Smat, Asam, *(pytest.param(own, marks=pytest.mark.slow) for own in (Finetune, Mergopt, Orthoreg))]
-)
+    ("config", "simulate"),
+    [
+        (Smat, "merged"),
+        (Asam, "factors"),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((Smat, "factors"), (Asam, "merged"))),
+        *(
+            pytest.param(config, simulate, marks=pytest.mark.slow)
+            for config in (Finetune, Mergopt, Orthoreg) for simulate in ("merged", "factors")
+        ),
+    ],
+)  # fmt: skip
 def test_every_method_trains_adapters_that_are_read_as_experts(config, simulate, suite, tmp_path):
     method, own = resolve(config(), DIGITS.methods), Adapters(3, 6.0, ("*attention*",), simulate)
     train_run(suite, method, training(lora=own, accumulate=2), RunOptions(tmp_path / "run", ["rot90"], 4))

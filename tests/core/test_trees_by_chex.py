@@ -72,7 +72,10 @@ def test_an_optimizer_keeps_params_and_state(optimizer, dtype, donate):
 
 
 @pytest.mark.parametrize(("name", "hyper"), RUNS)
-@each_optimizer
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("adam", "chain") else name for name in OPTIMIZERS],
+)
 def test_a_method_keeps_its_state(name, hyper, optimizer):
     build = importlib.import_module(f"smat_fn.mat.{name}").build
     method = build(squares, OPTIMIZERS[optimizer](), nested(0), **hyper)

@@ -26,7 +26,7 @@ MODELS = runpy.run_path(str(HERE.parent / "models" / "test_seq2seq.py"))
 ROWS = [("abc", "ba"), ("z", "q"), ("the quick", "abcdef"), ("someprompt", "")]
 
 
-@pytest.fixture(scope="module", params=["t5", "bart"])
+@pytest.fixture(scope="module", params=["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
     """The folder of a tiny random model."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -182,7 +182,7 @@ def test_real_references_are_right_answers(task):
     for split in ("train", "dev", "eval"):
         rows += json.loads((SHARED / "data" / "trace" / task / f"{split}.json").read_text(encoding="utf-8"))
     if task in ("MeetingBank", "20Minuten"):
-        rows = rows[::5]
+        rows = rows[:: 5 if task == "MeetingBank" else 25]
     answers, prompts = [row["answer"] for row in rows], [row["prompt"] for row in rows]
     score = TRACE_METRICS[task](answers, answers, prompts)
     if task == "MeetingBank":

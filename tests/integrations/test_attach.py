@@ -1188,7 +1188,11 @@ def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base
     assert same(model, ends[0])
 
 
-@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "DP"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda m: torch.compile(m, backend="eager"), marks=pytest.mark.slow), nn.DataParallel],
+    ids=["compiled", "DP"],
+)
 def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_path):
     # the Trainer looks for columns in the signature of forward, which wrappers hide
     model = tiny_llama()

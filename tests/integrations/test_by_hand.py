@@ -60,7 +60,7 @@ class Seeded(transformers.TrainerCallback):
         torch.manual_seed(state.global_step)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20], ids=["no step skipped", "two steps skipped"])
 def test_loss_scaling_of_float16_is_that_of_a_loop_by_hand(scale, micro_batches, tmp_path):
     weights = Weights()
@@ -101,7 +101,7 @@ def test_an_overflow_in_a_coordinate_that_mask_removes_is_still_found():
     assert not reweight({"w": torch.full((8, 8), float("inf"))}, drawn)["w"].isfinite().any()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_dropout_of_attention_is_that_of_a_loop_by_hand_without_a_cache(attention, tmp_path):
     def model():
         module = tiny_llama()

@@ -258,7 +258,7 @@ def test_smat_trains_it(tokenizer):
     settings = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "period": 4}
     method = smat.build(bundle.loss_fn, optimizer, bundle.params, where=bundle.where, max_grad_norm=1.0, **settings)
     state = method.init(bundle.params)
-    for _ in range(40):
+    for _ in range(20):
         state, info = method.update(random.key(0), state, batch)
     after = bundle.loss_fn(state.params, batch)[0].item()
     assert math.isfinite(info.loss.item())

@@ -41,8 +41,11 @@ def model(kind, layers=1, dtype=torch.float32):
     return whole
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [*((kind, 1) for kind in MODELS), ("vit", 2)]
+    + [pytest.param(kind, 2, marks=pytest.mark.slow) for kind in MODELS if kind != "vit"],
+)
 def test_features_and_gradients_are_those_of_the_whole(kind, layers):
     whole, values = model(kind, layers), torch.rand(4, 3, 8, 8)
     top = top_of(whole, call, torch.rand(1, 3, 8, 8))

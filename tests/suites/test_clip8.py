@@ -171,7 +171,7 @@ def test_scoring_leaves_the_model_as_it_was(suite):
         suite.score({n: leaf for n, leaf in kept.items() if n != "post_layernorm.weight"}, "MNIST", "dev")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_methods_learn_the_rows(load, checkpointing):
     suite, key = load(gradient_checkpointing=checkpointing), random.key(0)
     loss_fn, where = suite.loss_fn("MNIST"), suite.where
@@ -183,7 +183,7 @@ def test_methods_learn_the_rows(load, checkpointing):
         smat.build(loss_fn, adam(3e-3), suite.base, **strengths),
     ):
         state = method.init(suite.base)
-        for step in range(48):
+        for step in range(24):
             state, _ = method.update(key, state, suite.batch("MNIST", key, step))
         after = fmean(loss_fn(state.params, batch)[0].item() for batch in everything)
         assert after < 0.9 * before
@@ -319,7 +319,7 @@ def test_the_hub_is_asked_by_task_and_split_and_one_split_may_name_the_classes(l
     assert suite.score(suite.base, "SVHN", "test") in (0, 50, 100)
 
 
-@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("encoded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_images_in_two_splits_or_with_two_labels_are_a_note(load, folders, tmp_path, encoded):
     assert load().notes == ()
     names = ("square", "round", "thing")

@@ -171,7 +171,10 @@ def test_the_recipe_rebuilds_the_suite_and_the_seed_chooses_the_rows(load, suite
     assert torch.equal(load(**few).loss_fn("plain")(suite.base, batch)[1], first)
 
 
-@pytest.mark.parametrize("kind", ["vit", "swin", "resnet", "backbone", "CLIP", "Siglip"])
+@pytest.mark.parametrize(
+    "kind",
+    ["vit", "backbone", "CLIP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("swin", "resnet", "Siglip"))],
+)
 def test_other_models_are_taken_as_they_are(kind, load, tmp_path):
     suite = load(model=str(save(tmp_path, kind)), tasks=["plain"])
     loss, logits = suite.loss_fn("plain")(suite.base, suite.batch("plain", random.key(0), 0))

@@ -132,7 +132,7 @@ def test_the_base_is_the_top_layers_alone_and_the_masked_set_their_matrices(suit
     assert {n for n, p in suite.base.items() if suite.where(n, p)} == {n for n, p in expected.items() if p.ndim == 2}
 
 
-@pytest.mark.parametrize("layers", [1, 3, None])
+@pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow), None])
 def test_features_heads_and_losses_are_those_of_the_whole_model_text_by_text(load, folders, layers):
     suite = load(train_layers=layers)
     model, tokenizer = whole_model(folders)
@@ -262,7 +262,7 @@ def test_micro_batches_weigh_as_much_as_they_have_texts(suite):
     assert sum(own.weight for own in dev) == SIZES["dev"]
 
 
-@pytest.mark.parametrize("layers", [2, None])
+@pytest.mark.parametrize("layers", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_gram_matrices_count_no_token_that_fills_a_text_up(layers, load, monkeypatch):
     monkeypatch.setattr(packing, "ROOM", 16)
     own = load(train_layers=layers)
@@ -464,7 +464,10 @@ def test_models_that_cannot_be_trained_that_way_say_so(load, folders, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of DeBERTa in transformers
-@pytest.mark.parametrize("kind", ["mpnet", "deberta-v2", "modernbert", "eurobert"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mpnet", "modernbert", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("deberta-v2", "eurobert"))],
+)
 def test_top_layers_that_need_more_than_states_run_with_the_whole_model(kind, load, tmp_path):
     options = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]} if kind == "deberta-v2" else {}
     write_model(tmp_path / "model", kind, **options)
@@ -688,7 +691,10 @@ def test_only_the_chosen_tasks_are_read_and_the_recipe_stays(load, folders, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch: forward derivatives import it
-@pytest.mark.parametrize("options", [{"train_layers": 1}, {"train_layers": None, "train": "attention"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"train_layers": 1}, pytest.param({"train_layers": None, "train": "attention"}, marks=pytest.mark.slow)],
+)
 def test_linearised_outputs_are_affine_in_what_is_trained(load, options):
     suite = load(linearised=True, **options)
     plain, batch, trained = load(**options), suite.batch("tone", random.key(2), 0), moved(suite.base)

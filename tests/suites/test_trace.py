@@ -658,7 +658,7 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("mask_prompt", [False, True])
+@pytest.mark.parametrize("mask_prompt", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_top_layers_alone_are_trained_with_the_gradients_of_the_whole(top, cache, mask_prompt):
     top, named = top(mask_prompt=mask_prompt), top(train_layers=None, train="*.layers.1.*", mask_prompt=mask_prompt)
     assert list(top.base) == list(named.base)
