@@ -34,9 +34,12 @@ ALLOWED_SKIPS = ("no GPU", "no Chromium", "no ../shared", "mergekit is not insta
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Cached bases of the suites go to a folder of this run."""
+    """Cached bases of the suites go to a folder of this run, which all its workers share."""
     if "SMAT_FN_CACHE" not in os.environ:
-        os.environ["SMAT_FN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+        own = tmp_path_factory.getbasetemp()
+        folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
+        folder.mkdir(exist_ok=True)
+        os.environ["SMAT_FN_CACHE"] = str(folder)
 
 
 @pytest.hookimpl(optionalhook=True)
