@@ -34,6 +34,7 @@ from smat_fn.suites import digits, load_suite
 from smat_fn.suites.digits_base import Examples
 
 METHODS, RATES = ("ft", "smat"), (1e-3, 1e-4)
+ONE = RATES[:1], METHODS[1:]
 DIGITS_METHODS = digits_methods.PROTOCOL
 
 
@@ -66,13 +67,13 @@ def few(part, name):
     return part if name == "train" else Examples(part.images[:60], part.labels[:60])
 
 
-def small_protocol(rates=RATES):
-    grids = {method.upper(): methods.grid("small", method, sorted(rates)) for method in METHODS}
+def small_protocol(rates=RATES, names=METHODS):
+    grids = {method.upper(): methods.grid("small", method, sorted(rates)) for method in names}
     return methods.Protocol("small", "small", grids, tuning=(21,), evaluation=(21,))
 
 
-def small(work, rates=RATES):
-    return benchmark.study(small_protocol(rates), work, jobs=1)
+def small(work, *asked):
+    return benchmark.study(small_protocol(*asked), work, jobs=1)
 
 
 def preset_trial(preset, method, lr, seed):
@@ -93,9 +94,9 @@ def first(_own_cache, _small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def at_one_rate(_own_cache, _small, tmp_path_factory):
-    """As `first`, of one candidate a method."""
+    """As `first`, of one candidate of SMAT."""
     work = tmp_path_factory.mktemp("study")
-    return work, small(work, RATES[:1])
+    return work, small(work, *ONE)
 
 
 def chosen(work):
@@ -160,11 +161,11 @@ def test_a_study_goes_on_where_it_stopped(at_one_rate, tmp_path, monkeypatch):
     calls = []
     train_run = training.train_run
     monkeypatch.setattr(training, "train_run", lambda *a, **k: calls.append(a[3].out) or train_run(*a, **k))
-    assert small(work, RATES[:1]) == study
+    assert small(work, *ONE) == study
     assert calls == []
     folder = preset_trial("small", "smat", 1e-3, 21).folder(work)
     (folder / OUTCOME).unlink()
-    assert small(work, RATES[:1]) == study
+    assert small(work, *ONE) == study
     assert calls == [folder]
 
 

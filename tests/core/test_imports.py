@@ -51,9 +51,9 @@ def loaded(code):
 
 NAMES = ["lora", "parallel", "analyses", "ops", "integrations", "folders", "suites", "report", "errors"]
 OUTSIDE_OPS = [m for m in MODULES if not m.startswith("smat_fn.ops.") and m != "smat_fn._loops"]
-AFTER_TORCH = {
-    "core": "import smat_fn.simulation, smat_fn.grad, smat_fn.mat, smat_fn.optim, smat_fn.merge",
+AFTER_TORCH = {  # one after another, in this order
     "merger": "import smat_fn.merge.ties",
+    "core": "import smat_fn.simulation, smat_fn.grad, smat_fn.mat, smat_fn.optim, smat_fn.merge",
     "attributes": f"import smat_fn; [getattr(smat_fn, name) for name in {NAMES}]",
     "all": f"import importlib; [importlib.import_module(m) for m in {OUTSIDE_OPS}]",
 }
@@ -61,18 +61,12 @@ AFTER_TORCH = {
 
 @pytest.fixture(scope="module")
 def after_torch():
-    """``sys.modules`` after each code, in forks of one Python that has torch and nothing of the package."""
+    """``sys.modules`` after each code, in a Python that had torch and nothing of the package."""
     code = f"""
-import os, torch
+import json, os, sys, torch
 for code in {[*AFTER_TORCH.values()]}:
-    if not (child := os.fork()):
-        exec(code)
-        break
-    assert os.waitpid(child, 0)[1] == 0
-else:
-    os._exit(0)
-import json, sys
-print(json.dumps(list(sys.modules)), flush=True)
+    exec(code)
+    print(json.dumps(list(sys.modules)), flush=True)
 os._exit(0)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
