@@ -97,15 +97,14 @@ def test_table_and_figures_hold_every_block(monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or self.draw_without_rendering())
     other = as_rows(layers, ["a", "b"], method="SMAT", seed=1)
-    assert draw(result(rows, other)).startswith(b"\x89PNG")
+    draw(result(rows, other))
     again = as_rows(layers, ["a", "b"], method="FT", seed=2)
     assert [line[0] for line in summary(result(rows, again)).lines[::3]] == ["FT, seed 1", "FT, seed 2"]
     assert [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()] == ["FT", "SMAT"]
     assert drawn[0].axes[1].get_lines()[0].get_xdata().tolist() == [-1, 0]
-    assert merge_picture(rows, {"ta": {0.1: 50.0, 0.2: 60.0}, "ties": {0.1: 40.0}}).startswith(b"\x89PNG")
+    merge_picture(rows, {"ta": {0.1: 50.0, 0.2: 60.0}, "ties": {0.1: 40.0}})
     *_, scores = drawn[1].axes
     assert [line.get_xydata().tolist() for line in scores.get_lines()[:2]] == [[[0.1, 50], [0.2, 60]], [[0.2, 60]]]
     stacks = interference((f"{name}.0.w", [torch.ones(2)] * 2) for name in ("encoder", "decoder"))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from smat_fn import analyses, checkpoint, merge, tree
 from smat_fn.config import DIGITS, Training
@@ -51,6 +52,12 @@ def runs(suite, tmp_path_factory):
         ]
         merging.merge_run(configs, *find_inputs(out), out=out / "merged", search=False, seed=0)
     return folder / "ft", folder / "smat"
+
+
+@pytest.fixture
+def _unrendered(monkeypatch):
+    """Figures are drawn up, and files of them begin as they do."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **options: file.write(b"\x89PNG"))
 
 
 @pytest.fixture
@@ -119,6 +126,8 @@ def test_experts_curve_takes_coefficients_and_searches_where_there_is_none(runs,
     assert {(row["method"], row["coef"]) for row in rows} == {("FT", 0.2), ("SMAT", 0.5)}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("_unrendered")
 def test_replacement_goes_from_the_merge_of_ft_to_that_of_the_other(runs, suite, call, tmp_path):
     assert call("replacement", "--ft", runs[0], "--other", runs[1], "--out", tmp_path, "--coef", "0.3")[0] is None
     rows = read(tmp_path, "replacement")["rows"]
@@ -150,6 +159,7 @@ def test_gains_are_those_of_the_main_table(runs, suite, call, tmp_path):
         assert row["drop"] == row["expert"] - row["merged"]
 
 
+@pytest.mark.usefixtures("_unrendered")
 def test_landscape_passes_through_base_and_experts(runs, suite, call, tmp_path):
     words = ("--tasks", "mirror", "--points", "2", "--b", "-1", "1")
     assert call("landscape", "--ft", runs[0], "--methods", runs[1], "--out", tmp_path, *words)[0] is None
@@ -298,6 +308,7 @@ assert not {{"torch", "numpy", "matplotlib", "transformers"}} & set(sys.modules)
     assert "None" not in process.stdout
 
 
+@pytest.mark.usefixtures("_unrendered")
 def test_interference_of_runs_and_of_folders_is_that_of_the_updates(runs, call, tmp_path, exits, capsys):
     code, said = call("interference", *runs, "--out", tmp_path / "scores")
     assert code is None

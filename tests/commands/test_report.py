@@ -35,11 +35,17 @@ def test_the_stored_study_becomes_a_report_that_says_what_it_found(call, tmp_pat
     assert "<script" not in page
 
 
-@pytest.mark.parametrize("name", ["digits", "minilm"])
-def test_the_reports_in_docs_are_those_of_the_stored_results(name, tmp_path, monkeypatch):
+@pytest.fixture
+def _undrawn(monkeypatch):
+    """Drawing takes long."""
     for drawn in ("main_plot", "merger_plot", "paired_plot", "noise_plot"):
-        monkeypatch.setattr(plots, drawn, lambda *a, **options: b"x")  # drawing takes long
+        monkeypatch.setattr(plots, drawn, lambda *a, **options: b"x")
     monkeypatch.setattr(sources, "draw", lambda result: b"x")
+
+
+@pytest.mark.usefixtures("_undrawn")
+@pytest.mark.parametrize("name", ["digits", "minilm"])
+def test_the_reports_in_docs_are_those_of_the_stored_results(name, tmp_path):
     places = STUDY.with_name(f"{name}_methods.jsonl"), STUDY.with_name("analyses") / f"{name}_methods"
     found, title = sources.read_sources(places), f"{name}: all methods"
     write_full_report(tmp_path, found.rows, found.runs, facts=found.facts, extra=found.analyses, title=title)
@@ -59,6 +65,7 @@ def test_what_cannot_be_reported_ends_in_one_line(call, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_a_report_that_exists_is_only_replaced_on_demand(call, tmp_path):
     (tmp_path / "report.html").write_text("mine")
     text, _ = call("report", STUDY, "--out", tmp_path)

@@ -64,8 +64,8 @@ def test_frozen_parameters_in_float32_train_mixed_and_not_in_bf16(tmp_path):
     ("config", "simulate"),
     [
         (Smat, "merged"),
-        (Asam, "factors"),
-        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((Smat, "factors"), (Asam, "merged"))),
+        (Smat, "factors"),
+        *(pytest.param(Asam, simulate, marks=pytest.mark.slow) for simulate in ("merged", "factors")),
         *(
             pytest.param(config, simulate, marks=pytest.mark.slow)
             for config in (Finetune, Mergopt, Orthoreg) for simulate in ("merged", "factors")

@@ -169,7 +169,7 @@ def test_rows_of_two_lengths_are_decoded_together_unless_that_changes_answers(ki
     assert len(set(got)) > 3
 
 
-@pytest.mark.parametrize("settings", [Decoding(12), SAMPLED])
+@pytest.mark.parametrize("settings", [pytest.param(Decoding(12), marks=pytest.mark.slow), SAMPLED])
 def test_texts_do_not_depend_on_the_batch(make, settings):
     alone = make(batch_size=1)(PROMPTS, settings, seed=5)
     for size in (3, 100):

@@ -82,7 +82,7 @@ def by_literal_steps(module):
     return after
 
 
-@pytest.mark.parametrize("base", [None, "host", "given"])
+@pytest.mark.parametrize("base", ["host", "given", pytest.param(None, marks=pytest.mark.slow)])
 def test_every_step_is_the_papers_literal_step_bit_for_bit(base, tmp_path):
     weights, module = Weights(), tiny_llama()
     trainer = own_trainer(module, tmp_path, callbacks=[weights])
@@ -145,7 +145,7 @@ def seeded():
     return model_init, made
 
 
-@pytest.mark.parametrize("base", [None, "host"])
+@pytest.mark.parametrize("base", [None, pytest.param("host", marks=pytest.mark.slow)])
 def test_a_model_that_model_init_makes_later_is_the_one_that_is_simulated(base, tmp_path):
     model_init, made = seeded()
     trainer = own_trainer(None, tmp_path, more={"model_init": model_init})
@@ -1173,7 +1173,7 @@ def test_theta_0_is_in_host_memory_once(tmp_path, monkeypatch):
     assert same(tiny_llama(), handle._own)
 
 
-@pytest.mark.parametrize("base", [None, "host"])
+@pytest.mark.parametrize("base", [pytest.param(None, marks=pytest.mark.slow), "host"])
 def test_a_parameter_that_is_not_contiguous_has_gradients_in_its_own_layout(base, tmp_path):
     ends = []
     for strided in (False, True):

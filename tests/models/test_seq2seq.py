@@ -141,7 +141,12 @@ def of_family(kind, form=None):
     return made(made.config_class(vocab_size=30, d_model=16, **sizes, **ids)).eval(), own
 
 
-@pytest.mark.parametrize("kind", FORMS)
+ALIKE = ("LEDForConditionalGeneration", "PegasusForConditionalGeneration", "PLBartForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in FORMS]
+)
 def test_targets_and_decoder_inputs_are_those_of_transformers_and_begin_as_decoding_does(kind):
     module, tokenizer = of_family(kind)
     answers = [answer for _, answer in ROWS]

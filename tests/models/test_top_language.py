@@ -32,7 +32,14 @@ def top_of(lm):
     return found
 
 
-@pytest.mark.parametrize(("kind", "layers"), [*((kind, 1) for kind in KINDS), ("llama", 2), ("gemma3", 2), ("opt", 2)])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        *((kind, 1) for kind in KINDS),
+        ("gemma3", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("llama", "opt")),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_whole(kind, layers, model):
     lm = model(kind, layers)
     top = top_of(lm)

@@ -248,7 +248,7 @@ def test_states_of_frozen_layers_are_kept_and_follow_model_and_depth(load, monke
     assert len(runs) <= 1  # asked for the size of a row
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+@pytest.mark.parametrize("kind", [pytest.param("vit", marks=pytest.mark.slow), "resnet"])
 def test_heads_and_scores_follow_what_is_no_parameter(load, tmp_path, kind):
     """An activation that config.json corrects, or statistics of batch norms: weights stay, features do not."""
     save(tmp_path, kind)

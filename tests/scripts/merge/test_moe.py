@@ -68,7 +68,8 @@ def test_a_mixture_is_what_mergekit_makes_of_it(mode, models, tmp_path):
             torch.testing.assert_close(found[path], leaf, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("Llama", {}), ("Llama", {"tie_word_embeddings": True, "rope_theta": 77.0}),
+@pytest.mark.parametrize(("kind", "more"), [pytest.param("Llama", {}, marks=pytest.mark.slow),
+                                            ("Llama", {"tie_word_embeddings": True, "rope_theta": 77.0}),
                                             ("Mistral", {"sliding_window": 4})])  # fmt: skip
 def test_equal_experts_compute_what_the_dense_model_does(kind, more, tmp_path):
     make_moe.write_models(tmp_path, kind, **more)

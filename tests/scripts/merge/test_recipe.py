@@ -59,16 +59,16 @@ def made_of(models, tmp_path_factory):
 
 # of each a like one is fast: another recipe of its method, and one with its tokens or slices
 SLOW = {
-    "ties", "ties-extremes", "dare-extremes", "breadcrumbs-extremes", "breadcrumbs-ties", "della-linear", "linear",
+    "ties", "ties-extremes", "ties-normalized-densities", "dare-extremes", "breadcrumbs-extremes", "linear",
     "task-arithmetic-negation", "slerp-models", "slerp-one-model", "ram-of-all-changes", "slices-slerp",
     "slices-linear-unequal", "slices-ramplus-unequal", "slices-sce-unequal", "slices-model-stock-unequal",
-    "tokenizer-union", "tokens-padded-alone",
+    "tokenizer-union", "tokenizer-of-base", "tokens-padded-alone",
 }  # fmt: skip
 
 
-def each(names):
+def each(names, *slow):
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+        "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW | {*slow} else name for name in names]
     )
 
 
@@ -102,7 +102,7 @@ REPEATED = (
 )  # fmt: skip
 
 
-@each(REPEATED)
+@each(REPEATED, "slerp-gradient-slices", "breadcrumbs", "slices-karcher-unequal", "nearswap", "tokenizer-of-a-model")
 def test_the_file_in_an_output_repeats_it(name, models, made_of, tmp_path):
     (tmp_path / "one").mkdir()
     first = merged(RECIPES[name], models, tmp_path / "one", seed=3) if name == "della" else made_of(name)  # has masks

@@ -83,7 +83,11 @@ def test_those_that_are_there_stay_and_others_are_not_replaced_unasked(known, tm
         make([run / "mirror", Path("rot90=owner/name")])
 
 
-@pytest.mark.parametrize("config", [Fisher(coef=0.8), RegMean(coef=0.8)], ids=["fisher", "reg_mean"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(Fisher(coef=0.8), marks=pytest.mark.slow), RegMean(coef=0.8)],
+    ids=["fisher", "reg_mean"],
+)
 def test_memory_and_disk_agree_and_memory_searches(config, known, suite, tmp_path):
     base, experts = find_inputs(known)
     options = {"seed": 0, "overwrite": False}
