@@ -152,7 +152,7 @@ class Attached:
             raise ValueError("the trainer's model was replaced after attach, theta_0 is that of another: attach again")
         self._end()
         leaves = self._check(model)
-        if isinstance(self._pinned, storage.Kept) and any(p.is_cuda for p in leaves.values()):  # moved since attach
+        if isinstance(self._pinned, storage.Unpinned) and any(p.is_cuda for p in leaves.values()):  # moved since attach
             self._hold(self._own, leaves)
         base = self._given or self._own
         if self._host:
