@@ -76,7 +76,7 @@ def literal_step(
     """
     params, gradient = state.params, value_and_grad(keyed(loss_fn), engine=engine)
     batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
-    simulated, scale = is_simulated(state.step, period), torch.ones((), dtype=torch.float32)
+    simulated, scale = is_simulated(state.step, period), torch.ones((), dtype=torch.float32, device=key.device)
     if simulated:
         drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
         scale = drawn.scale
@@ -265,7 +265,6 @@ def build_from(
         return state
 
     def drawn_for(key: Tensor, number: int | Tensor) -> Draw:
-        number = number.to(key.device) if isinstance(number, Tensor) else number
         second = number // period % 2 if antithetic else 0  # the second of a pair has the key of the first
         drawn = draw(
             key_of(step.key_of(key, number - second * period)), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma,
@@ -293,7 +292,7 @@ def build_from(
         undone = None if simulated.reweighted else drawn
         grads, norm = reweight_and_clip(grads, undone, where=where, max_norm=max_grad_norm, donate=donate)
         state = step.advance(optimizer, state, grads, donate=donate)
-        scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
+        scale = torch.ones((), dtype=torch.float32, device=key.device) if drawn is None else drawn.scale
         return state, Info(loss, aux, norm, scale, step.flag(drawn is not None))
 
     return Method(init, step.with_keys(update, like))

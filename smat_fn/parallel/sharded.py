@@ -124,7 +124,7 @@ class Sharded:
             state = step.advance(self._optimizer, State(shards, state.opt_state, state.step), grads, donate=True)
         if not self._simulates:
             return state, finetune.Info(loss, aux, norm.float())
-        scale = torch.ones((), dtype=torch.float32) if drawn is None else drawn.scale
+        scale = torch.ones((), dtype=torch.float32, device=key.device) if drawn is None else drawn.scale
         return state, smat.Info(loss, aux, norm.float(), scale, drawn is not None)
 
     def whole(self, state: State) -> State:

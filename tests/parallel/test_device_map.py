@@ -7,12 +7,14 @@ import torch
 
 from smat_fn import draw, lora, optim, random, reweight, simulate, testing, tree
 from smat_fn.grad import ModuleLoss, with_master_weights
+from smat_fn.mat.step import as_tensors
 from smat_fn.models.causal_lm import next_token_loss
 from smat_fn.scripts.train import snapshots
 from smat_fn.scripts.train.snapshots import Saver
 from smat_fn.types import Micro
 from smat_fn.where import block_linear
 
+from . import devices
 from .devices import FIRST, SECOND, Placed, Places
 
 KEY = random.key(4)
@@ -109,6 +111,49 @@ def test_every_method_trains_to_the_bits_of_one_device(name, masters):
 
     one, two = check(build, base, start, batches)
     testing.assert_trees_equal(gathered(two.opt_state.nu), one.opt_state.nu)
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+@pytest.mark.parametrize("name", METHODS)
+def test_no_step_reads_a_number_from_a_device(name, engine, monkeypatch):
+    base = {f"layers.{i}.w": Placed(torch.ones(6, 6), FIRST) for i in range(2)}
+    read, compute = [], devices.compute
+
+    def watched(func, args, kwargs):
+        found = compute(func, args, kwargs)
+        there = any(isinstance(leaf, Placed) for leaf in args)
+        if there and isinstance(found, bool | int | float | torch.Tensor) and not isinstance(found, Placed):
+            read.append(func.name())
+        return found
+
+    def loss_fn(params, x):
+        return (x @ params["layers.0.w"] @ params["layers.1.w"]).square().mean(), None
+
+    monkeypatch.setattr(devices, "compute", watched)
+    kind, hyper = METHODS[name]
+    with Places():
+        optimizer = optim.adamw(1e-2, weight_decay=0.1, fused=True)
+        build = importlib.import_module(f"smat_fn.mat.{kind}").build
+        method = build(loss_fn, optimizer, base, max_grad_norm=0.05, engine=engine, **hyper)
+        state = method.init({path: leaf.clone() for path, leaf in base.items()})
+        state = as_tensors(state) if engine == "func" else state  # as in a compiled step
+        for _ in range(4):
+            state, info = method.update(KEY, state, Placed(torch.ones(2, 6), FIRST))
+        assert read == []
+        float(info.loss)
+    assert read  # the loss
+
+
+def test_what_a_step_reports_of_its_alpha_lies_where_the_key_lies():
+    with Places():
+        base, key = {"w": Placed(torch.ones(3), FIRST)}, Placed(KEY.clone(), FIRST)
+        method = importlib.import_module("smat_fn.mat.smat").build(
+            lambda params, x: (params["w"].sum(), None), optim.adam(1e-2), base, period=2, **STRENGTHS
+        )
+        state = method.init(base)
+        for _ in range(2):  # a clean step and a simulated one
+            state, info = method.update(key, state, None)
+            assert info.scale.device == FIRST
 
 
 def test_muon_and_adapters_too():
