@@ -6,7 +6,6 @@ A leaf x of a base is ``vector/x`` in compute dtype and ``mask/0/x``, ``mask/1/x
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from .files import Hashing, changed, identity
 from .inputs.reading import TASKS, Folder, Read, Store, indexed
 from .prepare import SHARD_SIZE, Options, place_problems, prepare
 from .run import Describe, Plan, Report, planned, write_job
-from .streaming.chunks import Job, compute_dtype, in_order, refuse_values, vectors_of
+from .streaming.chunks import Job, compute_dtype, finite, in_order, refuse_values, vectors_of
 from .streaming.estimate import memory_bound, memory_problems
 from .streaming.survey import Survey
 from .writing import Shard, Work, finished_shards, layout_together, shard_file, write_chunk
@@ -215,7 +214,7 @@ def _blocks(job: Job, shard: Shard, descriptor: int) -> Iterator[Callable[[], tu
 
     def write(path: str, start: int, stop: int, dtype: torch.dtype) -> tuple[str, list[float]]:
         deltas = list(vectors_of(job, path, start, stop, dtype))
-        if not all(math.isfinite(delta.sum()) for delta in deltas):
+        if not finite(deltas):
             refuse_values(job, path, deltas)
         vector, masks = config.shared(deltas)
         if not bool(vector.isfinite().all()):

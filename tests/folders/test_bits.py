@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat_fn import merge, random
 from smat_fn.config import (
@@ -41,9 +42,11 @@ from smat_fn.config import (
     Wudi,
 )
 from smat_fn.folders import merge_folders, run
-from smat_fn.folders.streaming import chunks, survey
+from smat_fn.folders.prepare import prepare
+from smat_fn.folders.streaming import chunks
 from smat_fn.merge import BASELESS
 from smat_fn.merge.parts import arithmetic
+from smat_fn.merge.parts.chunks import delta_of
 
 CONFIGS = {
     "wa": WeightAverage(),
@@ -282,13 +285,44 @@ def test_keys_are_the_callers(family, folders, tmp_path):
 
 
 def test_leaves_beyond_one_span(family, folders, tmp_path, monkeypatch):
-    for module in (chunks, survey):
-        monkeypatch.setattr(module, "SPAN", 4)
+    monkeypatch.setattr(chunks, "SPAN", 4)
     base, experts = family(torch.bfloat16, grid=2**-6)
     paths = folders.save_family(tmp_path, base, experts)
     for name in ("wa", "ta", "ties", "ties tensor"):
         merge_folders(CONFIGS[name], *paths, tmp_path / name, key=folders.key)
         folders.assert_same_bits(folders.load(tmp_path / name), folders.in_memory(CONFIGS[name], base, experts))
+
+
+class Calls(TorchDispatchMode):
+    """What is called, and the copies between devices that change a dtype, which torch does on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.casts = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        result = func(*args, **(kwargs or {}))
+        source = args[{"copy_": 1, "_to_copy": 0}.get(self.names[-1], slice(0))]
+        if isinstance(source, torch.Tensor) and source.device != result.device and source.dtype != result.dtype:
+            self.casts.append(self.names[-1])
+        return result
+
+
+def test_a_gpu_takes_whole_chunks_as_they_are_stored_and_is_waited_for_once(family, folders, tmp_path):
+    job, _ = prepare(CONFIGS["ta"], *folders.save_family(tmp_path, *family()), tmp_path / "out", chunk=1 << 25)
+    assert chunks.span_of(job) == chunks.SPAN
+    assert chunks.span_of(job._replace(device=torch.device("cuda"))) == 1 << 25
+    stored = torch.zeros(8, dtype=torch.bfloat16)
+    origin = stored.to("meta")
+    with Calls() as calls:
+        assert chunks.Scratch().cast("part", stored, torch.float32, origin.device).is_meta
+        assert delta_of(stored, origin, torch.float32).is_meta
+    assert calls.casts == []
+    with Calls() as calls:
+        assert chunks.finite([torch.zeros(2), torch.ones(2)])
+        assert not chunks.finite([torch.zeros(2), torch.full((2,), float("nan"))])
+    assert calls.names.count("_local_scalar_dense") == 2
 
 
 @pytest.mark.parametrize("name", CONFIGS)

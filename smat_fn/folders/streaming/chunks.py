@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,8 @@ class Scratch(threading.local):
         """``values.to(device, dtype)``, a copy in the memory of this name where it is one."""
         if values.dtype == dtype and values.device == device:
             return values
-        return self.take(name, len(values), dtype, device).copy_(values)
+        # to the device first: torch casts what it copies there on the CPU, and more bytes would travel
+        return self.take(name, len(values), dtype, device).copy_(values.to(device))
 
 
 class Job(NamedTuple):
@@ -124,11 +125,21 @@ def vector_of(job: Job, path: str, name: str, *, rows: bool) -> Iterator[tuple[i
     """One expert's task vector as `merger.Mapped.vector` gives it, until the thread's next chunk."""
     leaf, dtype, folder = job.base.leaves[path], compute_dtype(job, path), job.experts[name]
     keys = None if job.key is None else mask_keys(job.key, [name], [path])
-    for start, stop in spans(leaf, min(job.chunk, SPAN), rows=rows):
+    for start, stop in spans(leaf, min(job.chunk, span_of(job)), rows=rows):
         weights = job.scratch.cast("part", folder.read(path, start, stop), dtype, job.device)
         origin = _origin(job, path, start, stop, dtype)
         drawn = None if keys is None else fields_of(keys, [(0, start, stop)], job.device)[0][0]
         yield start, torch.sub(weights, origin, out=job.scratch.take("part", stop - start, dtype, job.device)), drawn
+
+
+def span_of(job: Job) -> int:
+    """Coordinates of a leaf that torch's operations take at a time, at most: a GPU takes whole chunks."""
+    return SPAN if job.device.type == "cpu" else job.chunk
+
+
+def finite(parts: Sequence[Tensor]) -> bool:
+    """Whether the sums of all parts are finite; the host waits once for a device, and not for each part."""
+    return bool(torch.stack([part.sum() for part in parts]).isfinite().all())
 
 
 def _origin(job: Job, path: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -272,7 +283,7 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         else:
             assert fuse is not None
             every = list(parts())
-            if not all(math.isfinite(part.sum()) for part in every):
+            if not finite(every):
                 refuse_values(job, path, every)
             fields = [] if drawn is None else fields_of(drawn, [(0, start, stop)], job.device)[0]
             merged = fuse(Piece(path, start, every, fields))
@@ -295,7 +306,7 @@ def _merged(job: Job, rule: Rule, path: str) -> Iterator[Callable[[], Written]]:
         return Written(start, values.cpu(), error, size)
 
     room = job.chunk if fuse is None else job.chunk // len(job.experts)  # a sum holds one expert at a time
-    limit = rule.at_once(job.base.leaves, path) or min(room, SPAN)
+    limit = rule.at_once(job.base.leaves, path) or min(room, span_of(job))
     return (partial(merge, *span) for span in spans(leaf, limit, rows=rule.rows))
 
 

@@ -25,14 +25,15 @@ from ...merge.parts.per_expert import NONE, Numbers, number
 from ...merge.parts.ranks import Order, Scan, position, select, value_of
 from ...merge.ties import bands_of, trimmed, votes
 from .chunks import (
-    SPAN,
     Job,
     Sources,
     Threads,
     compute_dtype,
+    finite,
     in_order,
     looped,
     refuse_values,
+    span_of,
     spans,
     sums_of,
     vector_of,
@@ -118,7 +119,7 @@ class Survey:
         size, dtype = self.shape(path).numel(), compute_dtype(self.job, path)
         for start in range(0, size, arithmetic.BLOCK):
             deltas = list(vectors_of(self.job, path, start, min(start + arithmetic.BLOCK, size), dtype))
-            if not all(math.isfinite(delta.sum()) for delta in deltas):
+            if not finite(deltas):
                 refuse_values(self.job, path, deltas)  # decompositions would name a leaf, and no expert
             yield deltas
 
@@ -171,7 +172,7 @@ class Survey:
         def tasks(path: str) -> Iterator[Callable[[], int]]:
             loops, bands = compiled.loops(), bands_of(self.cuts[path]) if looped(job, path) else None
             if loops is None or bands is None:
-                limit = min(job.chunk // len(job.experts), SPAN)
+                limit = min(job.chunk // len(job.experts), span_of(job))
                 return (partial(plain, path, *span) for span in spans(job.base.leaves[path], limit))
             read = Sources(job, path, job.experts)
             return (
@@ -280,7 +281,7 @@ def _magnitudes(job: Job, name: str, group: Sequence[str], wide: torch.dtype) ->
     def scan() -> Iterator[Tensor]:
         for path in group:
             dtype = compute_dtype(job, path)
-            for start, stop in spans(job.base.leaves[path], min(job.chunk, SPAN)):
+            for start, stop in spans(job.base.leaves[path], min(job.chunk, span_of(job))):
                 origin = job.base.read(path, start, stop).to(job.device)
                 yield delta_of(job.experts[name].read(path, start, stop), origin, dtype).abs_().to(wide)
 

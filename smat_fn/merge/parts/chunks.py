@@ -106,7 +106,8 @@ def compute_dtype(path: str, base: Leaves, experts: Mapping[str, Leaves]) -> tor
 
 def delta_of(leaf: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     """θ − θ₀ in compute dtype, where θ₀ is."""
-    return leaf.to(start.device, dtype) - start.to(dtype)
+    # one after the other: torch casts what it copies to a GPU on the CPU, and more bytes would travel
+    return leaf.to(start.device).to(dtype) - start.to(dtype)
 
 
 def merge_weights(
