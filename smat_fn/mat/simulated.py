@@ -150,6 +150,7 @@ class SimulatedWeights:
         self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
         # the first step's draw, and the number of passes after it: see `_compared`
         self._first, self._later = cast(Draw | None, None), 0
+        self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
 
     def prepare(self) -> None:
         """Called in a clean step, in which a part of theta_0 can be copied."""
@@ -164,7 +165,7 @@ class SimulatedWeights:
         clean step: theta stays.
 
         Raises: ValueError for a first draw with Mask where the masked set names no parameter, and for weights that
-            were written to inside the block.
+            were written to inside the block; of a device, writes that only a norm shows when the next block begins.
         """
         if drawn is None:
             yield
@@ -183,6 +184,8 @@ class SimulatedWeights:
 
     @contextmanager
     def _held(self, drawn: Draw) -> Iterator[None]:
+        unread, self._unread = self._unread, ({}, {})
+        _refuse_writes(_differing(*unread))
         if tree.written(self._parameters, self._versions):
             self._drawn = None
         weights = {path: p.detach() for path, p in self._parameters.items()}
@@ -207,16 +210,15 @@ class SimulatedWeights:
             norms = _norms(compared)
             yield
             changed, after = tree.written(self._parameters, before), _norms(compared)
-            changed += [path for path in norms if path not in changed and not torch.equal(norms[path], after[path])]
+            if self._first is drawn or _at_hand(after):
+                changed += [path for path in _differing(norms, after) if path not in changed]
+            else:  # the host would wait for the device; by the next pass the numbers are there
+                self._unread = norms, after
             if self._switch and any(
                 p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
             ):
                 self._drawn = None  # p.data was moved aside and copied back: the buffer may hold something else
-            if changed:
-                raise ValueError(
-                    f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), "
-                    "and the end of the simulated pass would undo it: update weights before or after, at theta"
-                )
+            _refuse_writes(changed)
         except BaseException:
             self._drawn = None  # another try begins with other weights
             self._first = None if self._first is drawn else self._first
@@ -454,6 +456,22 @@ def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # those of bfloat16 would be rounded to bfloat16, and hide small updates
     own = {path: torch.linalg.vector_norm(p.detach(), dtype=tree.compute_dtype(p)) for path, p in parameters.items()}
     return {path: norm.nan_to_num() for path, norm in own.items()}
+
+
+def _at_hand(norms: Mapping[str, Tensor]) -> bool:
+    return all(norm.is_cpu for norm in norms.values())
+
+
+def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    return [path for path, norm in before.items() if not torch.equal(norm, after[path])]
+
+
+def _refuse_writes(changed: Sequence[str]) -> None:
+    if changed:
+        raise ValueError(
+            f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), and the "
+            "end of the simulated pass undoes it: update weights before or after, at theta"
+        )
 
 
 def _refuse(offload: str) -> None:

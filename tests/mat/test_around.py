@@ -8,7 +8,7 @@ from torch import nn
 
 from smat_fn import draw, lora, optim, random, simulate, value_and_grad
 from smat_fn.grad import ModuleLoss
-from smat_fn.mat import finetune, l2sp, orthoreg, smat
+from smat_fn.mat import finetune, l2sp, orthoreg, simulated, smat
 from smat_fn.mat.simulated import SimulatedWeights
 from smat_fn.mat.step import as_tensors
 from smat_fn.types import Method, Optimizer
@@ -136,6 +136,26 @@ def test_writes_through_data_are_found_in_later_steps_too(dtype):
     with pytest.raises(ValueError, match=r"held theta~ \(layers\.1\.0\.bias\)"):
         [step("layers.1.0.bias") for _ in params]
     assert_bits(copies(module), base)
+
+
+def test_a_device_is_not_waited_for_at_the_end_of_a_pass_but_its_write_is_found_at_the_next(monkeypatch):
+    monkeypatch.setattr(simulated, "_at_hand", lambda norms: False)  # as on a GPU
+    module = net()
+    params = dict(module.named_parameters())
+    base, weights = copies(module), SimulatedWeights(params, copies(module))
+    for _ in params:
+        with weights.at(draw(KEY, **OPTIONS)):
+            pass
+    with monkeypatch.context() as inside, weights.at(draw(KEY, **OPTIONS)):
+        inside.setattr(torch, "equal", None)  # reading a number is an error
+        for p in params.values():
+            p.data.mul_(1.01)
+    assert_bits(copies(module), base)
+    with pytest.raises(ValueError, match="written to while they held theta~"), weights.at(draw(KEY, **OPTIONS)):
+        raise AssertionError("the pass has begun")
+    assert_bits(copies(module), base)
+    with weights.at(draw(KEY, **OPTIONS)):  # once
+        pass
 
 
 @pytest.mark.parametrize("way", ["switched", "copied", "host"])
