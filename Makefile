@@ -19,6 +19,8 @@ report: $(VENV)/.run
 
 # without a GPU, on which models would be loaded by default: tests compare bits of the CPU
 test test-all test-matrix: export CUDA_VISIBLE_DEVICES =
+# images often switch bytecode off: each worker would compile all tests anew at every run
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow"

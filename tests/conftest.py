@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import math
 import os
 
@@ -59,6 +60,10 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+    # pytest adds its handlers six times a test to every logger that does not propagate: torch has fifty of them
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -105,7 +110,7 @@ def _family(dtype=torch.float32, *, count=3, seed=0, scale=0.1, grid=None):
     return full.pop(""), full
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def family():
     return _family
 

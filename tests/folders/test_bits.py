@@ -102,6 +102,8 @@ MORE = {
 PAIRS = "slerp", "arcee_fusion", "nuslerp leaf", "nuslerp first", "nuslerp last"
 COUNTS = {"wise_ft": 1, "nearswap": 1, **dict.fromkeys(PAIRS, 2)}  # experts, where not three
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# (chunk, workers): whole leaves, and a few coordinates at a time by threads; single ones are slow
+CUTS = pytest.mark.parametrize("cuts", [((1 << 19, 1), (40, 3)), pytest.param(((5, 1),), marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
     ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
+@CUTS
+def test_equal_bits(cuts, name, dtype, grid, family, folders, tmp_path):
     config = CONFIGS[name]
     base, experts = family(DTYPES[dtype], grid=grid)
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(config, base, experts)
-    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+    for chunk, workers in cuts:
         out = tmp_path / f"out-{chunk}"
         merge_folders(config, *paths, out, key=folders.key, chunk=chunk, shard_size=150, workers=workers)
         assert len(list(out.glob("*.safetensors"))) > 1
@@ -136,13 +139,14 @@ def test_equal_bits(name, dtype, grid, family, folders, tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", MORE)
-def test_equal_bits_beyond_the_paper(name, dtype, grid, family, folders, tmp_path, monkeypatch):
+@CUTS
+def test_equal_bits_beyond_the_paper(cuts, name, dtype, grid, family, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(arithmetic, "BLOCK", 32)  # inner products of several blocks
     base, experts = family(DTYPES[dtype], grid=grid, count=COUNTS.get(name, 3))
     paths = folders.save_family(tmp_path, base, experts)
     expected = folders.in_memory(MORE[name], base, experts)
     assert not torch.equal(expected["matrix"], base["matrix"])
-    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+    for chunk, workers in cuts:
         options = {"chunk": chunk, "workers": workers, "shard_size": 150}
         merge_folders(MORE[name], *paths, tmp_path / f"{chunk}", key=folders.key, **options)
         folders.assert_same_bits(folders.load(tmp_path / f"{chunk}"), expected)
@@ -159,7 +163,13 @@ def test_every_merger_is_compared():
     assert found == {config.name for config in (CONFIGS | MORE).values()}
 
 
-@pytest.mark.parametrize("name", CONFIGS | MORE)
+# of the first ones a survey is stored, of a number or of thresholds; the others find nothing there
+RESUMED = "opcm", "ties", "ties tensor", "wa", "ta", "dare", "model_stock", "tsv_merge", "pcb"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in RESUMED)) for name in CONFIGS | MORE]
+)
 def test_an_interrupted_merge_of_any_merger_is_resumed_to_the_same_bits(name, family, folders, tmp_path, monkeypatch):
     config = (CONFIGS | MORE)[name]
     base, experts = family(torch.bfloat16, count=COUNTS.get(name, 3))

@@ -126,11 +126,12 @@ DTYPES = {
     "float32 of bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
     "float16": (torch.float16, torch.float16, torch.bfloat16),
 }
-MIXED = "bfloat16 of float32", "float32 of bfloat16"  # each for every second configuration, the others are slow
+ALONE = "magmax", "sce"  # whose loops no other configuration takes
+# every configuration with two in turn, the others are slow: all loops read and write leaves by the same functions
 RUNS = [
-    pytest.param(name, dtypes, marks=[pytest.mark.slow] * (dtypes == MIXED[i % 2]))
+    pytest.param(name, dtypes, marks=[pytest.mark.slow] * ((i + j) % 5 > 1 and name not in ALONE))
     for i, name in enumerate(CONFIGS)
-    for dtypes in DTYPES
+    for j, dtypes in enumerate(DTYPES)
 ]
 
 
@@ -340,14 +341,14 @@ def test_all_float16_numbers_are_read_and_written_as_by_torch():
 def test_the_bracket_of_a_sample_holds_the_rank(alike):
     """At 3.5 standard errors it misses one in 2,000."""
     generator, missed = numpy.random.default_rng(0), 0
-    for share in numpy.linspace(0.01, 0.99, 300):
+    for share in numpy.linspace(0.01, 0.99, 100):
         scale = generator.lognormal(size=(1 << 16) // alike).repeat(alike)
         values = numpy.abs(generator.standard_normal(1 << 16) * scale).astype("f4")
         starts = generator.integers(0, len(values) // 16, 400) * 16
         low, high = ranks.bracket(numpy.stack([values[s : s + 16] for s in starts]).view("u4"), share)
         exact = numpy.partition(values, int(share * len(values)))[int(share * len(values))].view("u4")
         missed += not low <= exact <= high
-    assert missed <= 3
+    assert missed <= 1
 
 
 @pytest.mark.parametrize("stored", ["odd address", "transposed"])

@@ -1,5 +1,6 @@
 """What every merger owes: a file of mergers without an entry in ``RUNS`` fails."""
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -263,9 +264,18 @@ OF_A_DEVICE = {
     *("reg-mean", "reg-mean-full", "cart", "svc", "pcb", "pcb-half", "arcee"),
     *("nuslerp-first", "nuslerp-last"),
 }
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [
+    *(torch.float32, torch.bfloat16),
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float16)),
+]
 every_run = pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 every_vector = pytest.mark.parametrize("name", VECTORS)
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    """``plain(run)``: the merge of the family as it is, made once."""
+    return cache(lambda run: run(*family(), KEY))
 
 
 def same(left, right):
@@ -312,38 +322,38 @@ def test_inputs_are_neither_mutated_nor_aliased(run, family):
 
 @every_run
 def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_other_bits_there(
-    run, family, as_on_cuda, request
+    run, family, plain, as_on_cuda, request
 ):
     base, experts = family()
     with as_on_cuda() as mode:  # in which no compiled loop runs, as on CUDA
         merged = run(base, experts, KEY)
     assert bool(mode.inexact) == (request.node.callspec.id in OF_A_DEVICE), mode.inexact
-    same(merged, run(base, experts, KEY))
+    same(merged, plain(run))
 
 
 @every_run
-def test_an_autocast_of_the_caller_plays_no_part(run, family):
+def test_an_autocast_of_the_caller_plays_no_part(run, family, plain):
     base, experts = family()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         merged = run(base, experts, KEY)
-    same(merged, run(base, experts, KEY))
+    same(merged, plain(run))
 
 
 @every_run
-def test_torchs_default_device_plays_no_part(run, family):
+def test_torchs_default_device_plays_no_part(run, family, plain):
     base, experts = family()
     with torch.device("meta"):
         merged = run(base, experts, random.key(5))
-    same(merged, run(base, experts, random.key(5)))
+    same(merged, plain(run))
 
 
 @every_run
-def test_the_key_decides_everything_random(run, family, request):
+def test_the_key_decides_everything_random(run, family, plain, request):
     base, experts = family()
-    same(run(base, experts, KEY), run(base, experts, KEY.clone()))
+    same(run(base, experts, KEY.clone()), plain(run))
     other = run(base, experts, random.key(6))
     is_random = request.node.callspec.id in RANDOM
-    assert is_random != torch.equal(other["matrix"], run(base, experts, KEY)["matrix"])
+    assert is_random != torch.equal(other["matrix"], plain(run)["matrix"])
 
 
 def test_the_order_of_experts_plays_a_part_in_rounding_alone(family):
@@ -405,10 +415,10 @@ def test_nested_trees_keep_their_structure(run, family):
 
 
 @every_run
-@pytest.mark.parametrize("chunk", [3, pytest.param(16, marks=pytest.mark.slow), 100])
-def test_chunk_size_changes_no_bit(run, chunk, family, monkeypatch):
+@pytest.mark.parametrize("chunk", [3, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (16, 100))])
+def test_chunk_size_changes_no_bit(run, chunk, family, plain, monkeypatch):
     base, experts = family()
-    whole = run(base, experts, KEY)
+    whole = plain(run)
     monkeypatch.setattr("smat_fn.merge.parts.chunks.CHUNK", chunk)
     same(run(base, experts, KEY), whole)
 
@@ -426,19 +436,18 @@ def test_ranks_that_are_counted_are_those_that_are_sorted(name, family, monkeypa
     "name",
     [n for n in ALL if n not in ("fisher", "ram-plus", "opcm") and not n.startswith(("emr", "pcb", "ties-global"))],
 )
-def test_leaves_may_be_merged_one_at_a_time(name, family):
+def test_leaves_may_be_merged_one_at_a_time(name, family, plain):
     base, experts = family()
     merged = {}
     for path in base:
         alone = {expert: {path: leaves[path]} for expert, leaves in experts.items()}
         merged |= ALL[name]({path: base[path]}, alone, KEY)
-    same(merged, ALL[name](base, experts, KEY))
+    same(merged, plain(ALL[name]))
 
 
 @every_run
-def test_views_and_parameters_give_the_same_bits(run, family):
+def test_views_and_parameters_give_the_same_bits(run, family, plain):
     base, experts = family()
-    expected = run(base, experts, KEY)
 
     def view(leaf):
         if leaf.ndim < 2 or not leaf.is_floating_point():
@@ -447,7 +456,7 @@ def test_views_and_parameters_give_the_same_bits(run, family):
 
     assert not view(base["matrix"]).is_contiguous()
     merged = run(tree.tree_map(view, base), {n: tree.tree_map(view, e) for n, e in experts.items()}, KEY)
-    same(merged, expected)
+    same(merged, plain(run))
     assert not any(leaf.requires_grad for leaf in merged.values())
 
 
@@ -455,8 +464,8 @@ def test_views_and_parameters_give_the_same_bits(run, family):
 @pytest.mark.parametrize(
     "dtype",
     [
-        *(torch.float32, torch.bfloat16),
-        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16, torch.float64)),
     ],
     ids=str,
 )
