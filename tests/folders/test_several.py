@@ -51,7 +51,9 @@ def blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_task_has_the_bits_of_its_own_merge(name, dtype, count, family, folders, tmp_path, blocks):
     config = CONFIGS[name]

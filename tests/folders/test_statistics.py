@@ -61,12 +61,13 @@ def saved(family, folders, tmp_path):
     ids=["fisher", "fisher raw", "adam", "reg_mean", "reg_mean full"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_folders_merge_to_the_bits_of_memory(config, kind, dtype, saved, folders, tmp_path):
+@pytest.mark.parametrize("cuts", [((1 << 19, 1), (40, 3)), pytest.param(((5, 1),), marks=pytest.mark.slow)])
+def test_folders_merge_to_the_bits_of_memory(cuts, config, kind, dtype, saved, folders, tmp_path):
     base, experts, found, paths = saved(kind, dtype, torch.bfloat16 if kind == "adam" else torch.float32)
     expected = merge.merge_by(config, base, experts, statistics=found)
     assert not torch.equal(expected["matrix"], base["matrix"])
     assert plan(config, *paths, tmp_path / "planned").seconds > 0
-    for chunk, workers in ((5, 1), (1 << 19, 1), (40, 3)):
+    for chunk, workers in cuts:
         out = tmp_path / f"out-{chunk}"
         merge_folders(config, *paths, out, chunk=chunk, shard_size=150, workers=workers)
         folders.assert_same_bits(folders.load(out), expected)

@@ -72,6 +72,10 @@ FILES = sorted(
 )
 RUNS = [pytest.param(name, kw, id=f"{name} {label}") for name in METHODS for label, kw in METHODS[name][0].items()]
 each_run = pytest.mark.parametrize(("name", "hyper"), RUNS)
+# one run of each method, of smat one of each kind of step; the others are slow
+ONE = {f"{name} {next(iter(METHODS[name][0]))}" for name in METHODS} | {"smat mixed", "smat climbing always"}
+FEW = [pytest.param(*run.values, id=run.id, marks=[pytest.mark.slow] * (run.id not in ONE)) for run in RUNS]
+few_runs = pytest.mark.parametrize(("name", "hyper"), FEW)
 each_engine = pytest.mark.parametrize("engine", ["func", "autograd"])
 KEY = random.key(17)
 
@@ -191,7 +195,9 @@ def test_a_method_file_has_state_info_and_build(name):
 
 
 @each_run
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 def test_state_keeps_its_structure_shapes_and_dtypes(name, hyper, dtype):
     m = method(name, regression, optim.adamw(0.01, weight_decay=0.1), parameters(dtype), where=in_block, **hyper)
     state = m.init(parameters(dtype, seed=5))
@@ -332,7 +338,7 @@ def test_donation_needs_an_optimizer_that_takes_it():
         donating.update(KEY, donating.init(params), batches(1)[0])
 
 
-@each_run
+@few_runs
 @each_engine
 def test_donation_with_leaves_that_share_one_gradient(name, hyper, engine):
     def shared(params, batch):
@@ -360,7 +366,7 @@ def test_a_list_of_micro_batches_is_the_whole_batch(name, hyper, weights):
         assert_bits([info.loss, info.grad_norm], [micro_info.loss, micro_info.grad_norm])
 
 
-@each_run
+@few_runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_micro_batches_are_averaged_within_rounding(name, hyper, dtype):
     m = method(name, regression, recorder(), parameters(dtype), **hyper)
@@ -390,7 +396,7 @@ def test_no_micro_batch_at_all_is_refused(name, hyper):
         m.update(KEY, m.init(parameters()), [])
 
 
-@each_run
+@few_runs
 def test_clipping_is_that_of_the_optimizer_room(name, hyper):
     params = parameters(seed=5)
     free, clipped = (
@@ -408,7 +414,7 @@ def test_clipping_is_that_of_the_optimizer_room(name, hyper):
         assert tree.global_norm(other.opt_state.grads).item() == pytest.approx(0.25, rel=1e-5)
 
 
-@each_run
+@few_runs
 def test_the_engines_agree_within_rounding(name, hyper):
     params, base, data = parameters(torch.float64, seed=5), parameters(torch.float64), batches(4, torch.float64)
     func, autograd = (
@@ -418,7 +424,7 @@ def test_the_engines_agree_within_rounding(name, hyper):
     torch.testing.assert_close(tensors(func), tensors(autograd), rtol=1e-9, atol=1e-11)
 
 
-@each_run
+@few_runs
 @each_engine
 def test_parameters_of_a_module_train_without_a_graph(name, hyper, engine):
     params = tree.tree_map(lambda leaf: torch.nn.Parameter(leaf.clone()), parameters(seed=5))
@@ -430,7 +436,7 @@ def test_parameters_of_a_module_train_without_a_graph(name, hyper, engine):
     assert_bits(state, want)
 
 
-@each_run
+@few_runs
 def test_converges_on_a_convex_quadratic(name, hyper):
     params = tree.tree_map(lambda leaf: torch.full_like(leaf, -2.0), parameters())
     base = tree.tree_map(lambda leaf: torch.full_like(leaf, 0.5), parameters())

@@ -17,7 +17,7 @@ from smat_fn.mat.smat import literal_step
 from smat_fn.testing import assert_trees_equal, random_tree
 from smat_fn.types import Micro
 
-from .test_conformance import RUNS
+from .test_conformance import FEW, RUNS
 
 KEY = random.key(7)
 STRENGTHS = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 0.01}
@@ -66,7 +66,7 @@ def trained(method, start, batches, seed=0):
     return state, infos
 
 
-@pytest.mark.parametrize(("name", "hyper"), RUNS)
+@pytest.mark.parametrize(("name", "hyper"), FEW)
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_dropout_is_a_function_of_the_run_key_and_the_step(name, hyper, engine):
     base, start = trees(net())

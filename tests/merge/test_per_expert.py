@@ -1,5 +1,6 @@
 """Weights and densities of single experts: closed forms, the plain merger's bits without them, folders as in memory."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -43,19 +44,31 @@ def models(tmp_path_factory):
     return folder, {name: load_file(folder / name / "model.safetensors") for name in ("BASE", "A", "B", "C")}
 
 
+@pytest.fixture(scope="module")
+def merged(models):
+    """``merged(name)``: what memory gives, made once."""
+    _, trees = models
+    experts = {name: trees[name] for name in "ABC"}
+    return functools.cache(lambda name: merge.merge_by(CONFIGS[name], trees["BASE"], experts, key=KEY))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("chunk", [97, 1 << 19])
-def test_folders_give_what_memory_gives(name, chunk, models, tmp_path, monkeypatch):
-    folder, trees = models
-    base, experts = trees["BASE"], {name: trees[name] for name in "ABC"}
-    expected = merge.merge_by(CONFIGS[name], base, experts, key=KEY)
+def test_chunks_in_memory_change_no_bit(name, models, merged, monkeypatch):
+    _, trees = models
+    expected = merged(name)
+    monkeypatch.setattr(chunks, "CHUNK", 100)
+    again = merge.merge_by(CONFIGS[name], trees["BASE"], {name: trees[name] for name in "ABC"}, key=KEY)
+    assert all(torch.equal(again[path], leaf) for path, leaf in expected.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("chunk", [97, pytest.param(1 << 19, marks=pytest.mark.slow)])
+def test_folders_give_what_memory_gives(name, chunk, models, merged, tmp_path):
+    folder, _ = models
     out = tmp_path / "out"
     merge_folders(CONFIGS[name], folder / "BASE", {n: folder / n for n in "ABC"}, out, key=KEY, chunk=chunk)
     found = load_file(out / "model.safetensors")
-    assert all(torch.equal(found[path], leaf) for path, leaf in expected.items())
-    monkeypatch.setattr(chunks, "CHUNK", 100)
-    again = merge.merge_by(CONFIGS[name], base, experts, key=KEY)
-    assert all(torch.equal(again[path], leaf) for path, leaf in expected.items())
+    assert all(torch.equal(found[path], leaf) for path, leaf in merged(name).items())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -35,7 +35,7 @@ def arguments(c):
 
 
 @pytest.mark.parametrize("noise", ["uniform", pytest.param("laplace", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_opcheck(case, dtype, noise):
     for op, args in arguments(case(SHAPES, dtype, noise=noise)).items():
         assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}

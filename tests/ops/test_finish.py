@@ -43,7 +43,12 @@ def finished(kernels, device):
 @pytest.mark.parametrize("max_norm", [None, 0.5, pytest.param(1e6, marks=pytest.mark.slow)], ids=str)
 @SIMULATED
 @pytest.mark.parametrize(
-    "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.bfloat16, torch.float32)], ids=str
+    "dtypes",
+    [
+        *((torch.float32,), (torch.float16, torch.bfloat16, torch.float32)),
+        pytest.param((torch.bfloat16,), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_separate_functions_bit_for_bit(case, finished, dtypes, simulated, max_norm, donate, by_kernels):
     c = case(SHAPES, seed=2)

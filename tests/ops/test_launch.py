@@ -21,7 +21,11 @@ def variants():
     launch.VARIANTS |= before
 
 
-@pytest.mark.parametrize("dtype", library.SUPPORTED, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=[pytest.mark.slow] * (dtype != torch.bfloat16)) for dtype in library.SUPPORTED],
+    ids=str,
+)
 def test_an_aligned_tree_takes_one_launch(case, dtype):
     case(ALIGNED, dtype).kernels(launches=1)
     case(ALIGNED, dtype, start=4096 + 8).kernels(launches=1)
@@ -78,7 +82,7 @@ def test_variants_are_dtype_masked_noise_and_aligned(case, variants):
 def test_out_may_be_an_input(case, kernels, device, sizes, target):
     c = case({f"n{n}": (n,) for n in sizes}, torch.bfloat16, noise="gaussian")
     expected, weighted = c.chunked()
-    for where in ("cpu", device):
+    for where in dict.fromkeys(("cpu", device)):
         numbers = [number.to(where) for number in c.numbers]
         trees = {n: [leaf.to(where, copy=True) for leaf in getattr(c, n).values()] for n in ("params", "base")}
         with kernels():

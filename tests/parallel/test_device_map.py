@@ -95,7 +95,9 @@ def check(build, base, start, batches, **options):
 
 
 @pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "smat by depth in pairs")) for name in METHODS]
+)
 def test_every_method_trains_to_the_bits_of_one_device(name, masters):
     module, base, start, batches = setting()
     loss_fn = ModuleLoss(module, squares)

@@ -10,12 +10,13 @@ from pathlib import Path
 from shutil import copy
 
 import torch
+import torch._dynamo  # DistributedDataParallel imports it at its first use, in each process
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from smat_fn import checkpoint, draw, lora, optim, parallel, random, simulate
+from smat_fn import checkpoint, compiled, draw, lora, optim, parallel, random, simulate
 from smat_fn.config import Finetune, Smat, Training
 from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss, value_and_grad, with_master_weights
@@ -421,8 +422,7 @@ def mean_gradients(kind, rank):
 
     one = ModuleLoss(module, loss)
     averaged = parallel.replicated(one)
-    gc.collect()
-    gc.freeze()  # what is there is not looked through
+    gc.collect()  # of this pass alone, see `main`
     gc.disable()
     with events:
         _, found = value_and_grad(
@@ -430,7 +430,6 @@ def mean_gradients(kind, rank):
         )(params, parallel.Share(None, 0.5))
     left = sum(isinstance(one, DistributedDataParallel) for one in gc.get_objects())
     gc.enable()
-    gc.unfreeze()
     happened = list(events)
     if kind == "nothing" and rank == 1:  # alone, it is an error
         own = {path: torch.zeros_like(leaf) for path, leaf in params.items()}
@@ -446,6 +445,8 @@ def mean_gradients(kind, rank):
 def main(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     found = {name: trained(name, rank=rank, size=2) for name in TRAINED}
+    gc.collect()
+    gc.freeze()  # what is there is not looked through
     found["means"] = {kind: mean_gradients(kind, rank) for kind in KINDS}
     found["independent"] = independent(rank)
     found["sharded"] = sharded()
@@ -461,6 +462,7 @@ def main(rank, folder):
 
 
 if __name__ == "__main__":
+    compiled.loops()
     child = os.fork()  # after the imports, which take longer than all else
     main(0 if child else 1, sys.argv[1])
     if child:

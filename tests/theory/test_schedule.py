@@ -37,7 +37,9 @@ def descend(theta, fields, step):
     return theta
 
 
-@pytest.mark.parametrize(("n", "k"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.slow), (3, 0), (2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2, 1), *(pytest.param(4, k, marks=pytest.mark.slow) for k in (1, 2)), (3, 0), (2, 2), (1, 1)]
+)
 def test_separate_steps_in_any_order_follow_mixed_steps_to_second_order(gradients, point, n, k):
     clean, simulated, (lipschitz, bound) = gradients
 

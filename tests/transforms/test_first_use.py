@@ -139,7 +139,7 @@ def fresh(monkeypatch):
     torch._dynamo.reset()
 
 
-SLOW = "export", "make_fx symbolic"
+SLOW = "export", "make_fx symbolic", "make_fx fake"
 
 
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODES])

@@ -152,7 +152,7 @@ def few_rounds(monkeypatch):
     torch._dynamo.reset()
 
 
-FIRST = "finetune", "smat"  # the others take seconds more, and Inductor's test takes all runs
+FIRST = ("smat",)  # clean and simulated steps; the others take seconds more, and Inductor's test takes all runs
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,9 @@ def test_seeds_are_one_batched_program(run):
         assert_close(row(found, i), trained(method.update, method.init(tree(2)), batches(3), key))
 
 
-@each
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run not in smat_fn.mat.__all__)) for run in RUNS]
+)
 def test_experts_are_one_batched_program(run):
     """Each with its own start, data and key, from a stack of states."""
     method, keys = build(run, tree(1)), random.split(KEY, 2)
