@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from smat_fn import ops, random, simulate
 from smat_fn.ops import launch, library
@@ -20,6 +22,31 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _compiler_knows_torch():
     """torch.compile lists torch's functions at its first use: that must not happen while some are replaced."""
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _replaced_once():
+    """Triton's interpreter replaces triton.language at each call of a function inside a kernel, a third of its time.
+
+    Here it does so at the first one of a launch; the others find it replaced.
+    """
+    replace, replaced = interpreter._patch_lang, set()
+
+    def once(fn):
+        modules = frozenset(id(thing) for thing in fn.__globals__.values() if thing is tl or thing is tl.core)
+        if modules in replaced:
+            return interpreter._LangPatchScope()
+        scope, launch = replace(fn), not replaced
+        replaced.add(modules)
+        if launch:
+            restore = scope.restore
+            scope.restore = lambda: (replaced.clear(), restore())
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(interpreter, "_LangPatchScope"):  # not in older versions
+            patch.setattr(interpreter, "_patch_lang", once)
+        yield
 
 
 @pytest.fixture(autouse=True)
