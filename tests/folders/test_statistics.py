@@ -61,7 +61,9 @@ def saved(family, folders, tmp_path):
     ids=["fisher", "fisher raw", "adam", "reg_mean", "reg_mean full"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cuts", [((1 << 19, 1), (40, 3)), pytest.param(((5, 1),), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cuts", [((1 << 19, 1), (40, 3)), pytest.param(((5, 1),), marks=pytest.mark.slow)], ids=["", "single"]
+)
 def test_folders_merge_to_the_bits_of_memory(cuts, config, kind, dtype, saved, folders, tmp_path):
     base, experts, found, paths = saved(kind, dtype, torch.bfloat16 if kind == "adam" else torch.float32)
     expected = merge.merge_by(config, base, experts, statistics=found)

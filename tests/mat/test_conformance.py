@@ -259,7 +259,7 @@ def test_the_same_key_gives_the_same_bits(name, hyper):
 
 
 @each_run
-@each_engine
+@pytest.mark.parametrize("engine", ["func", pytest.param("autograd", marks=pytest.mark.slow)])
 def test_no_operation_of_a_step_lacks_a_deterministic_form_on_cuda(name, hyper, engine, as_on_cuda):
     muon = optim.chain(optim.clip_by_global_norm(1.0), optim.muon(0.01, rest=optim.adamw(0.01, weight_decay=0.1)))
     optimizer = optim.averaged(muon, optim.ema(0.9))
@@ -282,7 +282,7 @@ def test_global_random_state_plays_no_part(name, hyper):
     assert_bits(*results)
 
 
-@each_run
+@few_runs
 @pytest.mark.parametrize(
     ("engine", "max_grad_norm", "micro"),
     [

@@ -256,7 +256,7 @@ def test_wudi_is_where_its_authors_descend_to(found, stored):
     assert difference(ours, far) <= documented()["wudi_6000"] < difference(ours, near_sum)
 
 
-@pytest.mark.parametrize("layer_wise", [True, False])
+@pytest.mark.parametrize("layer_wise", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adamerging_has_the_settings_of_its_authors(stored, layer_wise):
     heads, rows, base = stored("net/heads"), stored("net/rows"), stored("net/base")
     base = {path: base[path] for path in MADE.Stack().state_dict()}  # coefficients are in the order of leaves

@@ -46,6 +46,9 @@ RUNS |= {
     "msam along the gradient": ("msam", {"rho": 0.1, "along": "gradient"}),
 }
 each = pytest.mark.parametrize("run", RUNS)
+each_method = pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run not in smat_fn.mat.__all__)) for run in RUNS]
+)
 KEY = random.key(3)
 ROOT = Path(__file__).resolve().parents[2]
 NO_CXX = shutil.which("g++") is None and shutil.which("clang++") is None
@@ -278,9 +281,7 @@ def test_seeds_are_one_batched_program(run):
         assert_close(row(found, i), trained(method.update, method.init(tree(2)), batches(3), key))
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run not in smat_fn.mat.__all__)) for run in RUNS]
-)
+@each_method
 def test_experts_are_one_batched_program(run):
     """Each with its own start, data and key, from a stack of states."""
     method, keys = build(run, tree(1)), random.split(KEY, 2)
