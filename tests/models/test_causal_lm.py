@@ -247,7 +247,7 @@ def test_an_adapter_is_refused_where_it_lies_and_where_transformers_puts_it_over
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(folder)}))
     for seen in True, False:  # a folder; a repository of the hub, which is not one
         if not seen:
-            monkeypatch.setattr(pretrained, "_holds_adapter", lambda source: False)
+            monkeypatch.setattr(pretrained, "Path", lambda source: tmp_path / "no folder")
         with pytest.raises(
             ValueError, match=r"adapter' holds an adapter: write a whole model, merge.py wa --base BASE"
         ):
