@@ -183,7 +183,7 @@ def test_methods_learn_the_rows(load, checkpointing):
         smat.build(loss_fn, adam(3e-3), suite.base, **strengths),
     ):
         state = method.init(suite.base)
-        for step in range(24):
+        for step in range(48):
             state, _ = method.update(key, state, suite.batch("MNIST", key, step))
         after = fmean(loss_fn(state.params, batch)[0].item() for batch in everything)
         assert after < 0.9 * before
