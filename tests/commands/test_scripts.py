@@ -30,7 +30,7 @@ def run(script, *words):
 
 
 def called(script, *words):
-    """What `run` returns, of the script in this process."""
+    """Run a script in this process, with the result of `run`."""
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", [script, *map(str, words)])

@@ -306,7 +306,7 @@ def test_leaves_beyond_one_span(family, folders, tmp_path, monkeypatch):
 
 
 class Calls(TorchDispatchMode):
-    """What is called, and the copies between devices that change a dtype, which torch does on the CPU."""
+    """Records the operations, and the copies between devices that change a dtype, which torch casts on the CPU."""
 
     def __init__(self):
         super().__init__()

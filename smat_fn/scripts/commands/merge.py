@@ -168,8 +168,8 @@ class Machine:
     threads: int = 1
     """CPU threads; without --search they share --memory-mib."""
     memory_mib: int = 72
-    """Working memory of a merge without --search, in MiB, besides mapped files; --dry-run prints the need. A GPU needs
-    as much; it is fast from about a thousand on."""
+    """Working memory of a merge without --search, in MiB, besides mapped files; --dry-run prints the need. With
+    --device cuda more memory means larger chunks, which a GPU takes whole."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that merges chunks; cuda has not been run on a GPU, where some mergers have other last bits."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
