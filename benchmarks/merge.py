@@ -6,6 +6,7 @@ plain bytes in one thread. It, ours and mergekit's take turns, and so do the who
 checks, hashes and model card.
 """
 
+import itertools
 import json
 import math
 import os
@@ -49,9 +50,10 @@ config, base, out, *experts = sys.argv[1:]
 names = [Path(e).name for e in experts]
 torch.set_num_threads(1)
 compiled.loops()
+torch.zeros(1, device={device!r})  # a GPU's context
 inputs = Path(base), {{Path(e).name: Path(e) for e in experts}}, Path(out)
 print("ready", flush=True); sys.stdin.readline()
-merge_folders(eval(config), *inputs, key=random.key(0), workers={threads})
+merge_folders(eval(config), *inputs, key=random.key(0), workers={threads}, device={device!r})
 print("done", flush=True); sys.stdin.readline()
 """
 THEIRS = """
@@ -60,8 +62,10 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import MergeOptions, run_merge
 torch.set_num_threads({threads})
 config = MergeConfiguration.model_validate(json.loads(sys.argv[1]))
+torch.zeros(1, device={device!r})
 print("ready", flush=True); sys.stdin.readline()
-run_merge(config, sys.argv[2], MergeOptions(copy_tokenizer=False, random_seed=42, quiet=True))
+options = MergeOptions(copy_tokenizer=False, random_seed=42, quiet=True, device={device!r})
+run_merge(config, sys.argv[2], options)
 print("done", flush=True); sys.stdin.readline()
 """
 FLOOR = """
@@ -155,11 +159,14 @@ class Options:
     small: bool = False
     """Tiny checkpoints."""
     out: Path | None = None
-    """File for results (default: benchmarks/results/merge.json, none with --small or without the case bfloat16)."""
+    """File for results (default: merge.json, on a GPU merge_gpu.json, in benchmarks/results; none with --small or
+    without the case bfloat16)."""
     experts: int = 7
     """Number of experts."""
     threads: int = 2
     """Threads of a merge."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where both compute; on a GPU the outputs are also compared with those of the CPU."""
     repeats: int = 1
     """Runs of what takes less than 10 s; the best counts."""
     mergers: tuple[Merger, ...] = get_args(Merger)
@@ -191,10 +198,12 @@ def main(options: Options) -> None:
                 print(json.dumps(rows[-1]), flush=True)
     for case in options.cases:
         print(f"{case}\n\n{timing.markdown([row for row in rows if row['case'] == case])}")
-    stored = None if options.small or "bfloat16" not in options.cases else timing.RESULTS / "merge.json"
+    own = "merge.json" if options.device == "cpu" else "merge_gpu.json"
+    stored = None if options.small or "bfloat16" not in options.cases else timing.RESULTS / own
     if (file := options.out or stored) is not None:
-        facts = machine.describe("python -m benchmarks merge " + shlex.join(_public(sys.argv[2:])))
-        names = "threads", "repeats", "experts", "embedding", "embedding_experts"
+        describe = machine.describe if options.device == "cpu" else timing.describe
+        facts = describe("python -m benchmarks merge " + shlex.join(_public(sys.argv[2:])))
+        names = "threads", "device", "repeats", "experts", "embedding", "embedding_experts"
         facts |= {name: getattr(options, name) for name in names}
         facts |= {"model": SMALL if options.small else LARGE, "MB": sizes, "MB of a model": sizes.get("bfloat16")}
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()  # loops and sorts use them too
@@ -206,9 +215,9 @@ def compile_loops(case: Case, options: Options) -> None:
     """Merge something small by every merger, so that no merge that counts is the first one of its kind."""
     with tempfile.TemporaryDirectory(prefix="merge-") as name:
         base, experts = checkpoints(Path(name), case, replace(options, small=True, experts=2))
-        for merger in options.mergers:
-            words = OURS.format(threads=1), MERGERS[merger][0], base, Path(name) / merger, *experts
-            measure([sys.executable, "-c", *map(str, words)], 1)
+        for merger, device in itertools.product(options.mergers, sorted({"cpu", options.device})):
+            words = OURS.format(threads=1, device=device), MERGERS[merger][0]
+            measure([sys.executable, "-c", *words, *map(str, (base, Path(name) / f"{merger}-{device}", *experts))], 1)
 
 
 def checkpoints(folder: Path, case: Case, options: Options) -> tuple[Path, list[Path]]:
@@ -263,7 +272,7 @@ def compare(
     )
     recipe = folder / "recipe.yml"
     recipe.write_text(text := json.dumps(_recipe(merger, base, experts, case)))  # JSON is YAML
-    scripts = {copied: [FLOOR], ours: [OURS.format(threads=threads), config]}
+    scripts = {copied: [FLOOR], ours: [OURS.format(threads=threads, device=options.device), config]}
     candidates: dict[Path, Callable[[], Cost]] = {
         to: partial(measure, [sys.executable, "-c", *words, *map(str, (base, to, *experts))], threads)
         for to, words in scripts.items()
@@ -272,14 +281,17 @@ def compare(
         words = [sys.executable, str(ROOT / "merge.py"), str(recipe), "--threads", str(threads)]
     else:
         words = _words(config, base, experts, threads)
+    words += ["--device", options.device]
     candidates[command] = partial(whole, [*words, "--out", str(command)], threads)
     if options.mergekit and text not in known:
         known[text] = _too_large(base, experts)
     if options.mergekit and not known[text]:
-        inner = [options.mergekit, "-c", THEIRS.format(threads=threads), text, str(other)]
+        inner = [options.mergekit, "-c", THEIRS.format(threads=threads, device=options.device), text, str(other)]
         entire = [options.mergekit, "-m", "mergekit.scripts.run_yaml", str(recipe), str(theirs_command), "--quiet"]
         candidates[other] = partial(measure, inner, threads)
-        candidates[theirs_command] = partial(whole, [*entire, "--random-seed", "42", "--no-copy-tokenizer"], threads)
+        candidates[theirs_command] = partial(
+            whole, [*entire, "--random-seed", "42", "--no-copy-tokenizer", "--device", options.device], threads
+        )
     floor, own, entire_own, *rest = best(candidates, options.repeats)
     row: dict[str, Any] = {"merger": merger, "s": own.seconds, "cpu s": own.cpu, "MB": own.megabytes}
     row |= {"floor s": floor.seconds, "floor cpu s": floor.cpu}
@@ -290,6 +302,11 @@ def compare(
     row |= _beside(own, entire_own, known.get(text, ""))
     if merger in SAME_BITS and other.exists():
         row["differing coordinates"] = differing(ours, other)
+    if options.device != "cpu":
+        again = OURS.format(threads=threads, device="cpu"), config, str(base), str(folder / "on-cpu")
+        on_cpu = measure([sys.executable, "-c", *again, *map(str, experts)], threads)
+        row |= {"s on the CPU": on_cpu.seconds, "other bits than the CPU's": differing(ours, folder / "on-cpu")}
+        shutil.rmtree(folder / "on-cpu")
     for used in candidates:
         shutil.rmtree(used, ignore_errors=True)
     return row

@@ -197,6 +197,20 @@ def test_an_interrupted_merge_of_any_merger_is_resumed_to_the_same_bits(name, fa
     folders.assert_same_bits(folders.load(tmp_path / "out"), folders.in_memory(config, base, experts))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", CONFIGS | MORE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merge_on_a_gpu_has_the_bits_of_the_pure_merger_there(name, dtype, family, folders, tmp_path):
+    config = (CONFIGS | MORE)[name]
+    base, experts = family(dtype, count=COUNTS.get(name, 3))
+    paths = folders.save_family(tmp_path, base, experts)
+    merge_folders(config, *paths, tmp_path / "out", key=folders.key, device="cuda")
+    there = [{path: leaf.cuda() for path, leaf in leaves.items()} for leaves in (base, *experts.values())]
+    expected = folders.in_memory(config, there[0], dict(zip(experts, there[1:], strict=True)))
+    folders.assert_same_bits(folders.load(tmp_path / "out"), {path: leaf.cpu() for path, leaf in expected.items()})
+
+
 @pytest.mark.parametrize("name", ["ta", "ties", "dare", "model_stock"])
 def test_coefficients_by_leaf(name, family, folders, tmp_path):
     config, coef = (CONFIGS | MORE)[name], {"*at*": 0.4, "conv": -1.0, "*": 0.1}

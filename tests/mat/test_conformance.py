@@ -15,7 +15,7 @@ import torch
 
 import smat_fn.mat
 from smat_fn import optim, random, tree
-from smat_fn.testing import verify_donation
+from smat_fn.testing import assert_trees_close, verify_donation
 from smat_fn.types import Method, Micro, Optimizer, Params
 
 
@@ -267,6 +267,20 @@ def test_no_operation_of_a_step_lacks_a_deterministic_form_on_cuda(name, hyper, 
     with as_on_cuda():  # in which no compiled loop runs, as on CUDA
         steps = run(m, parameters(seed=5), batches(3))
     assert_bits(steps, run(m, parameters(seed=5), batches(3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@each_run
+@each_engine
+def test_steps_on_a_gpu_are_those_of_the_cpu_within_rounding(name, hyper, engine):
+    ends = []
+    for device in ("cpu", "cuda"):
+        params, data = (tree.tree_map(lambda leaf, at=device: leaf.to(at), part) for part in (parameters(), batches(7)))
+        trained = method(name, regression, optim.adam(1e-2), params, where=in_block, engine=engine, **hyper)
+        state, infos = run(trained, tree.tree_map(lambda leaf: leaf + 0.01, params), data)
+        ends.append([{path: leaf.cpu() for path, leaf in tree.flatten(state.params).items()}, infos[-1].loss.cpu()])
+    assert_trees_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 @each_run

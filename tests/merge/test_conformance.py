@@ -331,6 +331,27 @@ def test_no_operation_lacks_a_deterministic_form_on_cuda_and_few_mergers_have_ot
     same(merged, plain(run))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@every_run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_most_mergers_have_the_bits_of_the_cpu_and_the_others_agree(run, dtype, family, request):
+    here = dict(zip(("base", "experts"), family(dtype), strict=True))
+    there = tree.tree_map(lambda leaf: leaf.cuda(), here)
+    merged = tree.flatten(run(there["base"], there["experts"], KEY))
+    expected = tree.flatten(run(here["base"], here["experts"], KEY))
+    assert all(leaf.is_cuda for leaf in merged.values())
+    merged = {path: leaf.cpu() for path, leaf in merged.items()}
+    if request.node.callspec.params["run"] not in [ALL[name] for name in OF_A_DEVICE]:
+        same(merged, expected)
+        return
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
+    for path, leaf in expected.items():
+        torch.testing.assert_close(
+            merged[path], leaf, rtol=rtol, atol=atol, msg=lambda text, path=path: f"{path}: {text}"
+        )
+
+
 @every_run
 def test_an_autocast_of_the_caller_plays_no_part(run, family, plain):
     base, experts = family()
