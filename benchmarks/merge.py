@@ -379,7 +379,8 @@ def whole(command: Sequence[str], threads: int) -> Cost:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    found = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": found}
     return os.environ | own | {"PYTHONDONTWRITEBYTECODE": ""}  # an installed package has its bytecode
 
 
