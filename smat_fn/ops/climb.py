@@ -43,10 +43,10 @@ def climb_into(params: list[Tensor], slopes: list[Tensor], out: list[Tensor], rh
     """`climb` written into ``out``: contiguous leaves of params' dtypes, may be slopes."""
     if not params:
         return
-    ways: dict[tuple[torch.device, type[_Way]], list[int]] = {}
+    ways: dict[tuple[torch.device, type[_Way] | type[launch.Climbing]], list[int]] = {}
     for i, (theta, slope) in enumerate(zip(params, slopes, strict=True)):
         ways.setdefault((theta.device, _way_of(theta, slope)), []).append(i)
-    passes: list[tuple[_Way, list[int]]] = []
+    passes: list[tuple[_Way | launch.Climbing, list[int]]] = []
     for (_, kind), rows in ways.items():
         own, along, into = ([leaves[i].contiguous() for i in rows] for leaves in (params, slopes, out))
         passes.append((kind(own, along, into, adaptive), rows))
@@ -96,18 +96,9 @@ class _Looped(_Way):
             loops.climb(array(theta), array(slope), self._adaptive, length.float().numpy()[()], array(target))
 
 
-class _Launched(_Way):
-    def squares(self) -> Tensor:
-        return launch.climb(self._params, self._slopes, self._out, adaptive=self._adaptive)
-
-    def move(self, length: Tensor) -> None:
-        own = length.to(self._params[0].device, torch.float32).view(1)
-        launch.climb(self._params, self._slopes, self._out, adaptive=self._adaptive, length=own)
-
-
-def _way_of(theta: Tensor, slope: Tensor) -> type[_Way]:
+def _way_of(theta: Tensor, slope: Tensor) -> type[_Way] | type[launch.Climbing]:
     if library.by_kernel([theta], [slope]):
-        return _Launched
+        return launch.Climbing
     looped = theta.dtype in _LOOPED and slope.dtype in _LOOPED and loops_for(theta, slope) is not None
     return _Looped if looped else _Way
 

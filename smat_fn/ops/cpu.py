@@ -54,18 +54,6 @@ def noise_step(sigma: Tensor, uniform: bool, dtype: torch.dtype) -> Tensor:
     return (sigma * (3**0.5 / 32768)).to(dtype) if uniform else sigma.to(dtype)
 
 
-def plain_gradient(leaves: int, device: torch.device) -> Drawn:
-    """The draw of gradients that are not reweighted."""
-    numbers = Numbers(
-        torch.zeros((2, leaves, 2), dtype=torch.int64, device=device),
-        torch.ones((), device=device),
-        torch.zeros((), dtype=torch.int64, device=device),
-        torch.zeros((), dtype=torch.float64, device=device),
-        torch.empty(0, device=device),
-    )
-    return Drawn(numbers, [False] * leaves, [0] * leaves)
-
-
 def tiles(size: int, start: int) -> int:
     """Number of blocks of the full leaf that the coordinates [start, start + size) meet."""
     return (start % BLOCK + size + BLOCK - 1) // BLOCK if size else 0

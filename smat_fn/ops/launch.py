@@ -1,7 +1,7 @@
 """Launches of the grouped kernels: leaves of one dtype and alignment share one, whatever their number."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiled import constant
-from .cpu import Drawn, Numbers, first_blocks, first_tiles, kept_scale, noise_step, plain_gradient, tiles
+from .cpu import Drawn, Numbers, first_blocks, kept_scale, noise_step, tiles
 
 LAUNCHES: Counter[str] = Counter()  # by kernel name
 VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised on
@@ -17,10 +17,15 @@ VARIANTS: set[tuple[Any, ...]] = set()  # what a compiled kernel is specialised 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
-class _Group(NamedTuple):
-    dtypes: tuple[torch.dtype, ...]
+class _Part(NamedTuple):
+    """Leaves that share a launch."""
+
+    dtypes: tuple[torch.dtype, torch.dtype]
     aligned: bool
-    members: list[int]
+    flagged: bool  # any of its leaves
+    table: Tensor
+    owner: Tensor
+    programs: int
 
 
 def simulate(params: Sequence[Tensor], base: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> None:
@@ -32,135 +37,134 @@ def simulate(params: Sequence[Tensor], base: Sequence[Tensor], out: Sequence[Ten
     factors, cutoff = _factors(numbers, noise_step(numbers.sigma, uniform, torch.float32))
     # kernels read them by address: of a batch of draws they may be strided
     streams, quantiles = numbers.streams.contiguous(), numbers.quantiles.contiguous()
-    for group in _groups((params, base, out), starts):
-        columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, base, out)]
-        table, owner, programs = _table(group, columns, out, masked, starts)
+    for part in _parts(params, base, out, masked, starts):
         _launch(
             kernels.simulate_kernel,
-            programs,
-            (table, owner, *streams, factors, cutoff, quantiles if not uniform else factors),
-            DTYPE=_triton(group.dtypes[0]),
-            BASE=_triton(group.dtypes[1]),
-            MASKED=any(masked[i] for i in group.members),
+            part,
+            (*streams, factors, cutoff, quantiles if not uniform else factors),
+            DTYPE=_triton(part.dtypes[0]),
+            BASE=_triton(part.dtypes[1]),
+            MASKED=part.flagged,
             NOISE=1 if uniform else 2,
-            ALIGNED=group.aligned,
         )
 
 
-def reweight(
-    grads: Sequence[Tensor],
-    out: Sequence[Tensor],
-    drawn: Drawn,
-    *,
-    sums: Tensor | None = None,
-    clip: Tensor | None = None,
-    store: bool = True,
-) -> None:
-    """`cpu.reweight` by kernels, and its fusions with the clip of the global norm.
+def reweight(grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> None:
+    """`cpu.reweight` by kernels."""
+    Reweighting(grads, out, drawn)()
 
-    Args: sums: float32 (blocks of all leaves), receives each block's sum of squares of the reweighted gradient;
-        clip: float32 (1,), a factor that the reweighted gradient is multiplied by; store: write the result to out.
+
+class Reweighting:
+    """`cpu.reweight` by kernels, and its fusions with the clip of the global norm, in one pass or several.
+
+    Args: drawn: None for a gradient that is not reweighted.
     """
-    from . import kernels
 
-    numbers, masked, starts = drawn
-    factors, cutoff = _factors(numbers)
-    streams = numbers.streams.contiguous()
-    first = first_tiles([g.numel() for g in grads], starts)
-    for group in _groups((grads, out), starts):
-        columns = [[g.data_ptr() for g in (grads[i] for i in group.members)], [first[i] for i in group.members]]
-        columns.append([out[i].data_ptr() for i in group.members])
-        table, owner, programs = _table(group, columns, grads, masked, starts)
-        _launch(
-            kernels.reweight_kernel,
-            programs,
-            (
-                table,
-                owner,
-                streams[0],
-                factors,
-                cutoff,
-                factors if sums is None else sums,
-                factors if clip is None else clip,
-            ),
-            DTYPE=_triton(group.dtypes[0]),
-            MASKED=any(masked[i] for i in group.members),
-            NORM=sums is not None,
-            CLIP=clip is not None,
-            STORE=store,
-            ALIGNED=group.aligned,
-        )
+    def __init__(self, grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn | None) -> None:
+        self.blocks = first_blocks(grads)[-1]
+        self._device = grads[0].device
+        if drawn is not None:
+            self._numbers = drawn.numbers.streams.contiguous()[0], *_factors(drawn.numbers)
+            self._parts = _parts(grads, None, out, drawn.masked, drawn.starts)
+            return
+        unread = torch.zeros(2, dtype=torch.int64, device=self._device)  # no leaf is masked
+        self._numbers = unread, torch.ones(2, device=self._device), unread.to(torch.int32)
+        self._parts = _parts(grads, None, out, [False] * len(grads), [0] * len(grads))
+
+    def __call__(self, *, sums: Tensor | None = None, clip: Tensor | None = None, store: bool = True) -> None:
+        """One pass.
+
+        Args: sums: float32 (blocks of all leaves), receives each block's sum of squares of the reweighted gradient;
+            clip: float32 (1,), a factor that the reweighted gradient is multiplied by; store: write the result to out.
+        """
+        from . import kernels
+
+        factors = self._numbers[1]
+        for part in self._parts:
+            _launch(
+                kernels.reweight_kernel,
+                part,
+                (*self._numbers, factors if sums is None else sums, factors if clip is None else clip),
+                DTYPE=_triton(part.dtypes[0]),
+                MASKED=part.flagged,
+                NORM=sums is not None,
+                CLIP=clip is not None,
+                STORE=store,
+            )
+
+    def squares(self, *, store: bool = False) -> Tensor:
+        """A pass that returns the sums of squares of all blocks."""
+        sums = torch.empty(self.blocks, dtype=torch.float32, device=self._device)
+        self(sums=sums, store=store)
+        return sums
 
 
 def squares(leaves: Sequence[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares` by a kernel: float32 (blocks,) of leaves of one device."""
-    drawn = plain_gradient(len(leaves), leaves[0].device)
-    sums = room(leaves)
-    reweight(leaves, leaves, drawn, sums=sums, store=False)
-    return sums
+    return Reweighting(leaves, leaves, None).squares()
 
 
-def room(leaves: Sequence[Tensor]) -> Tensor:
-    """An empty tensor for the sums of all blocks of the leaves."""
-    return torch.empty(first_blocks(leaves)[-1], dtype=torch.float32, device=leaves[0].device)
+class Climbing:
+    """The two passes of `smat_fn.ops.climb` by kernels."""
+
+    def __init__(
+        self, params: Sequence[Tensor], slopes: Sequence[Tensor], out: Sequence[Tensor], adaptive: bool
+    ) -> None:
+        self._blocks, self._device, self._adaptive = first_blocks(params)[-1], params[0].device, adaptive
+        self._parts = _parts(params, slopes, out, None, [0] * len(params))
+
+    def squares(self) -> Tensor:
+        """Sums of squares of ``|theta| s`` by blocks, float32 (blocks of all leaves)."""
+        sums = torch.empty(self._blocks, dtype=torch.float32, device=self._device)
+        self._pass(sums, norm=True)
+        return sums
+
+    def move(self, length: Tensor) -> None:
+        """Write the climbed weights: length is a 0-d tensor."""
+        self._pass(length.to(self._device, torch.float32).view(1), norm=False)
+
+    def _pass(self, number: Tensor, *, norm: bool) -> None:
+        from . import kernels
+
+        for part in self._parts:
+            dtype, slope = map(_triton, part.dtypes)
+            options = {"DTYPE": dtype, "SLOPE": slope, "ADAPTIVE": self._adaptive, "NORM": norm}
+            _launch(kernels.climb_kernel, part, (number, number), **options)
 
 
-def climb(
-    params: Sequence[Tensor],
-    slopes: Sequence[Tensor],
+def _parts(
+    leaves: Sequence[Tensor],
+    others: Sequence[Tensor] | None,
     out: Sequence[Tensor],
-    *,
-    adaptive: bool,
-    length: Tensor | None = None,
-) -> Tensor:
-    """The two passes of `smat_fn.ops.climb`.
+    flags: Sequence[bool] | None,
+    starts: Sequence[int],
+) -> list[_Part]:
+    """The launches of some leaves and their tables; where others or flags is None, a leaf's first block stands there.
 
-    Args: length: float32 (1,), of the step written to out; None measures instead, nothing is written.
-    Returns: float32 (blocks of all leaves), sums of squares of ``|theta| s`` where length is None.
+    The only loop over the leaves that a step makes here, so it asks each tensor as little as it can.
     """
-    from . import kernels
-
-    starts, device = [0] * len(params), params[0].device
-    first = first_blocks(params)
-    sums = torch.empty(first[-1] if length is None else 0, dtype=torch.float32, device=device)
-    for group in _groups((params, slopes, out), starts):
-        columns = [[leaves[i].data_ptr() for i in group.members] for leaves in (params, slopes, out)]
-        table, owner, programs = _table(group, columns, params, first, starts)
-        _launch(
-            kernels.climb_kernel,
-            programs,
-            (table, owner, sums if length is None else length, sums if length is None else length),
-            DTYPE=_triton(group.dtypes[0]),
-            SLOPE=_triton(group.dtypes[1]),
-            ADAPTIVE=adaptive,
-            NORM=length is None,
-            ALIGNED=group.aligned,
-        )
-    return sums
-
-
-def _groups(trees: tuple[Sequence[Tensor], ...], starts: Sequence[int]) -> Iterator[_Group]:
-    groups: dict[tuple[tuple[torch.dtype, ...], bool], list[int]] = {}
-    for i, leaf in enumerate(trees[0]):
-        if not leaf.numel():
+    rows_of: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[tuple[int, ...]], list[int]]] = {}
+    block = 0
+    for i, (leaf, other, target, start) in enumerate(
+        zip(leaves, out if others is None else others, out, starts, strict=True)
+    ):
+        if not (size := leaf.numel()):
             continue
-        pointers = [leaves[i].data_ptr() for leaves in trees]
-        aligned = starts[i] % 8 == leaf.numel() % 8 == 0 and all(pointer % 16 == 0 for pointer in pointers)
-        groups.setdefault((tuple(leaves[i].dtype for leaves in trees), aligned), []).append(i)
-    for (dtypes, aligned), members in groups.items():
-        yield _Group(dtypes, aligned, members)
-
-
-def _table(
-    group: _Group, columns: list[list[int]], leaves: Sequence[Tensor], flags: Sequence[int], starts: Sequence[int]
-) -> tuple[Tensor, Tensor, int]:
-    sizes, offsets = [leaves[i].numel() for i in group.members], [starts[i] for i in group.members]
-    counts = [tiles(size, start) for size, start in zip(sizes, offsets, strict=True)]
-    first = first_tiles(sizes, offsets)
-    own = [int(flags[i]) for i in group.members]
-    rows = list(zip(*columns, sizes, offsets, first[:-1], own, group.members, strict=True))
-    device = leaves[group.members[0]].device
-    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device), _owner(tuple(counts), device), first[-1]
+        first, second, third = leaf.data_ptr(), other.data_ptr(), target.data_ptr()
+        aligned = not ((start | size) % 8 or (first | second | third) % 16)
+        rows, counts = rows_of.setdefault((leaf.dtype, other.dtype, aligned), ([], []))
+        program = rows[-1][5] + counts[-1] if rows else 0
+        flag = block if flags is None else flags[i]
+        rows.append((first, block if others is None else second, third, size, start, program, flag, i))
+        counts.append(tiles(size, start))
+        block += counts[-1]
+    parts = []
+    for (dtype, other_dtype, aligned), (rows, counts) in rows_of.items():
+        device = leaves[rows[0][7]].device
+        table = _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+        flagged, programs = any(row[6] for row in rows), rows[-1][5] + counts[-1]
+        parts.append(_Part((dtype, other_dtype), aligned, flagged, table, _owner(tuple(counts), device), programs))
+    return parts
 
 
 _owners: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -195,9 +199,10 @@ def _send(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)  # pinned, so that the host does not wait
 
 
-def _launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], **constants: Any) -> None:
+def _launch(kernel: Any, part: _Part, numbers: tuple[Tensor, ...], **constants: Any) -> None:
     from . import kernels
 
+    tensors, constants = (part.table, part.owner, *numbers), {**constants, "ALIGNED": part.aligned}
     LAUNCHES[kernel.__name__] += 1
     VARIANTS.add(
         (
@@ -207,7 +212,7 @@ def _launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], **constants
         )
     )
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*tensors, **constants, ROWS=kernels.ROWS, INTERPRET=kernels.INTERPRET, **OPTIONS)
+        kernel[(part.programs,)](*tensors, **constants, ROWS=kernels.ROWS, INTERPRET=kernels.INTERPRET, **OPTIONS)
 
 
 def _triton(dtype: torch.dtype) -> Any:

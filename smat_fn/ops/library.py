@@ -185,6 +185,8 @@ def _write(operation: str, trees: Sequence[list[Tensor]], out: list[Tensor], dra
 
 def _ways(numbers: Numbers, *trees: list[Tensor]) -> dict[ModuleType, list[int]]:
     """Leaves that kernels, loops and plain torch take; a float64 one keeps none of its neighbours from the others."""
+    if by_kernel(*trees):
+        return {launch: list(range(len(trees[0])))}
     found: dict[ModuleType, list[int]] = {}
     readable = loops_for(*numbers) is not None
     for i, leaves in enumerate(zip(*trees, strict=True)):
@@ -253,15 +255,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def _by_kernels(
     sources: list[Tensor], targets: list[Tensor], numbers: Numbers | None, masked: list[bool], max_norm: float | None
 ) -> Tensor:
-    if numbers is None:
-        drawn = cpu.plain_gradient(len(sources), sources[0].device)
-    else:
-        drawn = Drawn(numbers, masked, [0] * len(sources))
-    sums = launch.room(sources)
-    launch.reweight(sources, targets, drawn, sums=sums, store=max_norm is None and numbers is not None)
-    norm = tree.sum_by_halves(sums.double()).sqrt()
+    drawn = None if numbers is None else Drawn(numbers, masked, [0] * len(sources))
+    passes = launch.Reweighting(sources, targets, drawn)
+    norm = tree.sum_by_halves(passes.squares(store=max_norm is None and numbers is not None).double()).sqrt()
     if max_norm is not None:
-        launch.reweight(sources, targets, drawn, clip=clip_factor(norm, max_norm).float().view(1))
+        passes(clip=clip_factor(norm, max_norm).float().view(1))
     return norm.float()
 
 

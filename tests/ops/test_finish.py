@@ -74,7 +74,7 @@ def test_partial_sums_are_added_in_the_order_of_the_definition(case, kernels, de
     sums = torch.full((11 + 2 + 1,), float("nan"), device=device)
     with kernels():
         numbers = type(c.numbers)(*(number.to(device) for number in c.numbers))
-        launch.reweight(leaves, leaves, Drawn(numbers, c.masked, c.starts), sums=sums, store=False)
+        launch.Reweighting(leaves, leaves, Drawn(numbers, c.masked, c.starts))(sums=sums, store=False)
     assert sums.tolist() == [1.0] * 11 + [4096.0, 1.0, 8.0]
 
 
