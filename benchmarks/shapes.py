@@ -1,6 +1,6 @@
 """The paper's models in their true shapes, with random weights, and what trains them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,18 +68,8 @@ class Setup(NamedTuple):
 
 def set_up(shape: Shape, device: torch.device, dry_run: bool) -> Setup:
     """Built on the device, in the dtype of training; the module itself then holds no weights."""
-    sizes = {**shape.sizes, **(shape.tiny if dry_run else {})}
-    full = sizes["num_hidden_layers"]
-    if not dry_run and device.type == "cuda":
-        sizes["num_hidden_layers"] = _layers_that_fit(shape, sizes, device)
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
-    try:
-        with device:
-            module, loss, batch = (_text if shape.family == "llama" else _images)(shape, sizes, dry_run)
-    finally:
-        torch.set_default_dtype(before)
+    sizes, full = _sizes(shape, device, dry_run), shape.sizes["num_hidden_layers"]
+    module, loss, batch = _built(shape, sizes, device, dry_run)
     where, params = pick.block_linear(module), {name: p.detach() for name, p in module.named_parameters()}
     _hollow(module)
     text = shape.family == "llama"
@@ -87,6 +77,44 @@ def set_up(shape: Shape, device: torch.device, dry_run: bool) -> Setup:
     wrapped = ModuleLoss(module, loss)
     state = finetune.build(wrapped, optimizer, params, engine="autograd").init(params)
     return Setup(wrapped, where, optimizer, state, batch, shape, f"{sizes['num_hidden_layers']} of {full}")
+
+
+def by_hand(shape: Shape, device: torch.device, dry_run: bool) -> Callable[[], None]:
+    """A step of fine-tuning as torch users write it, on a model of its own: backward, clip, fused optimizer."""
+    module, loss, batch = _built(shape, _sizes(shape, device, dry_run), device, dry_run)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), 1e-5, fused=True)
+    if shape.family == "llama":
+        optimizer = torch.optim.AdamW(module.parameters(), 2e-5, weight_decay=1e-3, fused=True)
+
+    def step() -> None:
+        loss(module, batch)[0].backward()
+        if shape.clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), shape.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _sizes(shape: Shape, device: torch.device, dry_run: bool) -> dict[str, Any]:
+    sizes = {**shape.sizes, **(shape.tiny if dry_run else {})}
+    if not dry_run and device.type == "cuda":
+        sizes["num_hidden_layers"] = _layers_that_fit(shape, sizes, device)
+    return sizes
+
+
+def _built(
+    shape: Shape, sizes: Mapping[str, Any], device: torch.device, dry_run: bool
+) -> tuple[nn.Module, Callable[..., Any], Any]:
+    """(module, loss, batch)."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.dtype)
+    try:
+        with device:
+            return (_text if shape.family == "llama" else _images)(shape, sizes, dry_run)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def llama(sizes: Mapping[str, Any]) -> nn.Module:

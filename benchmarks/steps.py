@@ -7,6 +7,7 @@ FT against FT says how small a difference can be told.
 import contextlib
 import functools
 import gc
+import operator
 import random as python_random
 import statistics
 import sys
@@ -28,7 +29,7 @@ from smat_fn.scripts.train.stopwatch import Clock
 from smat_fn.types import Method
 
 from . import timing
-from .shapes import SHAPES, Setup, set_up
+from .shapes import SHAPES, Setup, by_hand, set_up
 
 PERIOD = 4
 SECONDS, LIMIT = 8, 300  # of rounds for a row; after the limit no other row is started
@@ -163,19 +164,27 @@ def bandwidths(device: torch.device, size: int) -> dict[str, float]:
 def measure(
     name: str, device: torch.device, *, seconds: float, deadline: float, dry_run: bool
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one model: FT against FT, then SMAT against FT by offload; none is started after the deadline."""
+    """Rows of one model: FT, a loop in torch, then SMAT by offload, each against FT.
+
+    None is started after the deadline. The peak of the loop in torch includes FT's state.
+    """
     setup = set_up(SHAPES[name], device, dry_run)
     train, rates = trainer(setup), bandwidths(device, 1 << (16 if dry_run else 30))
     ft = finetune.build(setup.loss, setup.optimizer, setup.state.params, **_shared(setup))
     size = sum(leaf.nbytes for leaf in setup.state.params.values())
     common = {"model": name, "layers": setup.layers, "GB of weights": size / 1e9}
     memory = None
-    for offload in ("FT", *OFFLOADS):
+    for offload in ("FT", "torch", *OFFLOADS):
         if time.monotonic() > deadline:
             print(f"steps: {name}, offload {offload}, not started, {LIMIT} s are over")
             break
-        method = ft if offload == "FT" else simulated(setup, offload)
-        period, baseline = functools.partial(train, method), functools.partial(train, ft)
+        baseline = functools.partial(train, ft)
+        if offload == "torch":
+            if device.type == "cuda" and 5 * size > torch.cuda.mem_get_info(device)[0]:
+                continue  # no room for a second model with its gradients and moments
+            period = _four_times(by_hand(SHAPES[name], device, dry_run))
+        else:
+            period = functools.partial(train, ft if offload == "FT" else simulated(setup, offload))
         baseline()
         period()
         peak = _peak(period)
@@ -186,11 +195,12 @@ def measure(
         ratio, low, high = interval(times, reference)
         row = {
             **common,
-            "method": "FT" if offload == "FT" else "SMAT",
-            "offload": str(offload) if offload != "FT" else "",
+            "method": {"FT": "FT", "torch": "a loop in torch"}.get(str(offload), "SMAT"),
+            "offload": str(offload) if offload not in ("FT", "torch") else "",
             "ms a step": timing.quartiles(times, 1e3 / PERIOD),
             "FT ms": timing.quartiles(reference, 1e3 / PERIOD),
             "ratio": round(ratio, 5),
+            "median ratio": round(statistics.median(map(operator.truediv, times, reference)), 5),
             "95 %": f"{low:.4f} to {high:.4f}",
             "rounds": len(times),
             **{f"{part} ms a period": round(1e3 * parts.get(part, 0.0), 4) for part in PHASES},
@@ -199,14 +209,22 @@ def measure(
         }
         if offload == "FT":
             row["resolves 0.2 %"] = str(0.998 <= low <= 1 <= high <= 1.002)
-        else:
+        elif offload != "torch":
             passes, copies = OFFLOADS[offload]
             # theta and theta_0 read, theta~ written
             row["simulate floor ms"] = round(1e3 * passes * 3 * size / rates["device"], 4)
             row["copies floor ms"] = round(1e3 * copies * size / rates["link"], 4)
         yield {**row, **{f"{key} GB/s": rate / 1e9 for key, rate in rates.items()}}
-        del method, period
+        del period
         gc.collect()
+
+
+def _four_times(step: Callable[[], None]) -> Callable[[], None]:
+    def period() -> None:
+        for _ in range(PERIOD):
+            step()
+
+    return period
 
 
 def _peak(period: Callable[[], None]) -> int:
