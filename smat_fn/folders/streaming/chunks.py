@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import compiled, errors, tree
-from ...merge.parts.chunks import Piece, fields_of, groups, mask_keys, row_length
+from ...merge.parts.chunks import BYTES_PER_COORDINATE, CHUNK, Piece, fields_of, groups, mask_keys, row_length
 from ...merge.parts.looped import KINDS, NORMED, Loop, Window, sources
 from ...merge.parts.merger import Mapped, Merger, Rule
 from ..files import Identity
@@ -25,6 +25,7 @@ T = TypeVar("T")
 AHEAD = 2  # tasks per thread that wait in line
 SPAN = 1 << 18  # coordinates of a leaf at a time, at most: more would only leave the processor's cache
 ROWS = 1 << 15  # the same where a loop sorts rows
+ON_DEVICE = 1 << 25  # coordinates of a chunk on a GPU: of fewer the launches take longer than the work
 STARTED = 1 << 31  # weights of all experts whose sum by a loop saves the 0.3 s that numba takes to start
 
 
@@ -130,6 +131,13 @@ def vector_of(job: Job, path: str, name: str, *, rows: bool) -> Iterator[tuple[i
         origin = _origin(job, path, start, stop, dtype)
         drawn = None if keys is None else fields_of(keys, [(0, start, stop)], job.device)[0][0]
         yield start, torch.sub(weights, origin, out=job.scratch.take("part", stop - start, dtype, job.device)), drawn
+
+
+def usual_chunk(device: torch.device) -> int:
+    """The chunk of all threads together, which takes at most half of a GPU's free memory."""
+    if device.type == "cpu":
+        return CHUNK
+    return max(CHUNK, min(ON_DEVICE, torch.cuda.mem_get_info(device)[0] // (2 * BYTES_PER_COORDINATE)))
 
 
 def span_of(job: Job) -> int:

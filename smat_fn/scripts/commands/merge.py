@@ -167,11 +167,11 @@ class Machine:
 
     threads: int = 1
     """CPU threads; without --search they share --memory-mib."""
-    memory_mib: int = 72
-    """Working memory of a merge without --search, in MiB, besides mapped files; --dry-run prints the need. With
-    --device cuda more memory means larger chunks, which a GPU takes whole."""
+    memory_mib: Annotated[int | None, arg(help_behavior_hint="(default: 72, or 2592 of a GPU)")] = None
+    """Working memory of a merge without --search, in MiB, besides mapped files, with --device cuda the GPU's;
+    --dry-run prints the need."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that merges chunks; cuda has not been run on a GPU, where some mergers have other last bits."""
+    """Device that merges chunks; some mergers have other last bits on a GPU."""
     part: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: all)")] = None
     """Merge one of N parts, on machines that share the disk of --out; the part that ends last completes the folder."""
 
@@ -382,7 +382,7 @@ def on_disk(args: Merge, preset: Preset, configs: list[MergerConfig], base: Path
         overwrite=args.output.overwrite,
         out_dtype=args.output.out_dtype,
         shard_size=streaming.bytes_of(args.output.shard_size),
-        chunk=chunk_of(args.machine.memory_mib << 20),
+        chunk=None if args.machine.memory_mib is None else chunk_of(args.machine.memory_mib << 20),
         device=args.machine.device,
         workers=args.machine.threads,
         vocabulary=args.inputs.vocabulary,
