@@ -1,6 +1,7 @@
 """Tables of the pages from the stored results, between their marks: ``python -m benchmarks readme``."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -457,6 +458,55 @@ def merge_sentence(result: dict[str, Any]) -> str:
 
 
 # marks -> (page, text of a result); the result has the same name unless `SOURCES` has another
+def kernels(result: dict[str, Any]) -> str:
+    """The kernels on the tree of a Llama beside a copy of the same bytes, on two devices."""
+    head = "GPU", "dtype", "Operation", "ms", "GB/s", "x copy", "torch's time / ours", "host ms"
+    both = [(_gpu(own), row) for own in (result, stored("kernels_h100")) for row in own["rows"]]
+    lines = [
+        (name, row["dtype"], row["operation"], *(f"{row[key]['median']:.4g}" if key in row else "-" for key in KERNELS))
+        for name, row in both
+        if row["tree"] == "Llama-3.2-1B"
+    ]
+    return f"{table(head, lines)}\nMedians of 20 rounds. {_measured(result, stored('kernels_h100'))}\n"
+
+
+KERNELS = "ms", "GB/s", "time / copy", "torch / time", "host ms"
+
+
+def steps(result: dict[str, Any]) -> str:
+    """A step of a loop in torch and of SMAT beside fine-tuning, by offload mode."""
+    head = "Model", "Method", "offload", "ms a step", "x FT (95 %)", "median", "simulate", "finish", "peak GB"
+    clip = stored("steps_h100")
+    both = [(result, "llama"), (clip, "clip")]
+    lines = [
+        (
+            f"{row['model']}, {_gpu(own)}",
+            row["method"],
+            row["offload"] or "-",
+            f"{row['ms a step']['median']:.1f}",
+            f"{row['ratio']:.3f} ({row['95 %']})",
+            f"{row['median ratio']:.3f}" if "median ratio" in row else "-",
+            *(f"{row[f'{part} ms a period']:.1f}" for part in ("simulate", "finish")),
+            f"{row['peak GB']:.1f}",
+        )
+        for own, family in both
+        for row in own["rows"]
+        if row["model"].startswith(family)
+    ]
+    return f"{table(head, lines)}\n{_measured(result, clip)}\n"
+
+
+def _gpu(result: dict[str, Any]) -> str:
+    return re.search(r"NVIDIA (\w+)", result["hardware"])[1]  # type: ignore[index]
+
+
+def _measured(*results: dict[str, Any]) -> str:
+    """Sentence: which commands gave the numbers, where."""
+    versions = results[0]["versions"]
+    each = [f"`{own['command']}` at commit {own['commit'][:7]} on one {_gpu(own)}" for own in results]
+    return f"From {'; '.join(each)}; torch {versions['torch']}, triton {versions['triton']}."
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),
@@ -471,6 +521,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "text_data_mergers": ("docs/merging.md", text_data_mergers),
     "merge": ("docs/folders.md", merge),
     "merge_avx2": ("docs/folders.md", merge_avx2),
+    "kernels": ("docs/kernels.md", kernels),
+    "steps": ("docs/kernels.md", steps),
 }
 SOURCES = {
     "results": "digits_onepass",
