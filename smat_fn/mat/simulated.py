@@ -543,7 +543,10 @@ def _simulator(
 
     def states_of(part: Part, paths: Sequence[str], base: Sequence[Tensor]) -> list[Tensor]:
         rows, leaves = [place[path][1] for path in paths], [params[path] for path in paths]
-        streams = torch.stack([part.numbers.streams[:, row] for row in rows], 1)
+        if rows == list(range(rows[0], rows[-1] + 1)):  # as in most blocks: two calls instead of one a leaf
+            streams = part.numbers.streams[:, rows[0] : rows[-1] + 1].contiguous()
+        else:
+            streams = torch.stack([part.numbers.streams[:, row] for row in rows], 1)
         states = [_empty(leaf, dtype=None) for leaf in leaves]
         masked, starts = [part.masked[row] for row in rows], [part.starts[row] for row in rows]
         ops.simulate_into(leaves, list(base), states, *part.numbers._replace(streams=streams), masked, starts)
