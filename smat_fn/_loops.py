@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 from numpy import float32, float64, int32, int64, uint16, uint32, uint64
 
@@ -192,6 +192,51 @@ def climb(theta, slope, adaptive, length, out):  # type: ignore[no-untyped-def]
 
 
 @jit
+def simulate_each(windows, masks, noises, masked, scale, kept, cutoff, step, quantiles, theta_like, theta_0_like):  # type: ignore[no-untyped-def]
+    """`simulate` of windows of many leaves: a call from Python takes as long as thousands of coordinates.
+
+    Args: windows: uint64 (n, 7): addresses of theta, theta_0 and out, size, leaf, block, skip; masks, noises, masked:
+        of all leaves; theta_like, theta_0_like: arrays of the dtypes.
+    """
+    for i in range(len(windows)):
+        size, leaf = windows[i, 3], windows[i, 4]
+        theta, theta_0 = _window(windows[i, 0], size, theta_like), _window(windows[i, 1], size, theta_0_like)
+        out, block, skip = _window(windows[i, 2], size, theta_like), windows[i, 5], int64(windows[i, 6])
+        keys = masks[leaf], noises[leaf]
+        simulate(*keys, block, skip, theta, theta_0, out, masked[leaf], scale, kept, cutoff, step, quantiles)
+
+
+@jit
+def reweight_each(windows, masks, masked, scale, kept, cutoff, like):  # type: ignore[no-untyped-def]
+    """`reweight` of windows. Args: windows: addresses of gradient and out, then as `simulate_each`'s."""
+    for i in range(len(windows)):
+        gradient, out = _window(windows[i, 0], windows[i, 2], like), _window(windows[i, 1], windows[i, 2], like)
+        leaf, block, skip = windows[i, 3], windows[i, 4], int64(windows[i, 5])
+        reweight(masks[leaf], block, skip, gradient, out, masked[leaf], scale, kept, cutoff)
+
+
+@jit
+def slope_squares_each(windows, adaptive, sums, theta_like, slope_like):  # type: ignore[no-untyped-def]
+    """`slope_squares` of windows that begin at a block. Args: windows: theta, slope, size, leaf, place in sums."""
+    for i in range(len(windows)):
+        theta, slope = (
+            _window(windows[i, 0], windows[i, 2], theta_like),
+            _window(windows[i, 1], windows[i, 2], slope_like),
+        )
+        at = int64(windows[i, 4])
+        slope_squares(theta, slope, adaptive, sums[at : at + (len(slope) + 4095) // 4096])
+
+
+@jit
+def climb_each(windows, adaptive, length, theta_like, slope_like):  # type: ignore[no-untyped-def]
+    """`climb` of windows. Args: windows: theta, slope, out, size, leaf."""
+    for i in range(len(windows)):
+        size = windows[i, 3]
+        theta, slope = _window(windows[i, 0], size, theta_like), _window(windows[i, 1], size, slope_like)
+        climb(theta, slope, adaptive, length, _window(windows[i, 2], size, theta_like))
+
+
+@jit
 def _center(halves, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i] = int32(halves[i]) - int32(32768)
@@ -253,6 +298,35 @@ def _(source, target):  # type: ignore[no-untyped-def]
             target[i] = _half(source[i])
 
     return same if target.dtype == types.float32 else rounded
+
+
+def _pointer(kind: Any) -> Any:
+    @intrinsic
+    def at(context: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(types.CPointer(kind)))
+
+        return types.CPointer(kind)(types.uint64), code
+
+    return at
+
+
+_floats, _halves = _pointer(types.float32), _pointer(types.uint16)
+
+
+def _window(address: Any, size: Any, like: Any) -> Any:
+    """The ``size`` numbers at an address, of the dtype of ``like``."""
+
+
+@overload(_window)
+def _(address, size, like):  # type: ignore[no-untyped-def]
+    def floats(address, size, like):  # type: ignore[no-untyped-def]
+        return carray(_floats(address), int64(size))
+
+    def halves(address, size, like):  # type: ignore[no-untyped-def]
+        return carray(_halves(address), int64(size))
+
+    return floats if like.dtype == types.float32 else halves
 
 
 @jit

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import array, loops_for, transformed
-from . import launch, library
-from .cpu import first_blocks
+from ..compiled import loops_for, transformed
+from . import cpu, launch, library
 
 _LOOPED = torch.float32, torch.bfloat16
 
@@ -82,18 +81,10 @@ class _Way:
 
 class _Looped(_Way):
     def squares(self) -> Tensor:
-        loops, first = loops_for(*self._params), first_blocks(self._params)
-        assert loops is not None
-        sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
-        for i, (theta, slope) in enumerate(zip(self._params, self._slopes, strict=True)):
-            loops.slope_squares(array(theta), array(slope), self._adaptive, array(sums)[first[i] : first[i + 1]])
-        return sums
+        return cpu.slope_squares(self._params, self._slopes, adaptive=self._adaptive)
 
     def move(self, length: Tensor) -> None:
-        loops = loops_for(*self._params)
-        assert loops is not None
-        for theta, slope, target in zip(self._params, self._slopes, self._out, strict=True):
-            loops.climb(array(theta), array(slope), self._adaptive, length.float().numpy()[()], array(target))
+        cpu.climb(self._params, self._slopes, self._out, adaptive=self._adaptive, length=length)
 
 
 def _way_of(theta: Tensor, slope: Tensor) -> type[_Way] | type[launch.Climbing]:

@@ -5,8 +5,9 @@ What all implementations share stands here too: a draw as the operations take it
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -82,53 +83,51 @@ def centered_fields(keys: Sequence[Tensor], windows: Sequence[tuple[int, int]]) 
     if (loops := loops_for(*keys)) is None:
         drawn = random.streams(torch.stack(list(keys)), sizes, starts=[start for start, _ in windows])
         return [(field - 32768).to(torch.int16) for field in drawn]
-    blocks, skips = (numpy.array(column) for column in zip(*(place(start) for start, _ in windows), strict=True))
+    blocks, skips = zip(*(place(start) for start, _ in windows), strict=True)
     pairs = array(torch.stack(list(keys))).reshape(-1, 2)
     out = torch.empty(sum(sizes), dtype=torch.int16, device=keys[0].device)
-    loops.fields(pairs, blocks, skips, numpy.array(sizes), out.numpy())
+    loops.fields(pairs, numpy.array(blocks, numpy.uint64), numpy.array(skips), numpy.array(sizes), out.numpy())
     return list(out.split(sizes))
 
 
 def simulate(params: Sequence[Tensor], base: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> None:
     """Eq. smat-state written into ``out``, which may be params or base; see `smat_fn.simulate`."""
-    (numbers, masked, starts), loops = drawn, _loops(*params)
+    numbers, masked, starts = drawn
     masks, noises = array(numbers.streams.contiguous()).reshape(2, -1, 2)
-    scale, kept, cutoff = _factors(numbers)
     quantiles = array(numbers.quantiles.contiguous())
     step = numpy.float32(float(noise_step(numbers.sigma, not len(quantiles), torch.float32)))
-
-    def run(leaf: int, start: int, stop: int) -> None:
-        window = place(starts[leaf] + start)
-        parts = [array(leaves[leaf])[start:stop] for leaves in (params, base, out)]
-        loops.simulate(masks[leaf], noises[leaf], *window, *parts, masked[leaf], scale, kept, cutoff, step, quantiles)
-
-    _spread(run, out)
+    given = masks, noises, numpy.array(masked, bool), *_factors(numbers), step, quantiles
+    _each(_loops(*params).simulate_each, (params, base), out, lambda leaf, start: place(starts[leaf] + start), *given)
 
 
 def reweight(grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> None:
     """Eq. smat-gradient written into ``out``, which may be grads; see `smat_fn.reweight`."""
-    (numbers, masked, starts), loops = drawn, _loops(*grads)
-    masks, factors = array(numbers.streams.contiguous()).reshape(2, -1, 2)[0], _factors(numbers)
-
-    def run(leaf: int, start: int, stop: int) -> None:
-        parts = [array(leaves[leaf])[start:stop] for leaves in (grads, out)]
-        loops.reweight(masks[leaf], *place(starts[leaf] + start), *parts, masked[leaf], *factors)
-
-    _spread(run, out)
+    numbers, masked, starts = drawn
+    masks = array(numbers.streams.contiguous()).reshape(2, -1, 2)[0]
+    given = masks, numpy.array(masked, bool), *_factors(numbers)
+    _each(_loops(*grads).reweight_each, (grads,), out, lambda leaf, start: place(starts[leaf] + start), *given)
 
 
 def squares(leaves: Sequence[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares` of leaves that compiled loops take: float32 (blocks,)."""
-    loops, first = _loops(*leaves), first_blocks(leaves)
+    return slope_squares(leaves, leaves, adaptive=False)
+
+
+def slope_squares(params: Sequence[Tensor], slopes: Sequence[Tensor], *, adaptive: bool) -> Tensor:
+    """Sums of squares of ``|theta| s``, or of s, by blocks of all leaves: float32 (blocks,)."""
+    first = first_blocks(slopes)
     sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
-    into, flat = array(sums), [array(leaf) for leaf in leaves]
-
-    def run(leaf: int, start: int, stop: int) -> None:
-        at, part = first[leaf] + start // BLOCK, flat[leaf][start:stop]
-        loops.slope_squares(part, part, False, into[at : at + -(-len(part) // BLOCK)])
-
-    _spread(run, leaves)
+    loop, into = _loops(*slopes).slope_squares_each, array(sums)
+    _each(loop, (params, slopes), None, lambda leaf, start: (first[leaf] + start // BLOCK,), adaptive, into)
     return sums
+
+
+def climb(
+    params: Sequence[Tensor], slopes: Sequence[Tensor], out: Sequence[Tensor], *, adaptive: bool, length: Tensor
+) -> None:
+    """``theta + theta^2 s length``, or ``theta + s length``, written into ``out``."""
+    size = length.float().numpy()[()]
+    _each(_loops(*params).climb_each, (params, slopes), out, lambda leaf, start: (), adaptive, size)
 
 
 def _loops(*leaves: Tensor) -> ModuleType:
@@ -142,23 +141,47 @@ def _factors(numbers: Numbers) -> tuple[numpy.float32, numpy.float32, numpy.int3
     return numpy.float32(float(numbers.scale)), numpy.float32(float(kept)), numpy.int32(int(numbers.cutoff))
 
 
-def place(start: int) -> tuple[numpy.uint64, int]:
+def place(start: int) -> tuple[int, int]:
     """The block, modulo 2**64, and the field in it of a coordinate."""
-    return numpy.uint64(start // 8 % 2**64), start % 8
+    return start // 8 % 2**64, start % 8
 
 
-def _spread(run: Callable[[int, int, int], None], leaves: Sequence[Tensor]) -> None:
-    """``run(leaf, start, stop)`` for all coordinates of leaves, on as many threads as torch has."""
-    groups = list(tree.spans([leaf.numel() for leaf in leaves], SPAN))
+_LIKE = {torch.float32: numpy.empty(0, numpy.float32), torch.bfloat16: numpy.empty(0, numpy.uint16)}
 
-    def work(group: list[tuple[int, int, int]]) -> None:
-        for span in group:
-            run(*span)
 
-    threads = min(torch.get_num_threads(), len(groups))
+def _each(
+    loop: Callable[..., None],
+    inputs: Sequence[Sequence[Tensor]],
+    out: Sequence[Tensor] | None,
+    more: Callable[[int, int], tuple[int, ...]],
+    *given: Any,
+) -> None:
+    """``loop(windows, *given, *likes)`` for all coordinates of leaves, on as many threads as torch has.
+
+    Args: out: of the dtypes of the first inputs; more: (leaf, start) -> further columns of a window.
+    """
+    # a file may place leaves at odd addresses
+    trees = [[leaf if leaf.data_ptr() % leaf.itemsize == 0 else leaf.clone() for leaf in leaves] for leaves in inputs]
+    kinds: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i, leaves in enumerate(zip(*trees, strict=True)):
+        kinds.setdefault(tuple(leaf.dtype for leaf in leaves), []).append(i)
+    tasks = []
+    for dtypes, rows in kinds.items():
+        likes = [_LIKE[dtype] for dtype in dtypes]
+        every = trees if out is None else [*trees, out]
+        ends = [[(leaves[i].data_ptr(), leaves[i].itemsize) for leaves in every] for i in rows]
+        for group in tree.spans([trees[0][i].numel() for i in rows], SPAN):
+            windows = [
+                (*(at + start * width for at, width in ends[row]), stop - start, rows[row], *more(rows[row], start))
+                for row, start, stop in group
+            ]
+            tasks.append(partial(loop, numpy.array(windows, numpy.uint64), *given, *likes))
+    threads = min(torch.get_num_threads(), len(tasks))
     if threads < 2:
-        list(map(work, groups))
+        for task in tasks:
+            task()
     else:
         # a pool for each call: threads that stay would be missing in a forked process
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, groups))
+            for done in [pool.submit(task) for task in tasks]:
+                done.result()

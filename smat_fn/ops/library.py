@@ -45,6 +45,12 @@ def by_kernel(*leaves: Sequence[Tensor]) -> bool:
     return all(leaf.dtype in SUPPORTED and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__ for leaf in every)
 
 
+def _by_loops(*leaves: Sequence[Tensor]) -> bool:
+    """Whether compiled loops take all of these leaves."""
+    every = [leaf for group in leaves for leaf in group]
+    return all(leaf.dtype in cpu.DTYPES for leaf in every) and loops_for(*every) is not None
+
+
 @torch.library.custom_op("smat_fn::simulate_into", mutates_args=("out",), tags=TAGS)
 def simulate_into(
     params: list[Tensor],
@@ -125,6 +131,8 @@ for _made, _written in ((simulate, simulate_into), (reweight, reweight_into)):
 def block_squares(leaves: list[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares`: a launch, or a pass of compiled loops, for each device and dtype that has one."""
     whole = [leaf if leaf.is_contiguous() else leaf.reshape(-1) for leaf in leaves]
+    if not by_kernel(whole) and _by_loops(whole):
+        return cpu.squares(whole).double()
     ways: dict[tuple[torch.device, Callable[[list[Tensor]], Tensor]], list[int]] = {}
     for i, leaf in enumerate(whole):
         ways.setdefault((leaf.device, _squares_by(leaf)), []).append(i)
@@ -153,7 +161,7 @@ def _(leaves):  # type: ignore[no-untyped-def]
 def _squares_by(leaf: Tensor) -> Callable[[list[Tensor]], Tensor]:
     if by_kernel([leaf]):
         return launch.squares
-    return cpu.squares if leaf.dtype in cpu.DTYPES and loops_for(leaf) is not None else tree.block_squares
+    return cpu.squares if _by_loops([leaf]) else tree.block_squares
 
 
 def check_out(out: Sequence[Tensor], like: Sequence[Tensor]) -> None:
@@ -187,10 +195,12 @@ def _ways(numbers: Numbers, *trees: list[Tensor]) -> dict[ModuleType, list[int]]
     """Leaves that kernels, loops and plain torch take; a float64 one keeps none of its neighbours from the others."""
     if by_kernel(*trees):
         return {launch: list(range(len(trees[0])))}
-    found: dict[ModuleType, list[int]] = {}
     readable = loops_for(*numbers) is not None
+    if readable and _by_loops(*trees):
+        return {cpu: list(range(len(trees[0])))}
+    found: dict[ModuleType, list[int]] = {}
     for i, leaves in enumerate(zip(*trees, strict=True)):
-        looped = readable and all(leaf.dtype in cpu.DTYPES for leaf in leaves) and loops_for(*leaves) is not None
+        looped = readable and _by_loops(leaves)
         found.setdefault(launch if by_kernel(leaves) else cpu if looped else plain, []).append(i)
     return found
 
