@@ -31,7 +31,7 @@ MUTANTS = [
         ("random.fold_in(key, 0)", "random.fold_in(key, 1)"),
         ("Draw(key, scale, number(drop_prob), number(sigma)", "Draw(key, scale, number(sigma), number(drop_prob)"),
         ("(alpha_max - least) * unit", "(1 - least) * unit"),
-        ('nothing if noise == "uniform"', 'nothing if noise != "gaussian"'),
+        ('if noise == "uniform" and not', 'if noise != "gaussian" and not'),
     ),
     *_of(
         "simulation/state.py:draw_problems",
@@ -263,7 +263,7 @@ MUTANTS = [
     ),
     *_of(
         "merge/parts/chunks.py",
-        ("leaf.to(start.device, dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device, dtype)"),
+        ("leaf.to(start.device).to(dtype) - start.to(dtype)", "start.to(dtype) - leaf.to(start.device).to(dtype)"),
         ("return shape[-1] if shape else 1", "return shape[0] if shape else 1"),
         (".add_(32768)", ".add_(32767)"),
     ),
@@ -641,6 +641,17 @@ MUTANTS = [
         ("(wide + step", "(wide - step"),
         ("length = rho / (tree.sum_by_halves(sums).sqrt()", "length = rho / (tree.sum_by_halves(sums)"),
         ("theta.to(s.dtype).abs() * s if adaptive", "theta.to(s.dtype) * s if adaptive"),
-        ("array(sums)[first[i] :", "array(sums)[first[0] :"),
+    ),
+    *_of(
+        "ops/cpu.py",
+        ("(first[leaf] + start // BLOCK,)", "(first[0] + start // BLOCK,)"),
+        ("*more(rows[row], start))", "*more(row, start))"),
+        ("stop - start, rows[row]", "stop - start, row"),
+    ),
+    *_of(
+        "ops/launch.py",
+        ("not ((start | size) % 8 or", "not (size % 8 or"),
+        ("block if others is None else second", "program if others is None else second"),
+        ("block += counts[-1]", "block += 1"),
     ),
 ]
