@@ -213,10 +213,17 @@ def test_the_times_on_a_gpu_in_sentences_are_those_of_the_results():
     assert f"**SMAT costs {percent['SMAT', 'None']:.1f} % over fine-tuning**" in page
     assert f"{percent['SMAT', 'cpu']:.1f}" == f"{percent['SMAT', 'None']:.1f}"
     assert f"the loop in torch takes {percent['a loop in torch', '']:.1f} % more" in page
-    assert f"{percent['SMAT', 'recompute']:.0f} % and {percent['SMAT', 'stream']:.0f} % on the Llama" in page
+    assert f"takes {percent['SMAT', 'stream']:.0f} % longer on the Llama**" in page
+    assert f"than `cpu` on the Llama, {percent['SMAT', 'recompute']:.0f} % over fine-tuning" in page
+    peak = {offload: steps["SMAT", offload]["peak GB"] for offload in ("None", "cpu", "recompute", "stream")}
+    assert f"the Llama takes {peak['None'] - peak['cpu']:.1f} GB less than" in page
+    assert f"`stream` saves another {peak['cpu'] - peak['stream']:.1f} GB" in page
+    assert peak["recompute"] > peak["cpu"]
     clip = [row for row in readme.stored("steps_h100")["rows"] if row["model"] == "clip-vit-b32"]
     found = [100 * (row["ratio"] - 1) for row in clip if row["offload"] in ("None", "cpu")]
     assert f"and {min(found):.1f} to {max(found):.1f} % on CLIP" in page
+    (streamed,) = [row for row in clip if row["offload"] == "stream"]
+    assert f"{100 * (streamed['ratio'] - 1):.0f} % on CLIP: θ₀ crosses" in page
 
 
 def test_the_instructions_of_kernels_are_those_of_the_results():
