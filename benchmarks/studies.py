@@ -37,13 +37,15 @@ class Backbone(NamedTuple):
     evaluation: tuple[int, ...]
     options: Options = ()
     coefs: tuple[float, ...] = ()  # where the search on dev starts; none: the grid of each merger
-    candidates: Literal[9, 5, 3] = 9  # of each method
+    candidates: Literal[5, 3] = 5  # of each method
+    alpha_min: float = 0.25  # of SMAT with three candidates
     tuned_on: Options = ()  # options of the suite in tuning
     others: bool = False  # evaluation scores every merger that needs no data
     mergers: tuple[str, ...] = ()  # some of the names; none: all
     asks: bool = False  # the data are labelled texts, whose classes a language model is asked for
 
 
+PAPERS = "wa", "ta", "ties", "dare", "della"
 BACKBONES = {
     "vit": Backbone(
         "clip-vit-b32",
@@ -53,6 +55,11 @@ BACKBONES = {
         tuning=(151,),
         evaluation=(161, 162, 163),
         options=(("batch_size", 32),),
+        coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
+        candidates=3,
+        alpha_min=1.0,
+        tuned_on=(("tasks", ("DTD", "EuroSAT", "GTSRB")),),
+        mergers=PAPERS,
     ),
     "vit_blocks": Backbone(
         "clip-vit-b32",
@@ -67,7 +74,6 @@ BACKBONES = {
             ("tasks", ("DTD", "EuroSAT", "GTSRB", "MNIST", "RESISC45", "SVHN")),
         ),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
-        candidates=5,
     ),
     "text": Backbone(
         "minilm",
@@ -77,7 +83,6 @@ BACKBONES = {
         tuning=(231,),
         evaluation=(241, 242, 243, 244, 245),
         coefs=(0.2, 0.4, 0.6, 0.8, 1.0),
-        candidates=5,
         tuned_on=(("tasks", ("trec", "banking77", "clinc150")),),
         others=True,
     ),
@@ -120,6 +125,10 @@ BACKBONES = {
         tuning=(171,),
         evaluation=(181, 182, 183),
         options=(("dtype", "bfloat16"), ("max_length", 512), ("batch_size", 8), ("max_new_tokens", 32)),
+        coefs=(0.3, 0.6, 1.0),
+        candidates=3,
+        tuned_on=(("tasks", ("C-STANCE", "FOMC")),),
+        mergers=PAPERS,
     ),
 }
 Name = Literal["vit", "vit_blocks", "text", "smollm2_text", "smollm2"]
@@ -132,7 +141,7 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
     eight = (*PRESETS[own.preset].mergers.values(), TsvMerge(), IsoC(), Wudi())
     mergers = tuple(merger for merger in eight if merger.name in (own.mergers or {one.name for one in eight}))
     names = {merger.name for merger in mergers}
-    grids = {9: _grids, 5: _crosses, 3: _rates}[own.candidates](own)
+    grids = {5: _crosses, 3: _rates}[own.candidates](own)
     protocol = Protocol(
         name=f"{name}_onepass",
         preset=own.preset,
@@ -147,22 +156,6 @@ def study(name: Name, model: str, data: str, options: Mapping[str, Any]) -> Wide
         tuned_on=() if options else own.tuned_on,
     )
     return widening(protocol, grids)
-
-
-def _grids(own: Backbone) -> dict[str, Grid]:
-    """All combinations of three learning rates with three values of another axis."""
-    training = own.training
-    ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
-    assert training.steps is not None
-    lr, steps, rho = Axis("lr", _about(own.lr)), Axis("steps", tuple(map(int, _about(training.steps)))), _about(0.5)
-    return {
-        "FT": Grid(ft, training, lr, steps),
-        "FT, averaged": Grid(ft, training, lr, Axis("average", ("ema:0.98", "swa:25%", "swa:75%"))),
-        "SMAT": Grid(smat, training, lr, Axis("sigma", _about(own.sigma))),
-        "SMAT climbing": Grid(replaced(smat, climb="both", sigma=own.sigma), training, lr, Axis("rho", rho)),
-        "ASAM": Grid(asam, training, lr, Axis("rho", rho)),
-        "ASAM, half the steps": Grid(asam, _half(training), lr, Axis("rho", rho)),
-    }
 
 
 def _crosses(own: Backbone) -> dict[str, Grid]:
@@ -187,7 +180,7 @@ def _rates(own: Backbone) -> dict[str, Grid]:
     """Three learning rates; everything else has one value."""
     whole = own.training
     ft, smat, asam = (PRESETS[own.preset].methods[method] for method in ("ft", "smat", "asam"))
-    smat, asam = replaced(smat, alpha_min=0.25, sigma=own.sigma), replaced(asam, rho=0.5)
+    smat, asam = replaced(smat, alpha_min=own.alpha_min, sigma=own.sigma), replaced(asam, rho=0.5)
     methods = {
         "FT": (ft, whole),
         "SMAT": (smat, whole),
@@ -250,23 +243,27 @@ def main(
 
 def forecast(protocol: Protocol, jobs: int) -> str:
     """Minutes of both stages on the device at hand: a few steps and dev scores of every method, multiplied."""
-    timed = {
-        candidates[0].method.name: protocol.trial(label, candidates[0], TRIAL_SEED)
-        for label, candidates in protocol.grids.items()
-    }
-    seconds = {kind[0]: value for kind, value in time_kinds(list(timed.values())).items()}
+    firsts = {candidates[0].method.name: (label, candidates[0]) for label, candidates in protocol.grids.items()}
+    steps = {name: first.training.steps or 1 for name, (_, first) in firsts.items()}
 
-    def minutes(one: Candidate) -> float:
-        whole = timed[one.method.name].training.steps or 1
-        return seconds[one.method.name] / 60 * (one.training.steps or 1) / whole
+    def seconds_of(*, tuning: bool) -> dict[str, float]:
+        trials = [protocol.trial(label, first, TRIAL_SEED, tuning=tuning) for label, first in firsts.values()]
+        return {kind[0]: value for kind, value in time_kinds(trials).items()}
+
+    whole = seconds_of(tuning=False)
+    tuned = seconds_of(tuning=True) if protocol.tuned_on else whole
+
+    def minutes(one: Candidate, seconds: Mapping[str, float]) -> float:
+        return seconds[one.method.name] / 60 * (one.training.steps or 1) / steps[one.method.name]
 
     lines, parts = [], {"tuning": 0.0, "evaluation": 0.0}
     for label, candidates in protocol.grids.items():
-        found = [minutes(one) for one in candidates]
-        tuned, middle = sum(found) * len(protocol.tuning), sorted(found)[len(found) // 2]
-        parts["tuning"] += tuned
+        found = [minutes(one, whole) for one in candidates]
+        tuning = sum(minutes(one, tuned) for one in candidates) * len(protocol.tuning)
+        middle = sorted(found)[len(found) // 2]
+        parts["tuning"] += tuning
         parts["evaluation"] += middle * len(protocol.evaluation)
-        lines.append(f"{label}: {middle:.1f} min a trial, {tuned:.1f} min of tuning")
+        lines.append(f"{label}: {middle:.1f} min a trial, {tuning:.1f} min of tuning")
     stages = ", ".join(f"{stage} {value / jobs:.0f} min" for stage, value in parts.items())
     return "\n".join([*lines, f"in {jobs} processes, if they do not slow each other down: {stages}"])
 

@@ -158,15 +158,18 @@ def test_labelled_texts_are_asked_for_their_class(tmp_path, monkeypatch):
 
 def test_a_forecast_multiplies_the_seconds_of_a_trial(monkeypatch):
     protocol = studies.study("vit", "/model", "/data", {}).protocol
-    monkeypatch.setattr(studies, "time_kinds", lambda trials: {trial.kind(): 60.0 for trial in trials})
+
+    def seconds(trials):  # 60 with all tasks, 20 with those of tuning
+        return {trial.kind(): 20.0 if "tasks" in dict(trial.options) else 60.0 for trial in trials}
+
+    monkeypatch.setattr(studies, "time_kinds", seconds)
     lines = studies.forecast(protocol, jobs=2).splitlines()
-    # the last of a method is timed: of ft the average's 300 steps, of asam that with 150
-    assert lines[0] == "FT: 1.0 min a trial, 10.5 min of tuning"  # 150, 300 and 600 steps, three times each
-    assert lines[-2] == "ASAM, half the steps: 1.0 min a trial, 9.0 min of tuning"
-    assert lines[-3] == "ASAM: 2.0 min a trial, 18.0 min of tuning"
-    assert lines[-1].endswith(
-        "tuning 32 min, evaluation 10 min"
-    )  # (10.5 + 3 * 9 + 18 + 9) / 2, 3 * (4 * 1 + 2 + 1) / 2
+    # of two with one method the last one is timed: of asam that with 150 steps
+    assert lines[0] == "FT: 1.0 min a trial, 1.0 min of tuning"  # three candidates, a third of a minute each
+    assert lines[-2] == "ASAM, half the steps: 1.0 min a trial, 1.0 min of tuning"
+    assert lines[-3] == "ASAM: 2.0 min a trial, 2.0 min of tuning"
+    # (5 * 1 + 2) / 2, 3 * (5 * 1 + 2) / 2
+    assert lines[-1].endswith("tuning 4 min, evaluation 10 min")
 
 
 def test_results_name_the_gpu_that_suites_take(tmp_path, monkeypatch):
