@@ -219,6 +219,9 @@ def test_the_times_on_a_gpu_in_sentences_are_those_of_the_results():
     assert f"the Llama takes {peak['None'] - peak['cpu']:.1f} GB less than" in page
     assert f"`stream` saves another {peak['cpu'] - peak['stream']:.1f} GB" in page
     assert peak["recompute"] > peak["cpu"]
+    own = " ".join(PRESET_PAGE.split())
+    assert f"fine-tuning peaks at {steps['FT', '']['peak GB']:.1f} GB" in own
+    assert f"and SMAT at {peak['cpu']:.1f} GB: one number a weight more" in own
     clip = [row for row in readme.stored("steps_h100")["rows"] if row["model"] == "clip-vit-b32"]
     found = [100 * (row["ratio"] - 1) for row in clip if row["offload"] in ("None", "cpu")]
     assert f"and {min(found):.1f} to {max(found):.1f} % on CLIP" in page
