@@ -168,11 +168,11 @@ def _each(
     tasks = []
     for dtypes, rows in kinds.items():
         likes = [_LIKE[dtype] for dtype in dtypes]
-        every = trees if out is None else [*trees, out]
-        ends = [[(leaves[i].data_ptr(), leaves[i].itemsize) for leaves in every] for i in rows]
+        every, own = (trees, dtypes) if out is None else ([*trees, out], (*dtypes, dtypes[0]))
+        widths, places = [dtype.itemsize for dtype in own], [[leaves[i].data_ptr() for leaves in every] for i in rows]
         for group in tree.spans([trees[0][i].numel() for i in rows], SPAN):
             windows = [
-                (*(at + start * width for at, width in ends[row]), stop - start, rows[row], *more(rows[row], start))
+                (*_moved(places[row], widths, start), stop - start, rows[row], *more(rows[row], start))
                 for row, start, stop in group
             ]
             tasks.append(partial(loop, numpy.array(windows, numpy.uint64), *given, *likes))
@@ -185,3 +185,7 @@ def _each(
         with ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(task) for task in tasks]:
                 done.result()
+
+
+def _moved(addresses: Sequence[int], widths: Sequence[int], start: int) -> Sequence[int]:
+    return [at + start * width for at, width in zip(addresses, widths, strict=True)] if start else addresses
