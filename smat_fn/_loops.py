@@ -23,13 +23,18 @@ _MULTIPLIERS = uint64(0xD2511F53), uint64(0xCD9E8D57)
 _WEYL = uint64(0x9E3779B9), uint64(0xBB67AE85)
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **more: bool) -> Any:
     """Compiled at the first call and then kept in a folder: beside the package, or the user's own."""
-    options = {"nogil": True, "error_model": "numpy"}
+    options = {"nogil": True, "error_model": "numpy", **more}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written to
         return njit(**options)(function)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """`jit` of what only other loops call: without the part for calls from Python, which takes time to compile."""
+    return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -37,14 +42,14 @@ def inlined(function: Callable[..., Any]) -> Any:
     return njit(inline="always", error_model="numpy")(function)
 
 
-@jit
+@inner
 def _round(a, b, c, d, k0, k1):  # type: ignore[no-untyped-def]
     # upper halves may hold anything but where they are multiplied
     p, q = (a & _WORD) * _MULTIPLIERS[0], (c & _WORD) * _MULTIPLIERS[1]
     return (q >> _HALF) ^ b ^ k0, q, (p >> _HALF) ^ d ^ k1, p
 
 
-@jit
+@inner
 def _draw(seed, counter, size, state, words):  # type: ignore[no-untyped-def]
     """The blocks from a counter on that hold ``size`` fields, at most a tile."""
     count = (size + 7) // 8
@@ -99,8 +104,8 @@ def fields(keys, blocks, skips, sizes, out):  # type: ignore[no-untyped-def]
             skip = 0
 
 
-@jit
-def simulate(mask, noise, block, skip, theta, theta_0, out, masked, scale, kept, cutoff, step, quantiles):  # type: ignore[no-untyped-def]
+@inner
+def _simulate(mask, noise, block, skip, theta, theta_0, out, masked, scale, kept, cutoff, step, quantiles):  # type: ignore[no-untyped-def]
     """Eq. smat-state of a window. Args: mask, noise: keys (2,); theta, theta_0, out: float32, or bfloat16 as uint16."""
     state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
     halves = words.view(np.uint16).reshape(-1)
@@ -130,8 +135,8 @@ def simulate(mask, noise, block, skip, theta, theta_0, out, masked, scale, kept,
         skip = 0
 
 
-@jit
-def reweight(mask, block, skip, gradient, out, masked, scale, kept, cutoff):  # type: ignore[no-untyped-def]
+@inner
+def _reweight(mask, block, skip, gradient, out, masked, scale, kept, cutoff):  # type: ignore[no-untyped-def]
     """Eq. smat-gradient of a window; arguments as `simulate`'s."""
     state, words = np.empty((2, LANES), np.uint64), np.empty((LANES, 2), np.uint64)
     halves = words.view(np.uint16).reshape(-1)
@@ -152,8 +157,8 @@ def reweight(mask, block, skip, gradient, out, masked, scale, kept, cutoff):  # 
         skip = 0
 
 
-@jit
-def slope_squares(theta, slope, adaptive, sums):  # type: ignore[no-untyped-def]
+@inner
+def _slope_squares(theta, slope, adaptive, sums):  # type: ignore[no-untyped-def]
     """Sums of squares of ``|theta| slope`` (slope where not adaptive) by blocks of 4096, each added by halves.
 
     Args: theta, slope: as `simulate`'s; sums: float32, one a block.
@@ -173,8 +178,8 @@ def slope_squares(theta, slope, adaptive, sums):  # type: ignore[no-untyped-def]
         sums[block] = _halved(value, 4096)
 
 
-@jit
-def climb(theta, slope, adaptive, length, out):  # type: ignore[no-untyped-def]
+@inner
+def _climb(theta, slope, adaptive, length, out):  # type: ignore[no-untyped-def]
     """``theta + theta^2 slope length``, or ``theta + slope length``. Args: as `slope_squares`'; length: float32."""
     value, other = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for position in range(0, len(out), TILE):
@@ -192,8 +197,8 @@ def climb(theta, slope, adaptive, length, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def simulate_each(windows, masks, noises, masked, scale, kept, cutoff, step, quantiles, theta_like, theta_0_like):  # type: ignore[no-untyped-def]
-    """`simulate` of windows of many leaves: a call from Python takes as long as thousands of coordinates.
+def simulate(windows, masks, noises, masked, scale, kept, cutoff, step, quantiles, theta_like, theta_0_like):  # type: ignore[no-untyped-def]
+    """`_simulate` of windows of many leaves: a call from Python takes as long as thousands of coordinates.
 
     Args: windows: uint64 (n, 7): addresses of theta, theta_0 and out, size, leaf, block, skip; masks, noises, masked:
         of all leaves; theta_like, theta_0_like: arrays of the dtypes.
@@ -203,46 +208,46 @@ def simulate_each(windows, masks, noises, masked, scale, kept, cutoff, step, qua
         theta, theta_0 = _window(windows[i, 0], size, theta_like), _window(windows[i, 1], size, theta_0_like)
         out, block, skip = _window(windows[i, 2], size, theta_like), windows[i, 5], int64(windows[i, 6])
         keys = masks[leaf], noises[leaf]
-        simulate(*keys, block, skip, theta, theta_0, out, masked[leaf], scale, kept, cutoff, step, quantiles)
+        _simulate(*keys, block, skip, theta, theta_0, out, masked[leaf], scale, kept, cutoff, step, quantiles)
 
 
 @jit
-def reweight_each(windows, masks, masked, scale, kept, cutoff, like):  # type: ignore[no-untyped-def]
-    """`reweight` of windows. Args: windows: addresses of gradient and out, then as `simulate_each`'s."""
+def reweight(windows, masks, masked, scale, kept, cutoff, like):  # type: ignore[no-untyped-def]
+    """`_reweight` of windows. Args: windows: addresses of gradient and out, then as `simulate`'s."""
     for i in range(len(windows)):
         gradient, out = _window(windows[i, 0], windows[i, 2], like), _window(windows[i, 1], windows[i, 2], like)
         leaf, block, skip = windows[i, 3], windows[i, 4], int64(windows[i, 5])
-        reweight(masks[leaf], block, skip, gradient, out, masked[leaf], scale, kept, cutoff)
+        _reweight(masks[leaf], block, skip, gradient, out, masked[leaf], scale, kept, cutoff)
 
 
 @jit
-def slope_squares_each(windows, adaptive, sums, theta_like, slope_like):  # type: ignore[no-untyped-def]
-    """`slope_squares` of windows that begin at a block. Args: windows: theta, slope, size, leaf, place in sums."""
+def slope_squares(windows, adaptive, sums, theta_like, slope_like):  # type: ignore[no-untyped-def]
+    """`_slope_squares` of windows that begin at a block. Args: windows: theta, slope, size, leaf, place in sums."""
     for i in range(len(windows)):
         theta, slope = (
             _window(windows[i, 0], windows[i, 2], theta_like),
             _window(windows[i, 1], windows[i, 2], slope_like),
         )
         at = int64(windows[i, 4])
-        slope_squares(theta, slope, adaptive, sums[at : at + (len(slope) + 4095) // 4096])
+        _slope_squares(theta, slope, adaptive, sums[at : at + (len(slope) + 4095) // 4096])
 
 
 @jit
-def climb_each(windows, adaptive, length, theta_like, slope_like):  # type: ignore[no-untyped-def]
-    """`climb` of windows. Args: windows: theta, slope, out, size, leaf."""
+def climb(windows, adaptive, length, theta_like, slope_like):  # type: ignore[no-untyped-def]
+    """`_climb` of windows. Args: windows: theta, slope, out, size, leaf."""
     for i in range(len(windows)):
         size = windows[i, 3]
         theta, slope = _window(windows[i, 0], size, theta_like), _window(windows[i, 1], size, slope_like)
-        climb(theta, slope, adaptive, length, _window(windows[i, 2], size, theta_like))
+        _climb(theta, slope, adaptive, length, _window(windows[i, 2], size, theta_like))
 
 
-@jit
+@inner
 def _center(halves, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         out[i] = int32(halves[i]) - int32(32768)
 
 
-@jit
+@inner
 def _factors(halves, count, kept, cutoff, factor):  # type: ignore[no-untyped-def]
     if cutoff >= 0:
         for i in range(count):
@@ -429,7 +434,7 @@ def dropped_by_rank(delta, order, position, fields, by_rank, out):  # type: igno
         _drop_row(delta[row], fields[row], cutoffs, out[row])
 
 
-@jit
+@inner
 def _drop_row(delta, fields, cutoffs, out):  # type: ignore[no-untyped-def]
     for i in range(len(out)):
         kept = float32(1) - float32(cutoffs[i]) / float32(65536)
@@ -536,7 +541,7 @@ def _load(sources, row, first, n, out):  # type: ignore[no-untyped-def]
     _copy(kind, sources[row, 0] + size * first, n, uint64(out.ctypes.data))
 
 
-@jit
+@inner
 def _copy(kind, at, n, out):  # type: ignore[no-untyped-def]
     # one kind of number behind it: loops that choose among several would not be kept in vector registers
     size = uint64(4) if kind == uint64(0) else uint64(2)
@@ -619,7 +624,7 @@ def _write(values, n, change, target, first, error, sums):  # type: ignore[no-un
     return largest
 
 
-@jit
+@inner
 def _put(kind, values, n, error, at):  # type: ignore[no-untyped-def]
     largest = uint32(0)
     if kind == uint64(0):
@@ -646,7 +651,7 @@ def _put(kind, values, n, error, at):  # type: ignore[no-untyped-def]
     return largest
 
 
-@jit
+@inner
 def _squares(values, n, sums):  # type: ignore[no-untyped-def]
     """Adds the squares of n numbers, of which those behind become 0 up to a multiple of 64."""
     stop = (n + uint64(63)) // uint64(64) * uint64(64)
@@ -1229,7 +1234,7 @@ def gram(sources, size, based, out):  # type: ignore[no-untyped-def]
             out[i, j] = out[j, i] = _halved(sums[i, j], 64)
 
 
-@jit
+@inner
 def _folded(left, right, eighth, out):  # type: ignore[no-untyped-def]
     """The products after three halvings, without writing any before."""
     for k in range(eighth):

@@ -97,7 +97,7 @@ def simulate(params: Sequence[Tensor], base: Sequence[Tensor], out: Sequence[Ten
     quantiles = array(numbers.quantiles.contiguous())
     step = numpy.float32(float(noise_step(numbers.sigma, not len(quantiles), torch.float32)))
     given = masks, noises, numpy.array(masked, bool), *_factors(numbers), step, quantiles
-    _each(_loops(*params).simulate_each, (params, base), out, lambda leaf, start: place(starts[leaf] + start), *given)
+    _each(_loops(*params).simulate, (params, base), out, lambda leaf, start: place(starts[leaf] + start), *given)
 
 
 def reweight(grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> None:
@@ -105,7 +105,7 @@ def reweight(grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn) -> No
     numbers, masked, starts = drawn
     masks = array(numbers.streams.contiguous()).reshape(2, -1, 2)[0]
     given = masks, numpy.array(masked, bool), *_factors(numbers)
-    _each(_loops(*grads).reweight_each, (grads,), out, lambda leaf, start: place(starts[leaf] + start), *given)
+    _each(_loops(*grads).reweight, (grads,), out, lambda leaf, start: place(starts[leaf] + start), *given)
 
 
 def squares(leaves: Sequence[Tensor]) -> Tensor:
@@ -117,7 +117,7 @@ def slope_squares(params: Sequence[Tensor], slopes: Sequence[Tensor], *, adaptiv
     """Sums of squares of ``|theta| s``, or of s, by blocks of all leaves: float32 (blocks,)."""
     first = first_blocks(slopes)
     sums = torch.empty(first[-1], dtype=torch.float32, device="cpu")
-    loop, into = _loops(*slopes).slope_squares_each, array(sums)
+    loop, into = _loops(*slopes).slope_squares, array(sums)
     _each(loop, (params, slopes), None, lambda leaf, start: (first[leaf] + start // BLOCK,), adaptive, into)
     return sums
 
@@ -127,7 +127,7 @@ def climb(
 ) -> None:
     """``theta + theta^2 s length``, or ``theta + s length``, written into ``out``."""
     size = length.float().numpy()[()]
-    _each(_loops(*params).climb_each, (params, slopes), out, lambda leaf, start: (), adaptive, size)
+    _each(_loops(*params).climb, (params, slopes), out, lambda leaf, start: (), adaptive, size)
 
 
 def _loops(*leaves: Tensor) -> ModuleType:

@@ -39,7 +39,7 @@ def calls(monkeypatch):
         names.append(name)
         return loop(*args)
 
-    for name in ("words", "fields", "simulate_each", "reweight_each", "dropped", "dropped_by_rank", "agree"):
+    for name in ("words", "fields", "simulate", "reweight", "dropped", "dropped_by_rank", "agree"):
         monkeypatch.setattr(loops, name, partial(spy, name, getattr(loops, name)))
     return names
 
@@ -86,7 +86,7 @@ def test_simulated_states_and_weighted_gradients(case, calls, dtype, masked, noi
             (states, weighted), (expected, expected_weighted) = both(c.chunked)
             assert_trees_equal(states, expected)
             assert_trees_equal(weighted, expected_weighted)
-    assert set(calls) == {"words", "simulate_each", "reweight_each"}
+    assert set(calls) == {"words", "simulate", "reweight"}
 
 
 def test_rounding_to_bfloat16_of_every_kind_of_number(case):
@@ -117,7 +117,7 @@ def test_leaves_of_all_dtypes_and_outputs_that_are_inputs(case, calls):
         return [*params, *grads]
 
     same_bits(*both(in_place))
-    assert calls.count("simulate_each") == calls.count("reweight_each") == 2
+    assert calls.count("simulate") == calls.count("reweight") == 2
     assert "fields" in calls
 
 
