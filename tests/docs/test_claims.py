@@ -212,6 +212,7 @@ def test_the_times_on_a_gpu_in_sentences_are_those_of_the_results():
     percent = {key: 100 * (row["ratio"] - 1) for key, row in steps.items()}
     assert f"**SMAT costs {percent['SMAT', 'None']:.1f} % over fine-tuning**" in page
     assert f"{percent['SMAT', 'cpu']:.1f}" == f"{percent['SMAT', 'None']:.1f}"
+    assert f"A step of SMAT takes [{percent['SMAT', 'cpu']:.1f} % longer](docs/kernels.md#on-a-gpu)" in README
     assert f"the loop in torch takes {percent['a loop in torch', '']:.1f} % more" in page
     assert f"takes {percent['SMAT', 'stream']:.0f} % longer on the Llama**" in page
     assert f"than `cpu` on the Llama, {percent['SMAT', 'recompute']:.0f} % over fine-tuning" in page
