@@ -457,7 +457,6 @@ def merge_sentence(result: dict[str, Any]) -> str:
     )
 
 
-# marks -> (page, text of a result); the result has the same name unless `SOURCES` has another
 def kernels(result: dict[str, Any]) -> str:
     """The kernels on the tree of a Llama beside a copy of the same bytes, on two devices."""
     head = "GPU", "dtype", "Operation", "ms", "GB/s", "x copy", "torch's time / ours", "host ms"
@@ -507,6 +506,7 @@ def _measured(*results: dict[str, Any]) -> str:
     return f"From {'; '.join(each)}; torch {versions['torch']}, triton {versions['triton']}."
 
 
+# marks -> (page, text of a result); the result has the same name unless `SOURCES` has another
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "results": ("README.md", results),
     "merge_sentence": ("README.md", merge_sentence),

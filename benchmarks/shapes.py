@@ -82,9 +82,11 @@ def set_up(shape: Shape, device: torch.device, dry_run: bool) -> Setup:
 def by_hand(shape: Shape, device: torch.device, dry_run: bool) -> Callable[[], None]:
     """A step of fine-tuning as torch users write it, on a model of its own: backward, clip, fused optimizer."""
     module, loss, batch = _built(shape, _sizes(shape, device, dry_run), device, dry_run)
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), 1e-5, fused=True)
+    optimizer: torch.optim.Optimizer
     if shape.family == "llama":
         optimizer = torch.optim.AdamW(module.parameters(), 2e-5, weight_decay=1e-3, fused=True)
+    else:
+        optimizer = torch.optim.Adam(module.parameters(), 1e-5, fused=True)
 
     def step() -> None:
         loss(module, batch)[0].backward()

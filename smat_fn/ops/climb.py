@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compiled import loops_for, transformed
+from ..compiled import transformed
 from . import cpu, launch, library
-
-_LOOPED = torch.float32, torch.bfloat16
 
 
 def climb(
@@ -90,8 +88,7 @@ class _Looped(_Way):
 def _way_of(theta: Tensor, slope: Tensor) -> type[_Way] | type[launch.Climbing]:
     if library.by_kernel([theta], [slope]):
         return launch.Climbing
-    looped = theta.dtype in _LOOPED and slope.dtype in _LOOPED and loops_for(theta, slope) is not None
-    return _Looped if looped else _Way
+    return _Looped if library.by_loops([theta], [slope]) else _Way
 
 
 def _weighted(params: Sequence[Tensor], slopes: Sequence[Tensor], adaptive: bool) -> list[Tensor]:

@@ -61,8 +61,7 @@ class Reweighting:
     """
 
     def __init__(self, grads: Sequence[Tensor], out: Sequence[Tensor], drawn: Drawn | None) -> None:
-        self.blocks = first_blocks(grads)[-1]
-        self._device = grads[0].device
+        self._grads, self._device = grads, grads[0].device
         if drawn is not None:
             self._numbers = drawn.numbers.streams.contiguous()[0], *_factors(drawn.numbers)
             self._parts = _parts(grads, None, out, drawn.masked, drawn.starts)
@@ -94,7 +93,7 @@ class Reweighting:
 
     def squares(self, *, store: bool = False) -> Tensor:
         """A pass that returns the sums of squares of all blocks."""
-        sums = torch.empty(self.blocks, dtype=torch.float32, device=self._device)
+        sums = torch.empty(first_blocks(self._grads)[-1], dtype=torch.float32, device=self._device)
         self(sums=sums, store=store)
         return sums
 

@@ -45,7 +45,7 @@ def by_kernel(*leaves: Sequence[Tensor]) -> bool:
     return all(leaf.dtype in SUPPORTED and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__ for leaf in every)
 
 
-def _by_loops(*leaves: Sequence[Tensor]) -> bool:
+def by_loops(*leaves: Sequence[Tensor]) -> bool:
     """Whether compiled loops take all of these leaves."""
     every = [leaf for group in leaves for leaf in group]
     return all(leaf.dtype in cpu.DTYPES for leaf in every) and loops_for(*every) is not None
@@ -131,7 +131,7 @@ for _made, _written in ((simulate, simulate_into), (reweight, reweight_into)):
 def block_squares(leaves: list[Tensor]) -> Tensor:
     """`smat_fn.tree.block_squares`: a launch, or a pass of compiled loops, for each device and dtype that has one."""
     whole = [leaf if leaf.is_contiguous() else leaf.reshape(-1) for leaf in leaves]
-    if not by_kernel(whole) and _by_loops(whole):
+    if not by_kernel(whole) and by_loops(whole):
         return cpu.squares(whole).double()
     ways: dict[tuple[torch.device, Callable[[list[Tensor]], Tensor]], list[int]] = {}
     for i, leaf in enumerate(whole):
@@ -161,7 +161,7 @@ def _(leaves):  # type: ignore[no-untyped-def]
 def _squares_by(leaf: Tensor) -> Callable[[list[Tensor]], Tensor]:
     if by_kernel([leaf]):
         return launch.squares
-    return cpu.squares if _by_loops([leaf]) else tree.block_squares
+    return cpu.squares if by_loops([leaf]) else tree.block_squares
 
 
 def check_out(out: Sequence[Tensor], like: Sequence[Tensor]) -> None:
@@ -196,11 +196,11 @@ def _ways(numbers: Numbers, *trees: list[Tensor]) -> dict[ModuleType, list[int]]
     if by_kernel(*trees):
         return {launch: list(range(len(trees[0])))}
     readable = loops_for(*numbers) is not None
-    if readable and _by_loops(*trees):
+    if readable and by_loops(*trees):
         return {cpu: list(range(len(trees[0])))}
     found: dict[ModuleType, list[int]] = {}
     for i, leaves in enumerate(zip(*trees, strict=True)):
-        looped = readable and _by_loops(leaves)
+        looped = readable and by_loops(leaves)
         found.setdefault(launch if by_kernel(leaves) else cpu if looped else plain, []).append(i)
     return found
 

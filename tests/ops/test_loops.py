@@ -121,6 +121,22 @@ def test_leaves_of_all_dtypes_and_outputs_that_are_inputs(case, calls):
     assert "fields" in calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_leaves_at_odd_addresses_as_a_file_may_place_them(case, dtype, calls):
+    c = case({"a": (5,), "b": (1025,)}, dtype)
+
+    def moved(leaf):
+        memory = bytearray(1 + leaf.nbytes)
+        odd = torch.frombuffer(memory, dtype=dtype, offset=1, count=leaf.numel())
+        assert odd.data_ptr() % leaf.itemsize
+        return odd.copy_(leaf)
+
+    odd = c._replace(params={p: moved(v) for p, v in c.params.items()}, base={p: moved(v) for p, v in c.base.items()})
+    for got, expected in zip(odd.chunked(), c.chunked(), strict=True):
+        assert_trees_equal(got, expected)
+    assert {"simulate", "reweight"} <= set(calls)
+
+
 def test_threads_share_the_coordinates(case, monkeypatch):
     c = case({"a": (3, 5), "b": (4097,), "c": (3000,)})
     expected = c.chunked()
