@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .grad import ModuleLoss, apply_fn, value_and_grad
+    from .mat.smat import Schedule
     from .simulation import (
         Draw,
         clean_loss,
@@ -31,6 +32,7 @@ if os.environ.get("SMAT_FN_PORTABLE", "0") != "0":
 __all__ = [
     "Draw",
     "ModuleLoss",
+    "Schedule",
     "__version__",
     "apply_fn",
     "clean_loss",
@@ -57,7 +59,8 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in __all__:
-        return getattr(importlib.import_module(".grad" if name in _FROM_GRAD else ".simulation", __name__), name)
+        home = ".grad" if name in _FROM_GRAD else ".mat.smat" if name == "Schedule" else ".simulation"
+        return getattr(importlib.import_module(home, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -100,6 +100,16 @@ def fold_in(key: Tensor, data: int | str | Tensor) -> Tensor:
     return _derive(key, data if isinstance(data, Tensor) else _int64(data))
 
 
+def step_key(key: Tensor, step: int | Tensor) -> Tensor:
+    """The key of a step: its number folded into the run key, which goes to where a number on a device is."""
+    if isinstance(step, Tensor):
+        if step.is_cpu:
+            step = step.to(key.device)
+        else:  # the other way the host would wait for the number
+            key = key.to(step.device, non_blocking=step.is_cuda)
+    return fold_in(key, step)
+
+
 def bits(key: Tensor, size: int, *, start: int = 0) -> Tensor:
     """The 16-bit fields of one stream: coordinate n has field n % 8 of block n // 8, little-endian halves of its words.
 

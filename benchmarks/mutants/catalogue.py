@@ -119,10 +119,14 @@ MUTANTS = [
     ),
     *_of("mat/smat.py:literal_step", ("grads = reweight(grads, drawn, where=where)", "pass")),
     *_of(
-        "mat/smat.py:build_from",
-        ("key_of(step.key_of(", "(lambda _: key)(step.key_of("),
+        "mat/smat.py:Schedule",
+        ("self.key_of(key, step", "(lambda *_: key)(key, step"),
         ("1 - 2 * second", "1"),
-        ("number - second * period", "number"),
+        ("step - second * self.period", "step"),
+        (" or self.alpha_max != 1", ""),
+    ),
+    *_of(
+        "mat/smat.py:build_from",
         ("undone = None if simulated.reweighted else drawn", "undone = None"),
     ),
     *_of(

@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import errors, tree
-from ..mat.smat import is_simulated
+from ..mat.smat import Schedule, is_simulated
 from ..parallel.world import World
-from ..random import fold_in
-from ..simulation import Draw, draw
-from ..simulation.state import all_off, draw_problems
-from ..types import Noise, Predicate, Where
+from ..types import Predicate
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
 _INSIDE_BACKWARD = "LayerWiseDummyOptimizer", "Lomo", "AdaLomo"
@@ -31,52 +27,22 @@ _NAMES = {"masked": "hash of the masked parameters", "theta_0": "hash of theta_0
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Which steps are simulated, and how."""
-
-    key: Tensor
-    where: Where | None
-    alpha_min: float
-    drop_prob: float
-    sigma: float
-    period: int
-    noise: Noise
-
-    def problems(self) -> list[str]:
-        """Errors for values out of range."""
-        found = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise)
-        found += errors.count_problem("period", self.period)
-        if not (isinstance(self.key, Tensor) and self.key.dtype == torch.int64 and tuple(self.key.shape) == (2,)):
-            seed = self.key if type(self.key) is int else 0
-            found.append(f"key is {self.key!r}, must be one key: key=smat_fn.random.key({seed})")
-        found += errors.problems_of(tree.predicate, self.where)
-        return found
-
-    def plain(self) -> "Options":
-        """The same in Python's numbers, for logs and checkpoints, whose JSON cannot hold those of numpy."""
-        return replace(self, alpha_min=float(self.alpha_min), drop_prob=float(self.drop_prob), sigma=float(self.sigma))
-
-    @property
-    def off(self) -> bool:
-        """Whether every step is clean: theta~ would differ from theta by rounding alone."""
-        return all_off(self.alpha_min, self.drop_prob, self.sigma)
-
-    def draw(self, step: int) -> Draw | None:
-        """The draw of an optimizer step; None for a clean step."""
-        if self.off or not is_simulated(step, self.period):
-            return None
-        key, alpha_min, drop_prob, sigma = fold_in(self.key, step), self.alpha_min, self.drop_prob, self.sigma
-        return draw(key, alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma, noise=self.noise)
+def key_problems(key: Any) -> list[str]:
+    """The error for what is not one run key."""
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and tuple(key.shape) == (2,):
+        return []
+    return [f"key is {key!r}, must be one key: key=smat_fn.random.key({key if type(key) is int else 0})"]
 
 
-def record(options: Options, base: Mapping[str, Tensor], where: Predicate) -> dict[str, Any]:
+def record(key: Tensor, schedule: Schedule, base: Mapping[str, Tensor], where: Predicate) -> dict[str, Any]:
     """JSON values that a run must share to resume from a checkpoint; theta_0 by some values, whatever their dtype."""
     masked = hashlib.blake2b(digest_size=8)
     for path, leaf in sorted(base.items()):
         masked.update(f"{path}:{bool(where(path, leaf))};".encode())
-    numbers = {name: getattr(options, name) for name in ("alpha_min", "drop_prob", "sigma", "period", "noise")}
-    return {"key": options.key.tolist(), **numbers, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
+    # JSON cannot hold numbers of numpy
+    numbers = {name: float(getattr(schedule, name)) for name in ("alpha_min", "drop_prob", "sigma")}
+    settings = {**numbers, "period": schedule.period, "noise": schedule.noise}
+    return {"key": key.tolist(), **settings, "masked": masked.hexdigest(), "theta_0": hash_of(base)}
 
 
 def of_all_processes(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -179,12 +145,12 @@ def trained_problems(trainer: Any, origin: Mapping[str, Tensor], known: str | No
     ]
 
 
-def never(options: Options, start: int, stop: int) -> str:
+def never(schedule: Schedule, start: int, stop: int) -> str:
     """The warning for a training without a simulated step, an empty text otherwise."""
-    steps = range(start, min(stop, start + options.period))
-    if options.off or any(is_simulated(step, options.period) for step in steps):
+    steps = range(start, min(stop, start + schedule.period))
+    if schedule.off or any(is_simulated(step, schedule.period) for step in steps):
         return ""
-    return f"SMAT: no step is simulated, period is {options.period} and training ends after step {stop}: lower period"
+    return f"SMAT: no step is simulated, period is {schedule.period} and training ends after step {stop}: lower period"
 
 
 def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
@@ -228,24 +194,24 @@ def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def describe(options: Options, leaves: Mapping[str, Tensor], where: Predicate) -> str:
+def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate) -> str:
     """One line: which steps, which operations, and which parameters are masked."""
-    if options.off:
+    if schedule.off:
         return "SMAT: Scale, Mask and Perturb are off, every step is clean"
-    every = "every step" if options.period == 1 else f"every step s with (s + 1) % {options.period} == 0"
+    every = "every step" if schedule.period == 1 else f"every step s with (s + 1) % {schedule.period} == 0"
     masked = {path: p for path, p in leaves.items() if where(path, p)}
     kinds = Counter(_NUMBER.sub("*", path) for path in masked)
     names = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
     sizes = [sum(p.numel() for p in part.values()) for part in (masked, leaves)]
-    parts = [f"Scale alpha from {options.alpha_min} to 1" if options.alpha_min != 1 else "Scale off"]
-    if options.drop_prob:
+    parts = [f"Scale alpha from {schedule.alpha_min} to 1" if schedule.alpha_min != 1 else "Scale off"]
+    if schedule.drop_prob:
         parts.append(
-            f"Mask removes coordinates with probability {options.drop_prob} in {len(masked)} of {len(leaves)} trained "
+            f"Mask removes coordinates with probability {schedule.drop_prob} in {len(masked)} of {len(leaves)} trained "
             f"parameters ({sizes[0]:,} of {sizes[1]:,} values): {', '.join(errors.shortened(names, '{} more kinds'))}"
         )
     else:
         parts.append("Mask off")
-    parts.append(f"Perturb {options.noise} noise of RMS {options.sigma}" if options.sigma else "Perturb off")
+    parts.append(f"Perturb {schedule.noise} noise of RMS {schedule.sigma}" if schedule.sigma else "Perturb off")
     return f"SMAT simulates {every}: {'; '.join(parts)}"
 
 

@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 from .. import errors, tree
 from ..mat.offload import storage
 from ..mat.simulated import SimulatedWeights
+from ..mat.smat import Schedule
 from ..simulation import Draw
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear, mask_problems
 from . import checks
-from .checks import Options, leaves_of
+from .checks import leaves_of
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
@@ -40,9 +41,17 @@ _AT_THETA_OF_MODULES = "generate", "save_pretrained"  # ... and of modules
 class Attached:
     """SMAT on a trainer. ``draw`` is that of the last simulated step; ``repr`` says what is simulated and masked."""
 
-    def __init__(self, trainer: Any, options: Options, base: Params | Literal["host"] | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        key: Tensor,
+        schedule: Schedule,
+        *,
+        base: Params | Literal["host"] | None,
+        where: Where | None,
+    ) -> None:
         self.draw: Draw | None = None
-        self._trainer, self._options = trainer, options
+        self._trainer, self._key, self._schedule, self._asked = trainer, key, schedule, where
         self._host = isinstance(base, str)
         self._given = None if base is None or self._host else tree.flatten_unwrapped(base)
         self._check_base: Callable[[], None] = lambda: None
@@ -138,12 +147,12 @@ class Attached:
         else:
             found = checks.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
-        errors.raise_problems(problems + mask_problems(where, leaves, self._options.drop_prob))
-        self._text = checks.describe(self._options, leaves, where)
+        errors.raise_problems(problems + mask_problems(where, leaves, self._schedule.drop_prob))
+        self._text = checks.describe(self._schedule, leaves, where)
         return leaves
 
     def _where(self, model: nn.Module) -> Predicate:
-        return predicate(self._options.where) or block_linear(checks.bare(model))
+        return predicate(self._asked) or block_linear(checks.bare(model))
 
     def _begin(self) -> None:
         """Training begins, with the model of now."""
@@ -159,10 +168,10 @@ class Attached:
             base = storage.OnHost(base, self._pinned)
         else:
             base = {path: base[path].to(p.device) for path, p in leaves.items()}
-        slices = max(1, self._options.period - 1) if self._host else None
+        slices = max(1, self._schedule.period - 1) if self._host else None
         self._weights = SimulatedWeights(leaves, base, where=self._where(model), slices=slices)
         self._leaves, self._dtypes = leaves, [p.dtype for p in leaves.values()]
-        record = checks.record(self._options, self._own if self._host else base, self._where(model))
+        record = checks.record(self._key, self._schedule, self._own if self._host else base, self._where(model))
         errors.raise_problems(checks.process_problems(checks.of_all_processes(record)))
         state = self._trainer.state
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
@@ -177,7 +186,7 @@ class Attached:
         _LOG.info("%s", self._text)
         if others := checks.others(self._trainer, leaves):
             _LOG.warning("%s", others)
-        if never := checks.never(self._options, start, state.max_steps):
+        if never := checks.never(self._schedule, start, state.max_steps):
             _LOG.warning("%s", never)
 
     def _remember(self, record: dict[str, Any]) -> None:
@@ -222,10 +231,10 @@ class Attached:
         if step != self._step:  # the first micro-batch of an optimizer step; one draw for all
             self._check_base()
             self._check_parameters(args[0] if args else options["model"])
-            self._step, self._now = step, self._options.draw(step)
+            self._step, self._now = step, self._schedule.draw(self._key, step)
             if self._now is not None:
                 self.draw = self._now
-            elif not self._options.off:
+            elif not self._schedule.off:
                 weights.prepare()
         self._within = True
         try:
@@ -261,7 +270,7 @@ class Attached:
         """An error for a forward pass with gradients before compute_loss: in a simulated step it would be at theta."""
 
         def before(*_: Any) -> None:
-            if self._inside is not None and not self._options.off and torch.is_grad_enabled():
+            if self._inside is not None and not self._schedule.off and torch.is_grad_enabled():
                 raise ValueError(checks.early_forward(self._trainer))
 
         hook = model.register_forward_pre_hook(before)
@@ -286,7 +295,7 @@ class Attached:
         if not torch.is_grad_enabled():  # an evaluation inside training_step
             return original(*args, **options)
         inside, self._inside = self._inside, None
-        if inside is not None and not self._options.off:
+        if inside is not None and not self._schedule.off:
             first = self._summed != self._step
             problems = checks.gradient_problems(self._leaves) if first else []
             errors.raise_problems(problems + checks.norm_problems(self._norms))
@@ -359,14 +368,21 @@ def attach(
 
     Source: paper sections 4.1 to 4.3. Memory: theta_0 and theta~ beside the model; theta~ alone with "host".
     """
-    options = Options(key, where, alpha_min, drop_prob, sigma, period, noise)
-    problems = options.problems()
+    strengths: dict[str, Any] = {
+        "alpha_min": alpha_min,
+        "drop_prob": drop_prob,
+        "sigma": sigma,
+        "period": period,
+        "noise": noise,
+    }
+    problems = errors.problems_of(Schedule, **strengths) + checks.key_problems(key)
+    problems += errors.problems_of(tree.predicate, where)
     if isinstance(base, str) and base != "host":
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
     earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
-    handle = Attached(trainer, options.plain(), base)
+    handle = Attached(trainer, key, Schedule(**strengths), base=base, where=where)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
         known = earlier._frozen | earlier._own

@@ -69,7 +69,7 @@ def build(
     at = value_and_grad(keyed(loss_fn), engine=engine)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        drawn = offset(step.key_of(key, state.step), b=b, k_max=k_max)
+        drawn = offset(random.step_key(key, state.step), b=b, k_max=k_max)
         # base = theta leaves theta + epsilon of the simulated state
         moved = no_grad(simulate)(state.params, state.params, drawn, where=never)
         loss, aux, grads = step.accumulate(at, moved, batch)

@@ -1,19 +1,18 @@
 """SMAT: the task loss at simulated merged states, every t-th step or mixed into every step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..errors import problems_of, raise_problems, shortened
+from .. import random, tree
+from ..errors import count_problem, problems_of, raise_problems, shortened
 from ..grad import Keyed, keyed, value_and_grad
 from ..optim import momentum_of
 from ..optim.chain import clip
-from ..random import fold_in
 from ..simulation import Draw, draw, opposite, reweight, reweight_and_clip, simulate
 from ..simulation.losses import check_lam
 from ..simulation.state import Number, all_off, draw_problems, factor_problems
@@ -31,7 +30,7 @@ from .simulated import (
 )
 from .step import Gradient, State, accumulate
 
-__all__ = ["Climb", "Info", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
+__all__ = ["Climb", "Info", "Schedule", "Smat", "State", "build", "build_from", "is_simulated", "literal_step"]
 
 Climb = Literal["clean", "both"]
 AlphaDepth: TypeAlias = tuple[float, float] | Mapping[str, float] | Callable[[str], float]
@@ -50,6 +49,76 @@ class Info(NamedTuple):
 def is_simulated(step: Any, period: int) -> Any:
     """Whether step ``step``, counted from 0, is simulated: t - 1 expert steps, then one simulated step."""
     return (step + 1) % period == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Every period-th step of a training is simulated, each with a draw of its own.
+
+    Step s, counted from 0, is simulated where ``(s + 1) % period == 0``, at ``draw(fold_in(key, s), ...)``. Nothing is
+    kept between steps: a resumed run has the same draws.
+
+    Args:
+        alpha_min: Scale, in [0, 1]; 1 switches it off.
+        drop_prob: Mask, in [0, 1), the probability of removing a coordinate; 0 switches it off.
+        sigma: Perturb, RMS of the noise in units of the weights, >= 0; 0 switches it off.
+        period: t >= 1; 1 simulates every step.
+        noise: "uniform", "gaussian" or "laplace".
+        alpha_max: alpha is uniform on [alpha_min, alpha_max].
+        factors: path -> finite number, by which alpha is multiplied in that leaf.
+        antithetic: simulated steps 2q and 2q + 1, counted from 0, are a pair: a draw and its `opposite`.
+
+    Raises:
+        ValueError: lists every bad value.
+
+    Source: paper section 4.3; alpha_max, factors and antithetic are not in it.
+    """
+
+    sigma: Number
+    alpha_min: Number = 0.2
+    drop_prob: Number = 0.5
+    period: int = 4
+    noise: Noise = "uniform"
+    alpha_max: Number = 1.0
+    factors: Mapping[str, float] | None = None
+    antithetic: bool = False
+
+    def __post_init__(self) -> None:
+        problems = draw_problems(self.alpha_min, self.drop_prob, self.sigma, self.noise, self.alpha_max)
+        problems += [f"{text} (1 simulates every step)" for text in count_problem("period", self.period)]
+        if not isinstance(self.antithetic, bool):
+            problems.append(f"antithetic is {self.antithetic!r}, must be True or False")
+        raise_problems(problems + factor_problems({} if self.factors is None else self.factors))
+
+    @property
+    def off(self) -> bool:
+        """Whether Scale, Mask and Perturb are all off, by numbers: every step is then clean."""
+        if isinstance(self.alpha_max, Tensor) or self.alpha_max != 1:  # nothing depends on a tensor's value
+            return False
+        return all_off(self.alpha_min, self.drop_prob, self.sigma) and not self.factors
+
+    def draw(self, key: Tensor, step: int | Tensor) -> Draw | None:
+        """The draw of a step; None for a clean one.
+
+        Args:
+            key: the run key, int64 (2,). Give each expert one of its own: with the same key all have the same alpha.
+            step: optimizer steps done before this one; with a period above 1 a number, no tensor.
+        """
+        clean = self.off or not (self.period == 1 or is_simulated(step, self.period))
+        return None if clean else self.drawn(key, step)
+
+    def drawn(self, key: Tensor, step: int | Tensor) -> Draw:
+        """The draw of a step if it is simulated, which a tensor may decide."""
+        second = step // self.period % 2 if self.antithetic else 0  # the second of a pair has the key of the first
+        found = draw(
+            self.key_of(key, step - second * self.period), alpha_min=self.alpha_min, drop_prob=self.drop_prob,
+            sigma=self.sigma, noise=self.noise, alpha_max=self.alpha_max, factors=self.factors,
+        )  # fmt: skip
+        return opposite(found, 1 - 2 * second) if self.antithetic else found
+
+    def key_of(self, key: Tensor, step: int | Tensor) -> Tensor:
+        """The key of a step's draw."""
+        return random.step_key(key, step)
 
 
 def literal_step(
@@ -78,7 +147,7 @@ def literal_step(
     batch = Keyed(batch, key, state.step, 0)  # for a loss that takes a key
     simulated, scale = is_simulated(state.step, period), torch.ones((), dtype=torch.float32, device=key.device)
     if simulated:
-        drawn = draw(fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
+        drawn = draw(random.fold_in(key, state.step), **hyperparameters)  # alpha, m, epsilon
         scale = drawn.scale
         with torch.no_grad():
             merged = simulate(params, base, drawn, where=where)  # theta_0 + alpha m (.) (theta - theta_0) + epsilon
@@ -192,7 +261,6 @@ def build(
     )  # fmt: skip
 
 
-# over 60 lines: its arguments, one a line, and the checks of every one
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -201,23 +269,17 @@ def build_from(
     *,
     where: Where | None = None,
     max_grad_norm: float | None = None,
-    alpha_min: Number = 0.2,
-    drop_prob: Number = 0.5,
-    sigma: Number = 2e-3,
-    period: int = 4,
-    noise: Noise = "uniform",
-    alpha_max: Number = 1.0,
     climb: Climb | None = None,
     rho: float = 0.5,
     lam: Number | None = None,
     alpha_depth: AlphaDepth | None = None,
-    antithetic: bool = False,
     engine: Engine = "autograd",
     donate: bool = False,
-    key_of: Callable[[Tensor], Tensor] = lambda key: key,
     at_either: EitherGradient | None = None,
     problems: list[str] | None = None,
     weights: Params | None = None,
+    schedule: Callable[..., Schedule] = Schedule,
+    **strengths: Any,
 ) -> Method:
     """SMAT around a `SimulatedGradient`: what `build`, adapters and processes with draws of their own share.
 
@@ -225,36 +287,34 @@ def build_from(
         loss_fn: the clean loss.
         at_simulated: the gradient at simulated states, of `keyed` batches.
         like: tree of the parameters' names and shapes.
-        key_of: from the step's key to that of its draw.
         at_either: the gradient where a tensor says whether the step is simulated; None: such a state is refused.
         problems: errors found before, raised together with those found here.
         weights: the tree whose leaves are simulated (default: like); ``alpha_depth`` is by its paths.
+        schedule: makes the schedule from the strengths.
+        strengths: as in `build`; those of `smat_fn.Schedule`.
     """
+    strengths = {"sigma": 2e-3, **strengths}
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
-    found += draw_problems(alpha_min, drop_prob, sigma, noise, alpha_max)
+    factors, wrong = _factors(alpha_depth, like if weights is None else weights)
+    found += problems_of(schedule, factors=factors, **strengths) + wrong
     if not (wrong := problems_of(tree.predicate, where)):
-        wrong = mask_problems(where, tree.flatten(like), drop_prob)
+        wrong = mask_problems(where, tree.flatten(like), strengths.get("drop_prob", Schedule.drop_prob))
     found += wrong
-    if not (isinstance(period, int) and not isinstance(period, bool) and period >= 1):
-        found.append(f"period is {period!r}, must be an integer of at least 1 (1 simulates every step)")
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
-    if not isinstance(antithetic, bool):
-        found.append(f"antithetic is {antithetic!r}, must be True or False")
     if climb not in (None, *get_args(Climb)):
         found.append(f"climb is {climb!r}, choose clean or both, or None for no climb")
     if lam is not None and climb == "clean":
         found.append("climb 'clean' needs clean steps, lam has none: take climb 'both', or a period instead of lam")
-    factors, wrong = _factors(alpha_depth, like if weights is None else weights)
-    found += wrong
     raise_problems(found, "smat")
     assert at_simulated is not None
-    gradient, simulated = value_and_grad(keyed(loss_fn), engine=engine), at_simulated
-    learned = isinstance(lam, Tensor) or isinstance(alpha_max, Tensor)  # no branch depends on a tensor's value
-    off = not learned and bool((all_off(alpha_min, drop_prob, sigma) and alpha_max == 1 and not factors) or lam == 0)
+    made, simulated = schedule(factors=factors, **strengths), at_simulated
+    gradient = value_and_grad(keyed(loss_fn), engine=engine)
     if lam is not None:
-        period = 1
+        made = replace(made, period=1)
+        learned = isinstance(lam, Tensor) or isinstance(made.alpha_max, Tensor)  # no branch depends on their values
         simulated = at_simulated if not learned and lam == 1 else _Mixed(gradient, at_simulated, lam, where)
+    off = not isinstance(lam, Tensor) and (made.off or (lam == 0 and not isinstance(made.alpha_max, Tensor)))
 
     start = step.init(optimizer, like, donate=donate)
 
@@ -264,29 +324,19 @@ def build_from(
             momentum_of(state.opt_state, state.params)  # raises before the first step
         return state
 
-    def drawn_for(key: Tensor, number: int | Tensor) -> Draw:
-        second = number // period % 2 if antithetic else 0  # the second of a pair has the key of the first
-        drawn = draw(
-            key_of(step.key_of(key, number - second * period)), alpha_min=alpha_min, drop_prob=drop_prob, sigma=sigma,
-            noise=noise, alpha_max=alpha_max, factors=factors,
-        )  # fmt: skip
-        return opposite(drawn, 1 - 2 * second) if antithetic else drawn
-
-    update_either = _deciding(at_either, drawn_for, optimizer, period, max_grad_norm, donate)
+    update_either = _deciding(at_either, made, optimizer, max_grad_norm, donate)
 
     def update(key: Tensor, state: State, batch: Batch) -> tuple[State, Info]:
-        if not off and period > 1 and (isinstance(state.step, Tensor) or torch.compiler.is_compiling()):
+        if not off and made.period > 1 and (isinstance(state.step, Tensor) or torch.compiler.is_compiling()):
             return update_either(key, step.as_tensors(state), batch)
-        drawn, point = None, state.params
-        clean = off or not (period == 1 or is_simulated(state.step, period))
-        if climb == "both" or (climb == "clean" and clean):
+        drawn, point = None if off else made.draw(key, state.step), state.params  # alpha, m, epsilon
+        if climb == "both" or (climb == "clean" and drawn is None):
             point = asam.climb(point, momentum_of(state.opt_state, point), rho=rho)
-        if clean:
+        if drawn is None:
             if not off:
                 simulated.prepare(state.params)
             loss, aux, grads = accumulate(gradient, point, batch)
         else:
-            drawn = drawn_for(key, state.step)  # alpha, m, epsilon
             loss, aux, grads = simulated(point, batch, drawn)  # grad L(theta~)
         # alpha m (.) grad L(theta~), then the clip
         undone = None if simulated.reweighted else drawn
@@ -314,14 +364,13 @@ def _factors(alpha_depth: AlphaDepth | None, like: Params) -> tuple[dict[str, fl
     if odd := [f"{path} {factor!r}" for path, factor in found.items() if not isinstance(factor, Real)]:
         return {}, [f"alpha_depth has factors that are not numbers: {', '.join(shortened(odd, '{} more'))}"]
     unknown = [f"alpha_depth names {path!r}, which is not a parameter" for path in found.keys() - set(paths)]
-    return found, sorted(unknown) + factor_problems(found)
+    return found, sorted(unknown)
 
 
 def _deciding(
     at_either: EitherGradient | None,
-    drawn_for: Callable[[Tensor, int | Tensor], Draw],
+    schedule: Schedule,
     optimizer: Optimizer,
-    period: int,
     max_grad_norm: float | None,
     donate: bool,
 ) -> Callable[[Tensor, State, Batch], tuple[State, Info]]:
@@ -334,7 +383,7 @@ def _deciding(
                 "offload=None, no climb and sigma_of='weights' can follow: take period=1 or lam, and call "
                 "smat_fn.mat.finetune's update for clean steps"
             )
-        drawn, chosen = drawn_for(key, state.step), is_simulated(state.step, period)
+        drawn, chosen = schedule.drawn(key, state.step), is_simulated(state.step, schedule.period)
         loss, aux, grads = at_either(state.params, batch, drawn, chosen)
         grads, norm = reweight_and_clip(grads, None, max_norm=max_grad_norm, donate=donate)
         scale = torch.where(chosen, drawn.scale, 1.0)

@@ -220,16 +220,6 @@ def flag(value: bool) -> bool | Tensor:
     return torch.tensor(value) if valueless() else value
 
 
-def key_of(key: Tensor, step: int | Tensor) -> Tensor:
-    """The key of a step: its number folded into the run key, which goes to where a number on a device is."""
-    if isinstance(step, Tensor):
-        if step.is_cpu:
-            step = step.to(key.device)
-        else:  # the other way the host would wait for the number
-            key = key.to(step.device, non_blocking=step.is_cuda)
-    return random.fold_in(key, step)
-
-
 def check_not_negative(**numbers: float | Tensor) -> list[str]:
     """Errors for hyperparameters that are not finite or negative; tensors inside transforms are not looked at."""
     return [

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from ..grad import ModuleLoss, keyed, loss_and_aux, reparametrised, takes_key
 from ..grad.modules import WrappedLoss
 from ..mat import smat
 from ..mat.simulated import Composed
+from ..mat.smat import Schedule
 from ..simulation import Draw, simulate
 from ..types import Aux, Batch, LossFn, Method, Micro, Optimizer, Params, Where
 
@@ -93,7 +96,7 @@ def independent_smat(
     Args:
         options: as in `smat_fn.mat.smat.build`, without offload and sigma_of. Batches are those of `share`.
     """
-    rank, check_base = dist.get_rank(), tree.unchanged(base)
+    check_base = tree.unchanged(base)
 
     def at(drawn: Draw) -> LossFn:
         check_base()
@@ -106,9 +109,19 @@ def independent_smat(
         optimizer,
         base,
         where=where,
-        key_of=lambda key: random.fold_in(key, rank),
+        schedule=partial(_OfProcess, rank=dist.get_rank()),
         **options,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfProcess(Schedule):
+    """Draws of a process of its own."""
+
+    rank: int
+
+    def key_of(self, key: Tensor, step: int | Tensor) -> Tensor:
+        return random.fold_in(super().key_of(key, step), self.rank)
 
 
 class _AveragedModule(WrappedLoss):

@@ -14,18 +14,18 @@ from torch.utils import _pytree as pytree
 from .. import errors, random, tree
 from ..grad import ModuleLoss, detached, loss_and_aux
 from ..mat import finetune, smat, step
+from ..mat.smat import Schedule
 from ..mat.step import State
 from ..ops.library import clip_factor
 from ..optim import MuonState
 from ..optim.chain import ChainState
-from ..simulation import draw, reweight
-from ..simulation.state import all_off, draw_problems
+from ..simulation import reweight
 from ..types import Aux, Micro, Optimizer, Params, Where
 from ..where import mask_problems
 from .replicas import check_shared
 from .shards import local, simulated_leaves, starts_in
 
-_DRAWN = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max"  # of `draw`
+_STRENGTHS = "alpha_min", "drop_prob", "sigma", "noise", "alpha_max", "period"
 
 
 class Sharded:
@@ -56,22 +56,18 @@ class Sharded:
         simulated: Mapping[str, Any] | None = None,
     ) -> None:
         self._loss_fn, self._optimizer, self._where, self._max_norm = loss_fn, optimizer, where, max_grad_norm
-        default = {"alpha_min": 0.2, "drop_prob": 0.5, "sigma": 2e-3, "noise": "uniform"}
-        own: dict[str, Any] = {**default, **(simulated or {})}
-        self._period, self._draw = own.pop("period", 4), own
-        self._simulates = simulated is not None
-        # every step is clean, as of `smat.build`
-        self._off = all_off(own["alpha_min"], own["drop_prob"], own["sigma"]) and own.get("alpha_max", 1) == 1
-        problems = step.check(optimizer, max_grad_norm, "autograd") + errors.count_problem("period", self._period)
-        if unknown := own.keys() - _DRAWN:
-            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_DRAWN)} and period alone")
+        own: dict[str, Any] = {"sigma": 2e-3, **(simulated or {})}
+        problems = step.check(optimizer, max_grad_norm, "autograd")
+        if unknown := own.keys() - _STRENGTHS:
+            problems.append(f"shards have no {', '.join(sorted(unknown))}: give {', '.join(_STRENGTHS)} alone")
         else:
-            problems += draw_problems(**own)
+            problems += errors.problems_of(Schedule, **own)
         if getattr(type(loss_fn), "within", None) is not ModuleLoss.within:
             problems.append(
                 f"shards run the module itself, not as a {type(loss_fn).__name__} does: give the ModuleLoss inside it"
             )
         errors.raise_problems(problems, "Sharded")
+        self._schedule = None if simulated is None else Schedule(**own)
 
     def init(self, params: Params) -> State:
         """The state of this process; params are those of the whole module, theta_0.
@@ -83,14 +79,14 @@ class Sharded:
             raise ValueError("Sharded: params is empty: give the parameters to train, module.named_parameters()")
         tree.check_floating(leaves, "params")
         self._loss_fn.check(leaves)
-        if self._simulates:
-            errors.raise_problems(mask_problems(self._where, leaves, self._draw["drop_prob"]), "Sharded")
+        if self._schedule is not None:
+            errors.raise_problems(mask_problems(self._where, leaves, self._schedule.drop_prob), "Sharded")
         self._module = sharded_copy(self._loss_fn.module, leaves)
         inner = self._loss_fn
         self._loss = ModuleLoss(self._module, lambda m, *a: inner.loss(m, *a), training=inner.training)
         self._leaves: dict[str, Any] = {path: p for path, p in self._module.named_parameters() if p.requires_grad}
         shards = self._shards()
-        self._base = tree.clone(shards) if self._simulates else {}
+        self._base = {} if self._schedule is None else tree.clone(shards)
         opt_state = self._optimizer.init(shards)
         if wide := _not_elementwise(opt_state):
             raise ValueError(
@@ -108,9 +104,7 @@ class Sharded:
         for path, shard in shards.items():  # restored, or moved by FSDP2 as it started
             if shard.data_ptr() != state.params[path].data_ptr():
                 shard.copy_(state.params[path])
-        drawn = None
-        if self._simulates and not self._off and (self._period == 1 or smat.is_simulated(state.step, self._period)):
-            drawn = draw(step.key_of(key, state.step), **self._draw)
+        drawn = None if self._schedule is None else self._schedule.draw(key, state.step)
         at = (self._module, self._leaves, self._base)
         with simulated_leaves(*at, drawn, self._where) if drawn else nullcontext():
             loss, aux, grads = self._gradient(batch)
@@ -122,7 +116,7 @@ class Sharded:
                 factor = clip_factor(norm, self._max_norm)
                 grads = {path: (g.to(tree.compute_dtype(g)) * factor).to(g.dtype) for path, g in grads.items()}
             state = step.advance(self._optimizer, State(shards, state.opt_state, state.step), grads, donate=True)
-        if not self._simulates:
+        if self._schedule is None:
             return state, finetune.Info(loss, aux, norm.float())
         scale = torch.ones((), dtype=torch.float32, device=key.device) if drawn is None else drawn.scale
         return state, smat.Info(loss, aux, norm.float(), scale, drawn is not None)

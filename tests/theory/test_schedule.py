@@ -125,7 +125,7 @@ def test_a_cycle_of_the_schedule_has_the_mean_gradient_of_the_mixed_objective(po
 
 @pytest.mark.parametrize("period", [2, 4])
 def test_a_cycle_of_the_schedule_follows_mixed_steps_to_second_order(monkeypatch, point, waves, period):
-    monkeypatch.setattr(smat.step, "key_of", lambda key, step: key)  # one draw for all steps: two fields, no chance
+    monkeypatch.setattr(random, "step_key", lambda key, step: key)  # one draw for all steps: two fields, no chance
     (theta, theta_0), (loss, (bound, lipschitz, _)) = point, waves
     factor = float(draw(random.key(5), alpha_min=0.2, drop_prob=0.3, sigma=0.4).scale) / (1 - 0.3)
     gaps = []
