@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .grad import ModuleLoss, apply_fn, value_and_grad
     from .mat.smat import Schedule
+    from .mat.weights import SimulatedWeights
     from .simulation import (
         Draw,
         clean_loss,
@@ -33,6 +34,7 @@ __all__ = [
     "Draw",
     "ModuleLoss",
     "Schedule",
+    "SimulatedWeights",
     "__version__",
     "apply_fn",
     "clean_loss",
@@ -46,7 +48,11 @@ __all__ = [
     "value_and_grad",
 ]
 
-_FROM_GRAD = {"ModuleLoss", "apply_fn", "value_and_grad"}
+_HOMES = {
+    **dict.fromkeys(("ModuleLoss", "apply_fn", "value_and_grad"), "grad"),
+    "Schedule": "mat.smat",
+    "SimulatedWeights": "mat.weights",
+}
 _SUBMODULES = {
     *("analyses", "checkpoint", "config", "data", "errors", "evaluate", "folders", "grad", "integrations", "lora"),
     *("mat", "merge", "models", "ops", "optim", "parallel", "random", "report", "scripts", "simulation", "suites"),
@@ -59,8 +65,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in __all__:
-        home = ".grad" if name in _FROM_GRAD else ".mat.smat" if name == "Schedule" else ".simulation"
-        return getattr(importlib.import_module(home, __name__), name)
+        return getattr(importlib.import_module(f".{_HOMES.get(name, 'simulation')}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import errors, tree
+from ..grad import trained
 from ..mat.smat import Schedule, is_simulated
 from ..parallel.world import World
 from ..types import Predicate
@@ -177,23 +176,6 @@ def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:
     return []
 
 
-def bare(module: nn.Module) -> nn.Module:
-    """The module without wrappers that put a prefix before its parameters' names, on which draws depend."""
-    while True:
-        if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
-            module = inner
-        elif isinstance(module, nn.DataParallel | DistributedDataParallel):
-            module = module.module
-        else:
-            return module
-
-
-def leaves_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, without the parts of wrappers around blocks; tied ones once."""
-    found: Any = tree.flatten_unwrapped({name: p for name, p in bare(module).named_parameters() if p.requires_grad})
-    return found
-
-
 def describe(schedule: Schedule, leaves: Mapping[str, Tensor], where: Predicate) -> str:
     """One line: which steps, which operations, and which parameters are masked."""
     if schedule.off:
@@ -269,11 +251,7 @@ def trainer_problems(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> list[s
     """Errors for no parameters, weights that are not whole in this process, and updates inside the backward pass."""
     problems = [] if leaves else ["the trainer's model has no trainable parameter"]
     problems += errors.problems_of(tree.check_floating, leaves, "the trainer's model")
-    problems += [
-        f"{name!r} gives sparse gradients, which cannot be reweighted: make the {type(own).__name__} with sparse=False"
-        for name, own in bare(trainer.model).named_modules()
-        if isinstance(own, nn.Embedding | nn.EmbeddingBag) and own.sparse and own.weight.requires_grad
-    ]
+    problems += trained.sparse_problems(trainer.model)
     kinds = "fsdp", "fsdp_xla", "deepspeed"
     problems += [
         f"the trainer shards its weights by {name}: attach cannot switch them"
@@ -361,34 +339,6 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's coordinates, from the first to behind the last one; with gaps, of the first alone."""
     size = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (size if size == tensor.numel() else 1) * tensor.itemsize
-
-
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether this is a batch norm that moves running statistics in train mode."""
-    return isinstance(module, _NormBase) and module.running_mean is not None and module.momentum != 0
-
-
-def norm_problems(norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """The error for batch norms in train mode, whose running statistics would be those of theta and theta~ mixed."""
-    names = [name for name, norm in norms if norm.training]
-    if not names:
-        return []
-    return [
-        f"{', '.join(errors.shortened(names, '{} more'))}: batch norms in train mode would move their running "
-        "statistics at theta~ too, and evaluation is at theta: set their momentum to 0.0, which keeps the "
-        "current statistics, or keep them in eval mode"
-    ]
-
-
-def changes(before: Mapping[str, Tensor], now: Mapping[str, Tensor], since: str) -> list[str]:
-    """Errors for trainable parameters that are not those of before."""
-    problems = [f"parameter {path!r} is trained now, and was not {since}" for path in now if path not in before]
-    problems += [f"parameter {path!r} was trained {since}, and is not now" for path in before if path not in now]
-    for path, p in before.items():
-        other = now.get(path)
-        if other is not None and (p.shape != other.shape or (isinstance(p, nn.Parameter) and p is not other)):
-            problems.append(f"parameter {path!r} is another tensor than {since}")
-    return errors.shortened(problems, f"{{}} more trainable parameters are not those {since}")
 
 
 def base_problems(base: Mapping[str, Tensor], model: nn.Module, leaves: Mapping[str, Tensor]) -> list[str]:

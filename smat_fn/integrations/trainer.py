@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import errors, tree
+from ..grad import trained
 from ..mat.offload import storage
-from ..mat.simulated import SimulatedWeights
 from ..mat.smat import Schedule
+from ..mat.weights import SimulatedWeights
 from ..simulation import Draw
 from ..tree import predicate
 from ..types import Noise, Params, Predicate, Where
 from ..where import block_linear, mask_problems
 from . import checks
-from .checks import leaves_of
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_smat_attached"  # the trainer's attribute that holds the handle
@@ -123,7 +123,7 @@ class Attached:
         """theta_0 is a copy of these weights, unless it was given."""
         self._model = model
         if self._given is None:
-            self._untrained, leaves = True, leaves_of(model)
+            self._untrained, leaves = True, trained.leaves_of(model)
             place = "cpu" if self._host else None
             if not self._host or not any(p.is_cuda for p in leaves.values()):  # else `_hold` makes the copy
                 origin = {path: leaf.detach().to(device=place, copy=True) for path, leaf in origin.items()}
@@ -140,19 +140,19 @@ class Attached:
 
     def _check(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters to simulate. Raises: ValueError that lists everything that prevents it."""
-        leaves, where = leaves_of(model), self._where(model)
+        leaves, where = trained.leaves_of(model), self._where(model)
         problems = checks.trainer_problems(self._trainer, leaves)
         if self._given is not None:
             problems += checks.base_problems(self._given, model, leaves)
         else:
-            found = checks.changes(self._own, leaves, "at attach")
+            found = trained.changes(self._own, leaves, "at attach")
             problems += found + (["freeze, unfreeze and resize before attach"] if found else [])
         errors.raise_problems(problems + mask_problems(where, leaves, self._schedule.drop_prob))
         self._text = checks.describe(self._schedule, leaves, where)
         return leaves
 
     def _where(self, model: nn.Module) -> Predicate:
-        return predicate(self._asked) or block_linear(checks.bare(model))
+        return predicate(self._asked) or block_linear(trained.bare(model))
 
     def _begin(self) -> None:
         """Training begins, with the model of now."""
@@ -177,7 +177,7 @@ class Attached:
         start = 0 if _RECORD in state.stateful_callbacks else state.global_step  # of the steps with SMAT
         self._remember(record)
         self._origin = record["theta_0"]
-        self._norms = [(name, own) for name, own in model.named_modules() if checks.keeps_statistics(own)]
+        self._norms = trained.norms_of(model)
         # wrappers of torch.compile pass on what is set and deleted
         modules = [own for own in model.modules() if not isinstance(getattr(own, "_orig_mod", None), nn.Module)]
         named = [(own, name) for own in modules for name in _AT_THETA_OF_MODULES]
@@ -209,7 +209,7 @@ class Attached:
             self._model, self._own, self._frozen, self._pinned = None, {}, {}, None
         model = self._replaced["call_model_init"](*args, **options)
         if self._active:
-            self._take(model, leaves_of(model))
+            self._take(model, trained.leaves_of(model))
         return model
 
     def _training_step(self, *args: Any, **options: Any) -> Any:
@@ -222,7 +222,7 @@ class Attached:
             errors.raise_problems(checks.start_problems(self._own, self._leaves))
         self._untrained = False
         if self._origin:  # the first step of a training
-            _ORIGINS[checks.bare(self._trainer.model)], self._origin = self._origin, ""
+            _ORIGINS[trained.bare(self._trainer.model)], self._origin = self._origin, ""
         trainer, weights, step = self._trainer, self._weights, self._trainer.state.global_step
         loss = trainer.compute_loss
         assert weights is not None
@@ -255,11 +255,11 @@ class Attached:
         return result
 
     def _check_parameters(self, model: nn.Module) -> None:
-        now = leaves_of(model)  # of the wrapped model, under names of its own
+        now = trained.leaves_of(model)  # of the wrapped model, under names of its own
         if len(now) != len(self._leaves) or any(
             p is not q for p, q in zip(now.values(), self._leaves.values(), strict=True)
         ):
-            found = checks.changes(self._leaves, leaves_of(self._trainer.model), "when training began")
+            found = trained.changes(self._leaves, trained.leaves_of(self._trainer.model), "when training began")
             found = found or ["the model that is trained is not the trainer's"]
             raise ValueError("; ".join([*found, "SMAT simulates those of the start: attach again, then train"]))
         if problems := checks.cast_problems(self._leaves, self._dtypes):
@@ -298,7 +298,7 @@ class Attached:
         if inside is not None and not self._schedule.off:
             first = self._summed != self._step
             problems = checks.gradient_problems(self._leaves) if first else []
-            errors.raise_problems(problems + checks.norm_problems(self._norms))
+            errors.raise_problems(problems + trained.norm_problems(self._norms))
             self._summed = self._step
         if inside is not None and self._now is not None and self._weights is not None:
             # from here to the end of the backward pass; what is prepared before, and may be generated, is at theta
@@ -381,7 +381,7 @@ def attach(
         problems.append(f"base is {base!r}, must be 'host', theta_0 by parameter name, or None")
     problems += checks.model_problems(trainer)
     errors.raise_problems(problems + checks.class_problems(trainer))
-    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](leaves_of(trainer.model))
+    earlier, origin = vars(trainer).get(_HANDLE), dict[str, Tensor](trained.leaves_of(trainer.model))
     handle = Attached(trainer, key, Schedule(**strengths), base=base, where=where)
     known = dict[str, Tensor]()
     if earlier is not None and earlier._model is trainer.model and earlier._own:
@@ -391,7 +391,7 @@ def attach(
         handle._frozen = {path: leaf for path, leaf in known.items() if path not in origin}
         origin = {path: known.get(path, p) for path, p in origin.items()}
     elif base is None or isinstance(base, str):
-        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(checks.bare(trainer.model))))
+        errors.raise_problems(checks.trained_problems(trainer, origin, _ORIGINS.get(trained.bare(trainer.model))))
     handle._attach(origin)
     if known and earlier is not None:
         handle._untrained &= earlier._untrained

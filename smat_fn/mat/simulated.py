@@ -1,7 +1,6 @@
 """Gradients at simulated states, for every placement of theta_0 and theta~, and for an external backward pass too."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast, get_args
 
 import torch
@@ -9,16 +8,20 @@ from torch import Tensor
 
 from .. import ops, tree
 from ..compiled import no_grad, transformed
-from ..errors import raise_problems, shortened
 from ..grad import MasterWeights, ModuleLoss, detached, loss_and_aux, value_and_grad
 from ..grad.master_weights import FrozenRounded
 from ..simulation import Draw, reweight, simulate
 from ..simulation.state import Part, check_devices, parts_of
 from ..types import Aux, Batch, Engine, LossFn, Offload, Params, Where
-from ..where import mask_problems
 from .offload.rebuild import blocks, rebuilding
 from .offload.storage import BaseBuffer, ResidentBase, StreamedBase, flat, read_in_place
 from .step import Gradient, accumulate
+from .weights import SimulatedWeights, empty, place
+
+__all__ = [
+    "Composed", "EitherGradient", "Result", "SimulatedGradient", "SimulatedWeights", "either_gradient",
+    "offload_problems", "simulated_gradient",
+]  # fmt: skip
 
 Result = tuple[Tensor, Aux, Params]
 
@@ -111,222 +114,6 @@ def offload_problems(loss_fn: LossFn, offload: Offload | None, engine: Engine) -
     return found
 
 
-class SimulatedWeights:
-    """The same gradient where the caller runs forward and backward: a module's own parameters hold theta~ meanwhile.
-
-    Args:
-        parameters: the tensors by name; FSDP2's are the local shards.
-        base: theta_0 by name.
-        where: the masked set S.
-        starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
-        switch: True switches the parameters' storage to one buffer; False writes theta~ into their storage, which
-            other code may own, and keeps a copy of theta.
-        slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
-            buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
-            is. Needs ``switch`` and no shards.
-
-    Raises: ValueError that lists parameters that share memory with base, which training would change with them, or with
-        each other, and parameters whose storage FSDP1 or DTensor owns.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        base: Mapping[str, Tensor],
-        *,
-        where: Where | None = None,
-        starts: Mapping[str, int] | None = None,
-        switch: bool = True,
-        slices: int | None = None,
-    ) -> None:
-        raise_problems(_parameter_problems(parameters, base), "SimulatedWeights")
-        self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
-        self._switch, self._drawn = switch, cast(Draw | None, None)
-        self._checked = False  # whether the masked set fits the draws
-        self._versions = dict[str, int]()  # of theta, when it was simulated
-        self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
-        new = switch and self._host is None
-        self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
-        self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
-        # the first step's draw, and the number of passes after it: see `_compared`
-        self._first, self._later = cast(Draw | None, None), 0
-        self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
-
-    def prepare(self) -> None:
-        """Called in a clean step, in which a part of theta_0 can be copied."""
-        if self._host is not None:
-            self._host.prefetch()
-
-    @contextmanager
-    def at(self, drawn: Draw | None) -> Iterator[None]:
-        """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
-
-        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it. None is a
-        clean step: theta stays.
-
-        Raises: ValueError for a first draw with Mask where the masked set names no parameter, and for weights that
-            were written to inside the block; of a device, writes that only a norm shows when the next block begins.
-        """
-        if drawn is None:
-            yield
-            return
-        if not self._checked:
-            if not isinstance(drawn, Draw):
-                raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
-            picks = self._where
-            if picks is not None and not any(picks(path, p) for path, p in self._parameters.items()):
-                # the number may be on a GPU, which is waited for
-                found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
-                raise_problems([f"{text}; for a part of a model give where=smat_fn.where.never" for text in found])
-            self._checked = True
-        with self._held(drawn):
-            yield
-
-    @contextmanager
-    def _held(self, drawn: Draw) -> Iterator[None]:
-        unread, self._unread = self._unread, ({}, {})
-        _refuse_writes(_differing(*unread))
-        if tree.written(self._parameters, self._versions):
-            self._drawn = None
-        weights = {path: p.detach() for path, p in self._parameters.items()}
-        kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
-        self._kept = kept
-        try:
-            if not self._switch or drawn is not self._drawn:
-                base = self._base
-                if self._host is not None:
-                    base = self._host.take()
-                    self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
-                with torch.no_grad():
-                    states = self._buffer if self._switch else weights
-                    simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
-                self._drawn = drawn
-            if self._switch:
-                for path, p in self._parameters.items():
-                    p.data = self._buffer[path]
-            torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
-            before = tree.versions(self._parameters)
-            compared = self._compared(drawn)
-            norms = _norms(compared)
-            yield
-            changed, after = tree.written(self._parameters, before), _norms(compared)
-            if self._first is drawn or _at_hand(after):
-                changed += [path for path in _differing(norms, after) if path not in changed]
-            else:  # the host would wait for the device; by the next pass the numbers are there
-                self._unread = norms, after
-            if self._switch and any(
-                p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
-            ):
-                self._drawn = None  # p.data was moved aside and copied back: the buffer may hold something else
-            _refuse_writes(changed)
-        except BaseException:
-            self._drawn = None  # another try begins with other weights
-            self._first = None if self._first is drawn else self._first
-            raise
-        finally:
-            try:
-                self._put_back(kept)
-            except BaseException:  # an interrupt between two parameters
-                self._put_back(kept)
-                raise
-            torch.clear_autocast_cache()
-            self._kept, self._versions = {}, tree.versions(self._parameters)
-
-    def _put_back(self, kept: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for path, p in self._parameters.items():
-                if self._switch:
-                    p.data = kept[path]
-                else:
-                    p.detach().copy_(kept[path])
-
-    def _compared(self, drawn: Draw) -> dict[str, Tensor]:
-        """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.
-
-        All of them in the first simulated step: what a program does, it does in most steps. Later one a pass, each in
-        its turn, which finds whatever writes into all of them at once.
-        """
-        self._first = drawn if self._first is None else self._first
-        paths = list(self._parameters) if self._switch else []
-        if self._first is not drawn and paths:
-            self._later += 1
-            paths = [paths[self._later % len(paths)]]
-        return {path: self._parameters[path] for path in paths}
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Put theta back into switched parameters for a block inside `at`; one inside another changes nothing."""
-        if self._away:
-            yield
-            return
-        self._away = True
-        # a signal's handler may come here while only some hold theta~, of which `at` switches the others afterwards
-        before = {path: self._parameters[path].data for path in self._kept}
-        for path, weight in self._kept.items():
-            self._parameters[path].data = weight
-        torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            self._away = False
-            for path, state in before.items():
-                self._parameters[path].data = state
-            torch.clear_autocast_cache()
-
-    def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
-        """``grads <- alpha m (.) grads`` in place (Eq. smat-gradient), once the gradients of a step are complete."""
-        if self._parameters and all(grad is None for grad in grads.values()):
-            raise ValueError(
-                "grads holds no gradient: no parameter has one. If the model's were replaced after SimulatedWeights "
-                "was made, make it again, of those that the model has now"
-            )
-        starts = None if self._starts is None else {path: self._starts[path] for path in grads}
-        with torch.no_grad():
-            reweight(grads, drawn, where=self._where, out=grads, starts=starts)
-        self._drawn = None
-
-
-def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[str]:
-    """Errors for weights that cannot be replaced."""
-    if wrong := [
-        f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
-        for name, given in (("parameters", parameters), ("base", base))
-        if not hasattr(given, "items")
-    ]:
-        return wrong
-    problems = []
-    held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
-    if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
-        problems.append(
-            f"base shares memory with the parameters ({', '.join(shortened(same, '{} more'))}), so that theta_0 "
-            "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
-        )
-    problems += shortened(
-        [
-            f"parameters {first!r} and {second!r} share memory, which theta~ would separate: give a tied weight once"
-            for first, second in tree.sharing(parameters)
-        ],
-        "{} more share memory",
-    )
-    problems += fsdp1_problems(parameters)
-    if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
-        problems.append(
-            f"parameters are DTensors ({', '.join(shortened(sharded, '{} more'))}): use "
-            "smat_fn.parallel.simulated_shards"
-        )
-    return problems
-
-
-def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
-    owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
-    names = ", ".join(shortened(owned, "{} more"))
-    return [
-        f"FSDP1 owns the storage of {names}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and simulate by "
-        "smat_fn.parallel.simulated_shards"
-    ] * bool(owned)
-
-
 class Composed(SimulatedGradient):
     """The gradient of a loss at the state of a draw, for parameters that are not the weights themselves (adapters).
 
@@ -358,7 +145,7 @@ class _Fresh(SimulatedGradient):
         check_devices(leaves, base)  # memory on no device would be read as what happens to be in new memory
         with torch.no_grad():
             if self._dtype is not None:
-                states = {path: _empty(leaf, dtype=self._dtype) for path, leaf in leaves.items()}
+                states = {path: empty(leaf, dtype=self._dtype) for path, leaf in leaves.items()}
                 _simulate_rounded(leaves, base, drawn, self._where, states)
             else:
                 for part in parts_of(leaves, drawn, self._where, {}):  # `simulate` without its checks and wrappers
@@ -384,7 +171,7 @@ class _Buffered(SimulatedGradient):
         leaves, buffer = tree.flatten(params), self._buffer_for(params)
         self._check_base()
         base = buffer.take()
-        states = {path: _place(base[path], leaf, self._dtype) for path, leaf in leaves.items()}
+        states = {path: place(base[path], leaf, self._dtype) for path, leaf in leaves.items()}
         with torch.no_grad():
             if self._dtype is None:
                 simulate(leaves, base, drawn, where=self._where, out=states)
@@ -452,28 +239,6 @@ class _Rebuilt(SimulatedGradient):
         return torch.zeros((), dtype=self._dtype, device=leaf.device).expand(leaf.shape)
 
 
-def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # those of bfloat16 would be rounded to bfloat16, and hide small updates
-    own = {path: torch.linalg.vector_norm(p.detach(), dtype=tree.compute_dtype(p)) for path, p in parameters.items()}
-    return {path: norm.nan_to_num() for path, norm in own.items()}
-
-
-def _at_hand(norms: Mapping[str, Tensor]) -> bool:
-    return all(norm.is_cpu for norm in norms.values())
-
-
-def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    return [path for path, norm in before.items() if not torch.equal(norm, after[path])]
-
-
-def _refuse_writes(changed: Sequence[str]) -> None:
-    if changed:
-        raise ValueError(
-            f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), and the "
-            "end of the simulated pass undoes it: update weights before or after, at theta"
-        )
-
-
 def _refuse(offload: str) -> None:
     if transformed():
         raise ValueError(f"offload {offload!r} keeps buffers: take offload=None inside transforms and torch.compile")
@@ -494,21 +259,6 @@ def _as_wide_as(params: Params, gradient: Gradient) -> Gradient:
         return value, tree.tree_map(lambda g, leaf: g.to(leaf.dtype), grads, params)
 
     return at
-
-
-def _empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
-    return torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=leaf.device)
-
-
-def _place(base: Tensor, leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The memory of a buffered theta_0 for theta~; a base of another dtype cannot hold it."""
-    return base if base.dtype == (dtype or leaf.dtype) else _empty(leaf, dtype=dtype)
-
-
-def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
-    # a gradient takes the strides of what the parameter holds, and torch's fused optimizers those of the parameter
-    place = _place(base, weight)
-    return place if place.stride() == weight.stride() else torch.empty_like(weight)
 
 
 def _simulate_rounded(
@@ -547,7 +297,7 @@ def _simulator(
             streams = part.numbers.streams[:, rows[0] : rows[-1] + 1].contiguous()
         else:
             streams = torch.stack([part.numbers.streams[:, row] for row in rows], 1)
-        states = [_empty(leaf, dtype=None) for leaf in leaves]
+        states = [empty(leaf, dtype=None) for leaf in leaves]
         masked, starts = [part.masked[row] for row in rows], [part.starts[row] for row in rows]
         ops.simulate_into(leaves, list(base), states, *part.numbers._replace(streams=streams), masked, starts)
         return states if dtype is None else [state.to(dtype) for state in states]

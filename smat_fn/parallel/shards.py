@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors, tree
-from ..mat.simulated import SimulatedWeights, fsdp1_problems
+from ..mat.weights import SimulatedWeights, fsdp1_problems
 from ..simulation import Draw, reweight
 from ..types import Predicate, Where
 
@@ -78,7 +78,7 @@ def simulated_leaves(
 ) -> Iterator[None]:
     """`simulated_shards` of these parameters of the module, whose names here are those of base, where and draws."""
     _reshard(module)
-    shards = {path: local(p) for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
+    shards = {path: local(p).detach() for path, p in leaves.items()}  # FSDP2 owns the storage: written in place
     weights = SimulatedWeights(shards, base, where=where, starts=starts_in(leaves), switch=False)
     try:
         with weights.at(drawn):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smat_fn import optim, random
-from smat_fn.grad import ModuleLoss
+from smat_fn.grad import ModuleLoss, trained
 from smat_fn.integrations import checks
 from smat_fn.integrations.trainer import attach
 from smat_fn.mat import smat
@@ -252,8 +252,8 @@ def test_layers_that_are_frozen_and_trained_again_keep_their_base(tmp_path):
     trainer = own_trainer(model, tmp_path, max_steps=1)
     layer = model.model.layers[0]
     wanted = copies(model)
-    for trained in (True, False, False, True):
-        layer.requires_grad_(trained)
+    for free in (True, False, False, True):
+        layer.requires_grad_(free)
         trainer.optimizer = None
         handle = attach(trainer, key=KEY, **STRENGTHS)
         trainer.train()
@@ -843,7 +843,7 @@ def test_what_is_generated_inside_training_step_is_generated_at_theta(tmp_path):
     for step, before in enumerate([start, *weights.seen[:-1]]):
         for found in generated[2 * step : 2 * step + 2]:  # of the batch, and of the loss
             assert all(torch.equal(found[name], leaf) for name, leaf in before.items())
-        state = simulate(before, start, handle._options.draw(step), where=block_linear(module))
+        state = simulate(before, start, handle._schedule.draw(KEY, step), where=block_linear(module))
         for found in (trainer.at[step], trainer.after[step]):
             assert all(torch.equal(found[name], leaf) for name, leaf in state.items())
 
@@ -1202,7 +1202,7 @@ def test_a_wrapped_model_has_the_draws_and_names_of_the_model_itself(wrap, tmp_p
     assert "_orig_mod" not in repr(handle)
     assert "module." not in repr(handle)
     trainer.train()
-    assert same(checks.bare(trainer.model), by_build(tiny_llama()))
+    assert same(trained.bare(trainer.model), by_build(tiny_llama()))
     assert "generate" in vars(model)
 
 
@@ -1215,7 +1215,7 @@ def test_wrapped_blocks_have_the_names_of_the_model_itself(tmp_path):
             model.model.layers[i] = wrap(block)
         trainer = own_trainer(model, tmp_path, remove_unused_columns=False)
         texts.append(repr(attach(trainer, key=KEY, base=plain, **STRENGTHS)))
-        assert checks.leaves_of(model).keys() == plain.keys()
+        assert trained.leaves_of(model).keys() == plain.keys()
         attach(trainer, key=KEY, base=copies(model), **STRENGTHS)
     assert len({*texts}) == 1
 

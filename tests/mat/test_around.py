@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from smat_fn import draw, lora, optim, random, simulate, value_and_grad
+from smat_fn import SimulatedWeights, draw, lora, optim, random, simulate, value_and_grad
 from smat_fn.grad import ModuleLoss
-from smat_fn.mat import finetune, l2sp, orthoreg, simulated, smat
-from smat_fn.mat.simulated import SimulatedWeights
+from smat_fn.mat import finetune, l2sp, orthoreg, smat
+from smat_fn.mat import weights as mat_weights
 from smat_fn.mat.step import as_tensors
 from smat_fn.types import Method, Optimizer
 from smat_fn.where import never
@@ -139,7 +139,7 @@ def test_writes_through_data_are_found_in_later_steps_too(dtype):
 
 
 def test_a_device_is_not_waited_for_at_the_end_of_a_pass_but_its_write_is_found_at_the_next(monkeypatch):
-    monkeypatch.setattr(simulated, "_at_hand", lambda norms: False)  # as on a GPU
+    monkeypatch.setattr(mat_weights, "_at_hand", lambda norms: False)  # as on a GPU
     module = net()
     params = dict(module.named_parameters())
     base, weights = copies(module), SimulatedWeights(params, copies(module))

@@ -350,7 +350,7 @@ def test_what_shards_would_ignore_or_get_wrong_is_refused(monkeypatch):
     loss_fn = ModuleLoss(module, worker.squares)
     base = {path: p.detach() for path, p in module.named_parameters()}
     wrong = {"period": 2.5, "sigma": -1.0}
-    with pytest.raises(ValueError, match=r"Sharded: period is 2.5.*; sigma is -1.*not as a ModuleMasterWeights does"):
+    with pytest.raises(ValueError, match=r"Sharded: sigma is -1.*; period is 2.5.*not as a ModuleMasterWeights does"):
         parallel.Sharded(with_master_weights(loss_fn), adam, simulated=wrong)
     with pytest.raises(ValueError, match="shards have no climb, lam: give alpha_min"):
         parallel.Sharded(loss_fn, adam, simulated={"climb": "both", "lam": 0.5})

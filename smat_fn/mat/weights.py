@@ -1,0 +1,343 @@
+"""A loop of the caller's own: a module's parameters hold the simulated state during forward and backward."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import tree
+from ..errors import raise_problems, shortened
+from ..grad import trained
+from ..simulation import Draw, reweight, simulate
+from ..types import Params, Where
+from ..where import block_linear, mask_problems
+from .offload.storage import BaseBuffer
+
+
+class SimulatedWeights:
+    """The gradient at simulated states where the caller runs forward and backward: parameters hold theta~ meanwhile.
+
+    `SimulatedWeights.of` makes it of a module, and then also checks what the module does.
+
+    Args:
+        parameters: the tensors by name; FSDP2's are the local shards.
+        base: theta_0 by name.
+        where: the masked set S.
+        starts: name -> index of the tensor's first coordinate in the full leaf, for shards.
+        switch: True switches the parameters' storage to one buffer; False writes theta~ into their storage, which
+            other code may own, and keeps a copy of theta.
+        slices: the number of `prepare` calls over which a base in host memory is copied to the device, into the one
+            buffer that then becomes theta~ (``offload="cpu"`` of `simulated_gradient`). None: the base stays where it
+            is. Needs ``switch`` and no shards.
+
+    Raises: ValueError that lists parameters that share memory with base, which training would change with them, or with
+        each other, frozen ones, and parameters whose storage FSDP1 or DTensor owns.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
+        *,
+        where: Where | None = None,
+        starts: Mapping[str, int] | None = None,
+        switch: bool = True,
+        slices: int | None = None,
+    ) -> None:
+        raise_problems(_parameter_problems(parameters, base), "SimulatedWeights")
+        self._parameters, self._base, self._where, self._starts = parameters, base, tree.predicate(where), starts
+        self._switch, self._drawn = switch, cast(Draw | None, None)
+        self._module = cast(nn.Module | None, None)
+        # the draw of the blocks since the last reweighting, and whether a gradient was there at the end of one
+        self._passed, self._differentiated = cast(Draw | None, None), False
+        self._checked = False  # whether the masked set fits the draws
+        self._versions = dict[str, int]()  # of theta, when it was simulated
+        self._host = None if slices is None else BaseBuffer(base, parameters, slices=slices)
+        new = switch and self._host is None
+        self._buffer = {path: torch.empty_like(p.data) for path, p in parameters.items()} if new else {}
+        self._kept, self._away = dict[str, Tensor](), False  # theta, while the parameters hold theta~; inside `away`
+        # the first step's draw, and the number of passes after it: see `_compared`
+        self._first, self._later = cast(Draw | None, None), 0
+        self._unread = dict[str, Tensor](), dict[str, Tensor]()  # norms before and after the last pass, on a device
+
+    @classmethod
+    def of(cls, module: nn.Module, *, base: Params | None = None, where: Where | None = None) -> "SimulatedWeights":
+        """Of the trained parameters of a module, by their names in it.
+
+        Args:
+            module: before it is wrapped, or wrapped by torch.compile, DataParallel or DistributedDataParallel.
+            base: theta_0 by name; None: a copy of the trained parameters as they are now, so before a checkpoint of a
+                run that is resumed is loaded.
+            where: the masked set; None: `smat_fn.where.block_linear` of the module.
+
+        Raises:
+            ValueError: as the class; for a module without trained parameters or with sparse gradients, and a base of
+                other names or shapes. In simulated steps, for parameters that were replaced, frozen or unfrozen since,
+                and for batch norms in train mode.
+        """
+        leaves = trained.leaves_of(module)
+        problems = trained.sparse_problems(module)
+        problems += [] if leaves else ["the module has no parameter with requires_grad: unfreeze what is trained"]
+        raise_problems(problems, "SimulatedWeights")
+        own = {path: p.detach().clone() for path, p in leaves.items()} if base is None else tree.flatten_unwrapped(base)
+        tree.check_same(leaves, "the module", base=own)
+        states = cls(leaves, own, where=block_linear(trained.bare(module)) if where is None else where)
+        states._module = module
+        return states
+
+    def prepare(self) -> None:
+        """Called in a clean step, in which a part of theta_0 can be copied."""
+        if self._host is not None:
+            self._host.prefetch()
+
+    @contextmanager
+    def at(self, drawn: Draw | None) -> Iterator[None]:
+        """Replace the parameters by the state of the draw inside the block, and restore theta, also after an exception.
+
+        One ``Draw`` object is simulated once for the same weights: all micro-batches of a step share it. None is a
+        clean step: theta stays.
+
+        Raises: ValueError for a first draw with Mask where the masked set names no parameter, and for weights that
+            were written to inside the block; of a device, writes that only a norm shows when the next block begins.
+        """
+        if drawn is None:
+            yield
+            return
+        if not self._checked:
+            if not isinstance(drawn, Draw):
+                raise ValueError(f"draw is a {type(drawn).__name__}, must be what smat_fn.draw returns, or None")
+            picks = self._where
+            if picks is not None and not any(picks(path, p) for path, p in self._parameters.items()):
+                # the number may be on a GPU, which is waited for
+                found = mask_problems(picks, self._parameters, drawn.drop_prob.item())
+                raise_problems([f"{text}; for a part of a model give where=smat_fn.where.never" for text in found])
+            self._checked = True
+        if self._module is not None:
+            now = trained.leaves_of(self._module)
+            problems = trained.changes(self._parameters, now, "when SimulatedWeights was made")
+            problems += ["make it again, from theta_0 (base=)"] if problems else []
+            raise_problems(problems + trained.norm_problems(trained.norms_of(self._module)))
+        with self._held(drawn):
+            yield
+        self._passed = drawn
+        self._differentiated |= any(p.grad is not None for p in self._parameters.values())
+
+    @contextmanager
+    def _held(self, drawn: Draw) -> Iterator[None]:
+        unread, self._unread = self._unread, ({}, {})
+        _refuse_writes(_differing(*unread))
+        if tree.written(self._parameters, self._versions):
+            self._drawn = None
+        weights = {path: p.detach() for path, p in self._parameters.items()}
+        kept = weights if self._switch else {path: weight.clone() for path, weight in weights.items()}
+        self._kept = kept
+        try:
+            if not self._switch or drawn is not self._drawn:
+                base = self._base
+                if self._host is not None:
+                    base = self._host.take()
+                    self._buffer = {path: _laid_out(base[path], weight) for path, weight in weights.items()}
+                with torch.no_grad():
+                    states = self._buffer if self._switch else weights
+                    simulate(kept, base, drawn, where=self._where, out=states, starts=self._starts)
+                self._drawn = drawn
+            if self._switch:
+                for path, p in self._parameters.items():
+                    p.data = self._buffer[path]
+            torch.clear_autocast_cache()  # which holds rounded weights until the caller's outermost torch.autocast ends
+            before = tree.versions(self._parameters)
+            compared = self._compared(drawn)
+            norms = _norms(compared)
+            yield
+            changed, after = tree.written(self._parameters, before), _norms(compared)
+            if self._first is drawn or _at_hand(after):
+                changed += [path for path in _differing(norms, after) if path not in changed]
+            else:  # the host would wait for the device; by the next pass the numbers are there
+                self._unread = norms, after
+            if self._switch and any(
+                p.data_ptr() != self._buffer[path].data_ptr() for path, p in self._parameters.items()
+            ):
+                self._drawn = None  # p.data was moved aside and copied back: the buffer may hold something else
+            _refuse_writes(changed)
+        except BaseException:
+            self._drawn = None  # another try begins with other weights
+            self._first = None if self._first is drawn else self._first
+            raise
+        finally:
+            try:
+                self._put_back(kept)
+            except BaseException:  # an interrupt between two parameters
+                self._put_back(kept)
+                raise
+            torch.clear_autocast_cache()
+            self._kept, self._versions = {}, tree.versions(self._parameters)
+
+    def _put_back(self, kept: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for path, p in self._parameters.items():
+                if self._switch:
+                    p.data = kept[path]
+                else:
+                    p.detach().copy_(kept[path])
+
+    def _compared(self, drawn: Draw) -> dict[str, Tensor]:
+        """The parameters whose norms are compared before and after a pass, since writes to p.data leave no trace.
+
+        All of them in the first simulated step: what a program does, it does in most steps. Later one a pass, each in
+        its turn, which finds whatever writes into all of them at once.
+        """
+        self._first = drawn if self._first is None else self._first
+        paths = list(self._parameters) if self._switch else []
+        if self._first is not drawn and paths:
+            self._later += 1
+            paths = [paths[self._later % len(paths)]]
+        return {path: self._parameters[path] for path in paths}
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Put theta back into switched parameters for a block inside `at`; one inside another changes nothing."""
+        if self._away:
+            yield
+            return
+        self._away = True
+        # a signal's handler may come here while only some hold theta~, of which `at` switches the others afterwards
+        before = {path: self._parameters[path].data for path in self._kept}
+        for path, weight in self._kept.items():
+            self._parameters[path].data = weight
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            self._away = False
+            for path, state in before.items():
+                self._parameters[path].data = state
+            torch.clear_autocast_cache()
+
+    def reweight_grads(self, drawn: Draw | None) -> None:
+        """``grad <- alpha m (.) grad`` for the parameters' own gradients in place (Eq. smat-gradient).
+
+        Once a step, after the last block of `at` and before clipping; for None, a clean step, nothing.
+
+        Raises: ValueError as `reweight`, and for a backward pass outside of the blocks.
+        """
+        if drawn is None:
+            return
+        grads = {path: p.grad for path, p in self._parameters.items() if p.grad is not None}
+        if grads and drawn is self._passed and not self._differentiated:
+            raise ValueError(
+                "no gradient was there at the end of the block of this draw: call backward() inside it, where the "
+                "parameters hold theta~"
+            )
+        self.reweight(grads, drawn)
+
+    def reweight(self, grads: Mapping[str, Tensor], drawn: Draw) -> None:
+        """``grads <- alpha m (.) grads`` in place, once the gradients of a step are complete.
+
+        Args: grads: by the parameters' names; drawn: that of the blocks before.
+        Raises: ValueError for no gradients, names of no parameter, and a draw of which there was no block since the
+            last reweighting.
+        """
+        if self._parameters and all(grad is None for grad in grads.values()):
+            raise ValueError(
+                "grads holds no gradient: no parameter has one. If the model's were replaced after SimulatedWeights "
+                "was made, make it again, of those that the model has now"
+            )
+        if unknown := [path for path in grads if path not in self._parameters]:
+            raise ValueError(
+                f"grads has {', '.join(shortened(unknown, '{} more'))}, which are no parameters here: draws depend on "
+                f"names, give those of SimulatedWeights, such as {next(iter(self._parameters))!r}"
+            )
+        if drawn is not self._passed:
+            raise ValueError(
+                "this draw's gradient is reweighted already, or no block had this Draw object: reweight once a step, "
+                "after its last `with states.at(drawn)`"
+            )
+        starts = None if self._starts is None else {path: self._starts[path] for path in grads}
+        with torch.no_grad():
+            reweight(grads, drawn, where=self._where, out=grads, starts=starts)
+        self._drawn, self._passed, self._differentiated = None, None, False
+
+
+def _parameter_problems(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[str]:
+    """Errors for weights that cannot be replaced."""
+    if wrong := [
+        f"{name} is a {type(given).__name__}, must be a dict of tensors by name"
+        for name, given in (("parameters", parameters), ("base", base))
+        if not hasattr(given, "items")
+    ]:
+        return wrong
+    problems = []
+    held = {path: p.data_ptr() for path, p in parameters.items() if path in base and type(p) in tree.PLAIN}
+    if same := [path for path, place in held.items() if place and place == base[path].data_ptr()]:
+        problems.append(
+            f"base shares memory with the parameters ({', '.join(shortened(same, '{} more'))}), so that theta_0 "
+            "would follow theta: give copies, {name: p.detach().clone() for name, p in module.named_parameters()}"
+        )
+    problems += shortened(
+        [
+            f"parameters {first!r} and {second!r} share memory, which theta~ would separate: give a tied weight once"
+            for first, second in tree.sharing(parameters)
+        ],
+        "{} more share memory",
+    )
+    if frozen := [path for path, p in parameters.items() if isinstance(p, nn.Parameter) and not p.requires_grad]:
+        problems.append(
+            f"parameters are frozen ({', '.join(shortened(frozen, '{} more'))}), and Perturb would add noise to them: "
+            "give those with requires_grad"
+        )
+    problems += fsdp1_problems(parameters)
+    if sharded := [path for path, p in parameters.items() if hasattr(p, "to_local")]:
+        problems.append(
+            f"parameters are DTensors ({', '.join(shortened(sharded, '{} more'))}): use "
+            "smat_fn.parallel.simulated_shards"
+        )
+    return problems
+
+
+def fsdp1_problems(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Errors for parameters of FSDP1, which copies what their storage is switched to into its flat parameter."""
+    owned = [path for path, p in parameters.items() if hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param")]
+    names = ", ".join(shortened(owned, "{} more"))
+    return [
+        f"FSDP1 owns the storage of {names}: shard by FSDP2 (torch.distributed.fsdp.fully_shard), and simulate by "
+        "smat_fn.parallel.simulated_shards"
+    ] * bool(owned)
+
+
+def _norms(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # those of bfloat16 would be rounded to bfloat16, and hide small updates
+    own = {path: torch.linalg.vector_norm(p.detach(), dtype=tree.compute_dtype(p)) for path, p in parameters.items()}
+    return {path: norm.nan_to_num() for path, norm in own.items()}
+
+
+def _at_hand(norms: Mapping[str, Tensor]) -> bool:
+    return all(norm.is_cpu for norm in norms.values())
+
+
+def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    return [path for path, norm in before.items() if not torch.equal(norm, after[path])]
+
+
+def _refuse_writes(changed: Sequence[str]) -> None:
+    if changed:
+        raise ValueError(
+            f"parameters were written to while they held theta~ ({', '.join(shortened(changed, '{} more'))}), and the "
+            "end of the simulated pass undoes it: update weights before or after, at theta"
+        )
+
+
+def empty(leaf: Tensor, *, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=leaf.device)
+
+
+def place(base: Tensor, leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The memory of a buffered theta_0 for theta~; a base of another dtype cannot hold it."""
+    return base if base.dtype == (dtype or leaf.dtype) else empty(leaf, dtype=dtype)
+
+
+def _laid_out(base: Tensor, weight: Tensor) -> Tensor:
+    # a gradient takes the strides of what the parameter holds, and torch's fused optimizers those of the parameter
+    memory = place(base, weight)
+    return memory if memory.stride() == weight.stride() else torch.empty_like(weight)

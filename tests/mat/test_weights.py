@@ -1,0 +1,182 @@
+"""SMAT in a loop of one's own in a few lines: SimulatedWeights of a module, and Schedule."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from smat_fn import Schedule, SimulatedWeights, draw, random
+from smat_fn.mat import smat
+from smat_fn.simulation import opposite
+from smat_fn.testing import assert_trees_equal
+from smat_fn.where import block_linear
+
+from .test_around import BATCH, copies, net, squares
+
+KEY = random.key(5)
+SCHEDULE = Schedule(alpha_min=0.3, drop_prob=0.5, sigma=0.1, period=2)
+
+
+def loop(module, states, schedule, *, steps=4, engine=None):
+    """The loop of docs/own_loop.md; returns what the parameters are after each step."""
+    optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for step in range(steps):
+        drawn = schedule.draw(KEY, step)
+        with states.at(drawn):
+            squares(module if engine is None else engine, BATCH)[0].backward()
+        states.reweight_grads(drawn)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(copies(module))
+    return seen
+
+
+def literal(module, schedule, *, steps=4):
+    """The same by the paper's literal step."""
+    from smat_fn.grad import ModuleLoss
+    from smat_fn.types import Optimizer
+
+    sgd = Optimizer(lambda params: None, lambda g, s, p: ({k: torch.add(p[k], g[k], alpha=-0.1) for k in p}, s))
+    options = {name: getattr(schedule, name) for name in ("alpha_min", "drop_prob", "sigma", "period")}
+    base, where, seen = copies(module), block_linear(module), []
+    state = smat.State(base, None, 0)
+    for _ in range(steps):
+        state, _ = smat.literal_step(
+            KEY, state, BATCH, loss_fn=ModuleLoss(module, squares), optimizer=sgd, base=base, where=where, **options
+        )
+        seen.append(state.params)
+    return seen
+
+
+WRAPPERS = {
+    "bare": lambda module: module,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "parallel": nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_loop_of_ones_own_takes_the_papers_literal_steps_bit_for_bit(wrap):
+    module = net()
+    wanted = literal(net(), SCHEDULE)
+    engine = wrap(module)
+    states = SimulatedWeights.of(engine)
+    for got, want in zip(loop(module, states, SCHEDULE, engine=engine), wanted, strict=True):
+        assert_trees_equal(got, want)
+
+
+def test_theta_0_is_a_copy_of_the_weights_when_it_is_made_or_what_is_given():
+    module, start = net(), copies(net())
+    loop(module, SimulatedWeights.of(module), SCHEDULE)
+    other = net()
+    with torch.no_grad():
+        other.layers[0][0].weight.add_(1)  # as a checkpoint that is loaded first
+    drawn = draw(KEY, alpha_min=0.3, drop_prob=0.0, sigma=0.0)
+    for base, origin in ((None, copies(other)), (start, start)):
+        with SimulatedWeights.of(other, base=base).at(drawn):
+            inside = copies(other)
+        want = origin["layers.0.0.weight"] + drawn.scale * (other.layers[0][0].weight - origin["layers.0.0.weight"])
+        torch.testing.assert_close(inside["layers.0.0.weight"], want.detach())
+    with pytest.raises(ValueError, match="base"):
+        SimulatedWeights.of(other, base={"layers.0.0.weight": start["layers.0.0.weight"]})
+
+
+def test_frozen_parameters_are_left_alone_and_an_explicit_one_is_refused():
+    module = net()
+    module.layers[0].requires_grad_(False)
+    frozen = copies(module.layers[0])
+    with SimulatedWeights.of(module).at(SCHEDULE.draw(KEY, 1)):
+        assert_trees_equal(copies(module.layers[0]), frozen)
+        assert not torch.equal(module.layers[1][0].weight, net().layers[1][0].weight)
+    with pytest.raises(ValueError, match=r"parameters are frozen \(layers.0.0.weight, layers.0.0.bias\)"):
+        SimulatedWeights(dict(module.named_parameters()), copies(module))
+    with pytest.raises(ValueError, match="no parameter with requires_grad"):
+        SimulatedWeights.of(module.requires_grad_(False))
+
+
+def test_a_gradient_is_reweighted_once_and_with_the_draw_of_its_own_blocks():
+    module = net()
+    states, drawn = SimulatedWeights.of(module), SCHEDULE.draw(KEY, 1)
+    with states.at(drawn):
+        squares(module, BATCH)[0].backward()
+    with pytest.raises(ValueError, match="no block had this Draw object"):
+        states.reweight_grads(SCHEDULE.draw(KEY, 3))
+    states.reweight_grads(drawn)
+    with pytest.raises(ValueError, match="reweighted already"):
+        states.reweight_grads(drawn)
+    with pytest.raises(ValueError, match="module.layers.0.0.weight, which are no parameters here"):
+        states.reweight({"module.layers.0.0.weight": module.layers[0][0].weight.grad}, drawn)
+    before = module.layers[0][0].weight.grad.clone()
+    states.reweight_grads(None)
+    assert torch.equal(module.layers[0][0].weight.grad, before)
+
+
+def test_a_backward_pass_after_the_block_is_told():
+    module = net()
+    states, drawn = SimulatedWeights.of(module), SCHEDULE.draw(KEY, 1)
+    with states.at(drawn):
+        loss = squares(module, BATCH)[0]
+    loss.backward()
+    with pytest.raises(ValueError, match=r"call backward\(\) inside it"):
+        states.reweight_grads(drawn)
+
+
+def freeze(module):
+    module.layers[0].requires_grad_(False)
+
+
+def replace(module):
+    module.load_state_dict(copies(net()), assign=True)
+
+
+def copied(module):
+    module.layers[1] = copy.deepcopy(module.layers[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (freeze, "'layers.0.0.weight' was trained when SimulatedWeights was made, and is not now"),
+        (replace, "'layers.0.0.weight' is another tensor than when"),
+        (copied, "'layers.1.0.weight' is another tensor than when"),
+    ],
+)
+def test_parameters_that_were_replaced_or_frozen_are_told_in_the_next_simulated_step(change, said):
+    module = net()
+    states = SimulatedWeights.of(module)
+    change(module)
+    with states.at(None):  # clean: nothing is simulated
+        pass
+    with pytest.raises(ValueError, match=said), states.at(SCHEDULE.draw(KEY, 1)):
+        raise AssertionError("the pass has begun")
+
+
+def test_batch_norms_in_train_mode_are_told_and_embeddings_with_sparse_gradients():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    states = SimulatedWeights.of(module, where=lambda name, weight: weight.ndim == 2)
+    with pytest.raises(ValueError, match="1: batch norms in train mode"), states.at(SCHEDULE.draw(KEY, 1)):
+        raise AssertionError("the pass has begun")
+    module.eval()
+    with states.at(SCHEDULE.draw(KEY, 1)):
+        module(BATCH).sum().backward()
+    with pytest.raises(ValueError, match="'1' gives sparse gradients"):
+        SimulatedWeights.of(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)))
+
+
+def test_a_schedule_is_the_draws_of_the_method():
+    assert [SCHEDULE.draw(KEY, step) is None for step in range(5)] == [True, False, True, False, True]
+    for step in (1, 3):
+        found = SCHEDULE.draw(KEY, step)
+        want = draw(random.fold_in(KEY, step), alpha_min=0.3, drop_prob=0.5, sigma=0.1)
+        assert_trees_equal(found._asdict() | {"factors": {}}, want._asdict() | {"factors": {}})
+    every = Schedule(sigma=0.1, period=1, antithetic=True, noise="gaussian", alpha_max=2.0)
+    first, second = every.draw(KEY, 6), every.draw(KEY, 7)
+    assert_trees_equal(opposite(first)._asdict() | {"factors": {}}, second._asdict() | {"factors": {}})
+    assert Schedule(alpha_min=1, drop_prob=0, sigma=0, period=1).draw(KEY, 0) is None
+    assert Schedule(alpha_min=1, drop_prob=0, sigma=0, period=1, alpha_max=1.5).draw(KEY, 0) is not None
+
+
+def test_all_bad_values_of_a_schedule_are_listed():
+    with pytest.raises(ValueError, match=r"drop_prob is 1.*; sigma is -1.*; period is 0.*; antithetic is 'no'.*factors"):
+        Schedule(drop_prob=1.0, sigma=-1, period=0, antithetic="no", factors={"w": float("nan")})
