@@ -13,10 +13,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smat_fn import draw
-from smat_fn.mat.simulated import SimulatedWeights
-from smat_fn.random import fold_in, key
-from smat_fn.where import block_linear
+from smat_fn import Schedule, SimulatedWeights
+from smat_fn.random import key
 
 PERIOD, SEED = 4, 0
 
@@ -39,29 +37,27 @@ def main(*, steps=8, batch=4, accumulate=2, lr=1e-3, period=PERIOD):
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=lr), DataLoader(rows, batch_size=batch)
     )
-    module = accelerator.unwrap_model(model)
-    weights = {name: w for name, w in module.named_parameters() if w.requires_grad}
-    base = {name: w.detach().clone() for name, w in weights.items()}  # SMAT: theta_0, before any step
-    masked = block_linear(module)  # SMAT: the weights that Mask may remove
-    states = SimulatedWeights(weights, base, where=masked)  # SMAT: one buffer, for theta~
+    states = SimulatedWeights.of(accelerator.unwrap_model(model))  # SMAT: theta_0 is a copy, before any step
+    schedule = Schedule(alpha_min=0.2, drop_prob=0.5, sigma=2e-3, period=period) if period else None
 
     step, drawn = 0, None
     for ids in loader:
-        if drawn is None and period and (step + 1) % period == 0:  # SMAT: one draw for all micro-batches of a step
-            drawn = draw(fold_in(key(SEED), step), alpha_min=0.2, drop_prob=0.5, sigma=2e-3)
+        if drawn is None and schedule is not None:
+            drawn = schedule.draw(key(SEED), step)  # SMAT: one draw for all micro-batches of a step
         with accelerator.accumulate(model):
-            with states.at(drawn):  # SMAT: forward and backward at theta~, in a clean step (None) at theta
+            with states.at(drawn):  # SMAT: forward and backward at theta~, in a clean step at theta
                 accelerator.backward(model(input_ids=ids, labels=ids).loss)
             if accelerator.sync_gradients:
-                if drawn is not None:
-                    states.reweight({name: w.grad for name, w in weights.items()}, drawn)  # SMAT: before clipping
+                states.reweight_grads(drawn)  # SMAT: before clipping
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step, drawn = step + 1, None
     accelerator.print(f"{step} steps in {accelerator.num_processes} process(es)")
-    return {name: w.detach().clone() for name, w in weights.items()}
+    return {
+        name: w.detach().clone() for name, w in accelerator.unwrap_model(model).named_parameters() if w.requires_grad
+    }
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Schedule:
 
         Args:
             key: the run key, int64 (2,). Give each expert one of its own: with the same key all have the same alpha.
-            step: optimizer steps done before this one; with a period above 1 a number, no tensor.
+            step: counted from 0, an optimizer step; with a period above 1 a number, no tensor.
         """
         clean = self.off or not (self.period == 1 or is_simulated(step, self.period))
         return None if clean else self.drawn(key, step)
@@ -261,6 +261,7 @@ def build(
     )  # fmt: skip
 
 
+# over 60 lines: the checks of all arguments
 def build_from(
     loss_fn: LossFn,
     at_simulated: SimulatedGradient | None,
@@ -279,7 +280,7 @@ def build_from(
     problems: list[str] | None = None,
     weights: Params | None = None,
     schedule: Callable[..., Schedule] = Schedule,
-    **strengths: Any,
+    **hyper: Any,
 ) -> Method:
     """SMAT around a `SimulatedGradient`: what `build`, adapters and processes with draws of their own share.
 
@@ -290,15 +291,15 @@ def build_from(
         at_either: the gradient where a tensor says whether the step is simulated; None: such a state is refused.
         problems: errors found before, raised together with those found here.
         weights: the tree whose leaves are simulated (default: like); ``alpha_depth`` is by its paths.
-        schedule: makes the schedule from the strengths.
-        strengths: as in `build`; those of `smat_fn.Schedule`.
+        schedule: makes the schedule from the hyperparameters.
+        hyper: as in `build`; those of `smat_fn.Schedule`.
     """
-    strengths = {"sigma": 2e-3, **strengths}
+    hyper = {"sigma": 2e-3, **hyper}
     found = [*(problems or []), *step.check(optimizer, max_grad_norm, engine)]
     factors, wrong = _factors(alpha_depth, like if weights is None else weights)
-    found += problems_of(schedule, factors=factors, **strengths) + wrong
+    found += problems_of(schedule, factors=factors, **hyper) + wrong
     if not (wrong := problems_of(tree.predicate, where)):
-        wrong = mask_problems(where, tree.flatten(like), strengths.get("drop_prob", Schedule.drop_prob))
+        wrong = mask_problems(where, tree.flatten(like), hyper.get("drop_prob", Schedule.drop_prob))
     found += wrong
     found += [] if lam is None else problems_of(check_lam, lam)
     found += step.check_not_negative(rho=rho)
@@ -308,7 +309,7 @@ def build_from(
         found.append("climb 'clean' needs clean steps, lam has none: take climb 'both', or a period instead of lam")
     raise_problems(found, "smat")
     assert at_simulated is not None
-    made, simulated = schedule(factors=factors, **strengths), at_simulated
+    made, simulated = schedule(factors=factors, **hyper), at_simulated
     gradient = value_and_grad(keyed(loss_fn), engine=engine)
     if lam is not None:
         made = replace(made, period=1)

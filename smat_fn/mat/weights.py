@@ -246,8 +246,8 @@ class SimulatedWeights:
             )
         if unknown := [path for path in grads if path not in self._parameters]:
             raise ValueError(
-                f"grads has {', '.join(shortened(unknown, '{} more'))}, which are no parameters here: draws depend on "
-                f"names, give those of SimulatedWeights, such as {next(iter(self._parameters))!r}"
+                f"grads has {', '.join(shortened(unknown, '{} more'))}, names that SimulatedWeights does not have, and "
+                f"draws depend on names: give those of its parameters, such as {next(iter(self._parameters))!r}"
             )
         if drawn is not self._passed:
             raise ValueError(

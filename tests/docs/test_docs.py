@@ -163,3 +163,15 @@ def test_the_code_of_the_documents_runs(document, line, code, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     # blank lines in front, so that a traceback shows the document's own line
     exec(compile("\n" * (line - 1) + code, str(document), "exec"), {"__name__": "__main__"})
+
+
+def test_the_pure_step_of_the_readme_goes_on_from_its_loop():
+    loop, step = [
+        match for match in FENCE.finditer((ROOT / "README.md").read_text("utf-8")) if "smat" in match["code"]
+    ][:2]
+    assert (loop["kind"], step["kind"]) == ("python", "py")
+    names = {}
+    for block in (loop, step):
+        exec(block["code"], names)
+    assert names["state"].step == 20
+    assert names["info"].loss < 1  # the mean square of what an untrained layer norm returns
