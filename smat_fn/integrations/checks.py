@@ -4,7 +4,7 @@ import hashlib
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from .. import errors, tree
 from ..grad import trained
 from ..mat.smat import Schedule, is_simulated
 from ..parallel.world import World
+from ..simulation.relative import beside_update, update_rms
 from ..types import Predicate
 
 _OWN_LOOPS = "PPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"  # TRL: no training_step or compute_loss
@@ -164,6 +165,29 @@ def others(trainer: Any, leaves: Mapping[str, nn.Parameter]) -> str:
         f"SMAT: the optimizer also trains parameters that are not the model's, of shapes {texts}: they are neither "
         "simulated nor reweighted; make them parameters of the model if they are to be merged"
     )
+
+
+def factors(leaves: Iterable[str]) -> str:
+    """The warning for PEFT's factors, an empty text without them."""
+    if not any("lora_A" in path for path in leaves):
+        return ""
+    return (
+        "SMAT: Scale, Mask and Perturb act on the adapter's A and B, whose product does not become what a merger makes "
+        "of the merged weight W0 + BA; train.py simulates that with --lora-rank (docs/lora.md)"
+    )
+
+
+def noise_line(sigma: float, leaves: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> tuple[str, bool]:
+    """Sigma beside the RMS of what was trained, and whether it is far from it; an empty text where nothing was."""
+    squares = [
+        float(update_rms({"": p.detach()}, {"": base[path].to(p.device)})) ** 2 * p.numel()
+        for path, p in leaves.items()
+    ]
+    update = (sum(squares) / max(1, sum(p.numel() for p in leaves.values()))) ** 0.5
+    if not sigma or not update:
+        return "", False
+    line, far = beside_update(sigma, update)
+    return f"SMAT: {line}" + (", far from 1: docs/own_model.md says how to choose it" if far else ""), far
 
 
 def gradient_problems(leaves: Mapping[str, nn.Parameter]) -> list[str]:

@@ -188,6 +188,8 @@ class Attached:
             _LOG.warning("%s", others)
         if never := checks.never(self._schedule, start, state.max_steps):
             _LOG.warning("%s", never)
+        elif (text := checks.factors(leaves)) and not self._schedule.off:
+            _LOG.warning("%s", text)
 
     def _remember(self, record: dict[str, Any]) -> None:
         """In the state that every checkpoint holds, for a run that resumes from it."""
@@ -196,6 +198,13 @@ class Attached:
         if state.global_step:
             errors.raise_problems(checks.resume_problems(kept.get(_RECORD), record))
         kept[_RECORD] = record
+
+    def _finish(self) -> None:
+        """Training ends: what sigma was beside the update that it trained."""
+        if self._weights is not None and self.draw is not None:
+            line, far = checks.noise_line(float(self._schedule.sigma), self._leaves, self._given or self._own)
+            _LOG.log(logging.WARNING if far else logging.INFO, "%s", line)
+        self._end()
 
     def _end(self) -> None:
         """Drop all references to the model of a finished training."""
@@ -418,7 +427,7 @@ def _callback(handle: Attached) -> Any:
             self.handle._complete = False
 
         def on_train_end(self, *args: Any, **options: Any) -> None:
-            self.handle._end()
+            self.handle._finish()
 
     return Watch()
 

@@ -9,6 +9,8 @@ from ..compiled import no_grad
 from ..types import Params, Where
 from .state import Draw, simulate
 
+FAR = 30  # times that sigma may differ from the update's RMS before users are warned
+
 
 @no_grad
 def update_rms(params: Params, base: Params) -> Tensor:
@@ -43,6 +45,12 @@ def simulate_by_leaf(params: Params, base: Params, draw: Draw, *, where: Where |
         own, origin = {path: leaf}, {path: origins[path]}
         found |= simulate(own, origin, in_units_of(update_rms(own, origin), draw), where=where)
     return tree.unflatten(params, found)
+
+
+def beside_update(sigma: float, update: float) -> tuple[str, bool]:
+    """Sigma beside the RMS of the update that was trained, and whether it is far from it."""
+    times = sigma / update
+    return f"sigma {sigma:g} is {times:.2g} times the RMS of the update, {update:.2g}", not 1 / FAR < times < FAR
 
 
 def in_units_of(rms: Tensor, draw: Draw) -> Draw:

@@ -785,6 +785,48 @@ def test_the_trainers_logs_say_what_was_simulated(tmp_path):
     assert not any(name.startswith("smat") for line in plain.state.log_history for name in line)
 
 
+def moved(sigma, by, tmp_path, caplog, host=False):
+    """What the end of a training logs, whose updates are all ``by``."""
+    model = tiny_llama()
+    trainer = trainer_of(model, tmp_path, max_steps=2)
+    caplog.set_level(logging.INFO, logger="smat_fn")
+    base = "host" if host else None
+    attach(trainer, key=KEY, base=base, **STRENGTHS | {"sigma": sigma, "period": 2})
+
+    class Constant(torch.optim.Optimizer):
+        def step(self, closure=None):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(by / 2)  # in two steps
+
+    trainer.optimizer = Constant(model.parameters(), {"lr": 1.0})
+    trainer.train()
+    record = caplog.records[-1]
+    return record.levelno, record.getMessage()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_the_end_of_a_training_says_how_large_sigma_was_beside_the_update(host, tmp_path, caplog):
+    assert moved(0.25, 0.125, tmp_path, caplog, host) == (
+        logging.INFO,
+        "SMAT: sigma 0.25 is 2 times the RMS of the update, 0.12",
+    )
+    level, said = moved(0.25, 2**-9, tmp_path, caplog, host)
+    assert level == logging.WARNING
+    assert said.startswith("SMAT: sigma 0.25 is 1.3e+02 times the RMS of the update, 0.002, far from 1: docs/")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+def test_adapters_of_peft_are_told_that_their_factors_are_simulated(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    for wrap, told in ((lambda m: m, False), (lambda m: peft.get_peft_model(m, peft.LoraConfig(r=2)), True)):
+        caplog.clear()
+        trainer = trainer_of(wrap(tiny_llama()), tmp_path, max_steps=2)
+        attach(trainer, key=KEY, where=lambda name, p: True, **STRENGTHS)
+        trainer.train()
+        assert ("act on the adapter's A and B" in caplog.text) is told
+
+
 def alpha_of(step):
     """U[0, 1) of a step's alpha."""
     return random.uniform(random.fold_in(random.fold_in(KEY, step), 0), dtype=torch.float64).item()
@@ -796,8 +838,9 @@ def test_one_line_says_at_the_start_what_is_masked(tmp_path, caplog):
     handle = attach(trainer, key=KEY, **STRENGTHS | {"period": 4})
     assert not caplog.records
     trainer.train()
-    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("smat_fn")]
+    line, last = [record.getMessage() for record in caplog.records if record.name.startswith("smat_fn")]
     assert line == repr(handle)
+    assert last.startswith(f"SMAT: sigma {STRENGTHS['sigma']:g} is ")
     assert line.startswith("SMAT simulates every step s with (s + 1) % 4 == 0: Scale alpha from 0.2 to 1; Mask removes")
     assert "probability 0.5 in 14 of 20 trained parameters (5,120 of 5,712 values)" in line
     assert "model.layers.*.self_attn.q_proj.weight (2)" in line

@@ -21,6 +21,7 @@ from ...folders.writing import locked
 from ...lora import Lora
 from ...merge.statistics import gram_layers
 from ...parallel import ALONE, World
+from ...simulation.relative import beside_update
 from ...suites import Suite
 from ...types import Params
 from ...where import mask_problems
@@ -34,8 +35,6 @@ from .noise_level import coarse_line, perturbed, settled, update_rms
 from .options import RunOptions, check_run, snapshot_folder
 from .snapshots import Saver, Snapshot, Stop
 from .variants import adapters_of, asked, numbers
-
-FAR = 30  # times that sigma may differ from the update's RMS before a line warns
 
 
 class Expert(NamedTuple):
@@ -554,8 +553,5 @@ def sigma_line(method: MethodConfig, training: Training, params: Params, base: P
     update = update_rms(params, base)
     if not update:
         return ""  # `still_line` says why
-    times = sigma / update
-    line = f"sigma {sigma:g} is {times:.2g} times the RMS of the update, {update:.2g}"
-    if 1 / FAR < times < FAR:
-        return line
-    return f"warning: {line}, far from 1 for this run; `python eval.py diagnose RUN` suggests one"
+    line, far = beside_update(sigma, update)
+    return f"warning: {line}, far from 1 for this run; `python eval.py diagnose RUN` suggests one" if far else line
