@@ -1173,7 +1173,8 @@ def absolute_sums(rows, sums):  # type: ignore[no-untyped-def]
         for block in range(rows.shape[1] // 4096):
             sums[i, block] = _absolute(rows[i, 4096 * block :], work)
         if left:
-            rest[:left] = rows[i, rows.shape[1] - left :]
+            for k in range(left):  # slices assigned to each other bring numba's error messages: 3 s to compile
+                rest[k] = rows[i, rows.shape[1] - left + k]
             sums[i, -1] = _absolute(rest, work)
 
 
