@@ -140,11 +140,18 @@ MUTANTS = [
         ("slices=period - 1", "slices=period"),
         ("g.to(leaf.dtype), grads, params", "g, grads, params"),
         ("ops.library.simulate(theta, theta_0, ", "ops.library.simulate(theta_0, theta, "),
+    ),
+    *_of(
+        "mat/weights.py",
         ("        if drawn is None:", "        if False:"),
         ("self._parameters[path].data = state", "self._parameters[path].data = self._buffer[path]"),
         ("all(grad is None for grad in grads.values())", "not grads"),
         ("for first, second in tree.sharing(parameters)", "for first, second in ()"),
         ("for text in found]", "for text in ()]"),
+        ("if drawn is not self._passed:", "if False:"),
+        ("and not self._differentiated:", "and False:"),
+        ("raise_problems(problems + trained.norm_problems(trained.norms_of(self._module)))", "pass"),
+        ("self._drawn, self._passed, self._differentiated = None, None, False", "self._drawn = None"),
     ),
     *_of(
         "mat/step.py",
