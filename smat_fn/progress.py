@@ -48,6 +48,7 @@ class Lines:
         self.total, self.n, self._desc, self._text = total, initial, desc, ""
         self._begin = self._since = monotonic()
         self._first = self._shown = initial
+        self._advanced = False  # at least once
 
     def __enter__(self) -> Self:
         return self
@@ -58,11 +59,13 @@ class Lines:
     def update(self, n: float = 1) -> None:
         """Advance by ``n``, and write a line if one is due."""
         self.n += n
-        now = monotonic()
+        now, begin, first = monotonic(), self._begin, self._first
+        if not self._advanced:  # what comes first often compiles or loads: it does not count in what is left
+            self._advanced, self._begin, self._first = True, now, self.n
         if not self.total or now - self._since < SECONDS or self.n - self._shown < SHARE * self.total or silent():
             return
-        self._since, self._shown, done = now, self.n, self.n - self._first
-        left = (now - self._begin) * (self.total - self.n) / done
+        self._since, self._shown = now, self.n
+        left = (now - begin) * (self.total - self.n) / (self.n - first)
         text = f", {self._text}" if self._text else ""
         line = f"{self._desc}: {self.n / self.total:.0%} of {self.total:g}{text}, about {left:.0f} s left"
         print(line, file=sys.stderr, flush=True)

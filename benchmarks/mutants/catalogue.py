@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     *_of(
         "mat/weights.py",
-        ("        if drawn is None:", "        if False:"),
+        ("        if drawn is None:\n            yield", "        if False:\n            yield"),
         ("self._parameters[path].data = state", "self._parameters[path].data = self._buffer[path]"),
         ("all(grad is None for grad in grads.values())", "not grads"),
         ("for first, second in tree.sharing(parameters)", "for first, second in ()"),

@@ -100,3 +100,15 @@ def test_a_download_says_how_much_has_come_where_there_is_no_terminal(tmp_path, 
         (blobs / "more").write_bytes(bytes(9))
         time.sleep(0.03)
     assert sys.stderr.getvalue() == ""
+
+
+def test_a_first_step_that_compiles_does_not_count_in_what_is_left(clock, capsys):
+    with progress.bar(20, desc="work") as bar:
+        for seconds in (100, 6, 6):
+            clock[0] += seconds
+            bar.update()
+    assert [line.rsplit(", ")[-1] for line in capsys.readouterr().err.splitlines()] == [
+        "about 1900 s left",
+        "about 108 s left",
+        "about 102 s left",
+    ]
