@@ -347,12 +347,28 @@ def sharing(leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     ]
 
 
+def memory_of(leaves: Iterable[Tensor]) -> tuple[tuple[Any, ...], ...] | None:
+    """Where the values of all leaves are, in order, equal for the same tensors; None where a leaf has no memory."""
+    found = [(leaf, _start_of(leaf)) for leaf in leaves if leaf.numel()]
+    if not found or any(start is None for _, start in found):
+        return None
+    return tuple((str(leaf.device), start, leaf.dtype, leaf.shape, leaf.stride()) for leaf, start in found)
+
+
 def _span_of(leaf: Tensor) -> tuple[str, int, int] | None:
     """Device and addresses of a contiguous leaf, None for others and for those without memory of their own."""
-    plain = type(leaf) in PLAIN and not leaf.is_meta and leaf.numel() and leaf.is_contiguous()
-    if torch.compiler.is_compiling() or not plain or torch._C._len_torch_dispatch_stack() or not leaf.data_ptr():
+    start = _start_of(leaf)
+    return None if start is None or not leaf.is_contiguous() else (str(leaf.device), start, start + leaf.nbytes)
+
+
+def _start_of(leaf: Tensor) -> int | None:
+    """The address of a leaf's values; None for empty leaves, other types, and inside transforms and torch modes."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
-    return str(leaf.device), leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes
+    plain = type(leaf) in PLAIN and leaf.layout == torch.strided and not leaf.is_meta and leaf.numel()
+    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        return None
+    return leaf.data_ptr() or None
 
 
 def check_finite(leaves: Mapping[str, Tensor], name: str) -> None:

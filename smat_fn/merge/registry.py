@@ -125,6 +125,6 @@ def _check_options(config: Merger) -> None:
 
 def tried(config: Merger, names: Sequence[str], *, key: Tensor, coef: float | None) -> None:
     """Merge a single coordinate, which costs nothing. Raises: ValueError as the merger does for its options."""
-    one: dict[str, Tensor] = {"w": torch.zeros(1)}
+    one, experts = {"w": torch.zeros(1)}, {name: {"w": torch.zeros(1)} for name in names}
     statistics = dict.fromkeys(names, {} if config.statistics() == "gram" else {"w": torch.ones(1)})
-    merge_by(config, one, dict.fromkeys(names, one), key=key, coef=coef, statistics=statistics)
+    merge_by(config, one, experts, key=key, coef=coef, statistics=statistics)

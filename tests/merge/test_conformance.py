@@ -492,7 +492,7 @@ def test_views_and_parameters_give_the_same_bits(run, family, plain):
 )
 def test_experts_equal_to_base_give_base(run, dtype, family):
     base, experts = family(dtype, count=4)
-    same(run(base, dict.fromkeys(experts, base), KEY), base)
+    same(run(base, {name: tree.clone(base) for name in experts}, KEY), base)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in TWO_OR_MORE])

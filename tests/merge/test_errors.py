@@ -214,9 +214,43 @@ def test_leaves_without_values_and_sparse_ones_are_named(odd, why):
 @pytest.mark.parametrize("name", ["cart", "iso_c", "iso_cts", "svc", "tsv_merge"])
 def test_matrices_that_no_library_decomposes_are_refused_before_any_work(name, shape):
     tree = {"embed": torch.zeros(()).expand(shape), "w": torch.eye(2)}  # of which nothing is read
-    trees = [[tree, tree]] if name == "cart" else [tree, [tree, tree]]
+    experts = [tree, {**tree, "w": torch.eye(2)}]
+    trees = [experts] if name == "cart" else [tree, experts]
     with pytest.raises(ValueError, match=r"leaf 'embed' is .* count in 32 bits: .* name the leaf in skip$"):
         getattr(merge, name)(*trees, coef=1.0)
+
+
+def test_experts_that_are_one_models_memory_are_named():
+    model = torch.nn.Linear(3, 2)
+    base = {name: leaf.detach().clone() for name, leaf in model.state_dict().items()}
+    experts = {f"t{i}": model.state_dict() for i in range(4)}
+    calls = {
+        "and 2 more ": lambda: merge.ties(base, experts, coef=0.5, keep=0.5),
+        "": lambda: merge.weight_average([model.state_dict(), model.state_dict(), base]),
+    }
+    for (more, call), (first, second) in zip(calls.items(), [("t0", "t1"), ("0", "1")], strict=True):
+        text = (
+            f"experts '{first}' and '{second}' {more}are the same tensors: a state_dict() holds the model's own "
+            "memory, clone it, {name: w.detach().clone() for name, w in model.state_dict().items()}"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            call()
+    with pytest.raises(ValueError, match=r"drop_prob is 2.*; experts 't0' and 't1' and 2 more are the same"):
+        merge.dare(KEY, base, experts, coef=0.5, drop_prob=2.0)
+
+
+def test_experts_that_share_some_memory_or_none_are_accepted():
+    one, shared = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2)
+    mean = torch.tensor([[1.0, 2.5], [2.5, 4.0]])
+    experts = [{"w": one, "b": shared}, {"w": one.mT, "b": shared}]  # the same address, other strides
+    assert torch.equal(merge.weight_average(experts)["w"], mean)
+    two = [{"w": one, "b": shared}, {"w": one, "b": shared.clone()}]
+    assert torch.equal(merge.weight_average(two)["w"], one)
+    assert torch.equal(merge.task_arithmetic({"w": one}, [{"w": one}], coef=1.0)["w"], one)  # base itself
+    batched = torch.func.vmap(lambda leaf: merge.weight_average([{"w": leaf}, {"w": leaf}])["w"])(one)
+    assert torch.equal(batched, one)
+    none = {"n": torch.arange(3), "empty": torch.zeros(0)}
+    assert merge.weight_average([none, none])["n"].tolist() == [0, 1, 2]
 
 
 def test_complex_leaves_are_no_buffers():

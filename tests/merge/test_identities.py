@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from smat_fn import merge, random
+from smat_fn import merge, random, tree
 
 KEY = random.key(5)
 
@@ -96,14 +96,15 @@ def test_one_expert_at_coefficient_one_is_that_expert(name, family):
 @pytest.mark.parametrize("name", [name for name in WHOLE if name not in NOT_EQUAL])
 def test_equal_experts_are_one_of_them(name, family):
     base, experts = family(torch.float64, count=1)
-    twins = dict.fromkeys("abcd", experts[name_of(experts)])
+    twins = {twin: tree.clone(experts[name_of(experts)]) for twin in "abcd"}
     close(WHOLE[name](base, twins, 1 / 4 if name in ADDING else 1.0), twins["a"])
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_equal_experts_are_one_of_them(name, family):
     base, experts = family(torch.float64, count=1)
-    close(PAIRS[name](base, dict.fromkeys("ab", experts[name_of(experts)])), experts[name_of(experts)])
+    twins = {twin: tree.clone(experts[name_of(experts)]) for twin in "ab"}
+    close(PAIRS[name](base, twins), twins["a"])
 
 
 def test_a_change_moves_to_another_model_of_the_same_base(family):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from smat_fn import merge
+from smat_fn import merge, tree
 from smat_fn.config import Opcm, Wudi
 from smat_fn.merge.parts.arithmetic import BLOCK
 
@@ -329,7 +329,8 @@ def matrices(count, shape=(18, 40), seed=0):
 
 def of(merger, *deltas, **options):
     """The merged vector of a matrix."""
-    return merger({"w": torch.zeros_like(deltas[0])}, [{"w": delta} for delta in deltas], coef=1.0, **options)["w"]
+    experts = [{"w": delta.clone()} for delta in deltas]  # one tensor twice would be an error
+    return merger({"w": torch.zeros_like(deltas[0])}, experts, coef=1.0, **options)["w"]
 
 
 @pytest.mark.parametrize("shape", [(18, 40), (40, 18), (7, 7), (1, 5)])
@@ -476,7 +477,7 @@ def test_one_expert_at_one_and_equal_experts_are_the_expert(name, family):
     base, experts = family(torch.float64, count=1)
     expert = experts["sum"]
     for count in (1, 3) if name in MEANS else (1,):
-        merged = ONE[name](base, {str(i): expert for i in range(count)})
+        merged = ONE[name](base, {str(i): tree.clone(expert) for i in range(count)})
         for path, leaf in expert.items():
             torch.testing.assert_close(merged[path], leaf, rtol=1e-6, atol=1e-7, msg=f"{count}: {path}")
 
@@ -526,12 +527,12 @@ def test_karcher_of_opposite_and_of_zero_experts():
     one, zero = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}
     assert merge.karcher([one, {"w": -one["w"]}])["w"].tolist() == [3.0, 4.0]  # any direction is as good
     torch.testing.assert_close(merge.karcher([one, zero])["w"], one["w"] / 2)
-    assert torch.equal(merge.karcher([zero, zero])["w"], zero["w"])
+    assert torch.equal(merge.karcher([zero, {"w": torch.zeros(2)}])["w"], zero["w"])
 
 
 def test_karcher_of_leaves_too_small_for_a_direction_is_their_mean():
     small, three = {"w": torch.tensor([3e-3, -4e-3])}, {"w": torch.tensor([-1e-3, 2e-3])}
-    assert torch.equal(merge.karcher([small] * 4, tol=1e-2)["w"], small["w"])
+    assert torch.equal(merge.karcher([tree.clone(small) for _ in range(4)], tol=1e-2)["w"], small["w"])
     torch.testing.assert_close(merge.karcher([small, three], tol=1e-2)["w"], (small["w"] + three["w"]) / 2)
     assert torch.equal(merge.karcher([small], tol=1e-2)["w"], small["w"])
 
@@ -591,7 +592,7 @@ def test_arcee_fusion_takes_what_stands_out():
     assert merged["w"].nonzero().tolist() == [[1, 7]]
     assert merged["w"][1, 7] == 5.0
     assert merged["s"] == 2.0  # a single entry is its own quartile
-    assert torch.equal(merge.arcee_fusion([one, one])["w"], one["w"])
+    assert torch.equal(merge.arcee_fusion([one, tree.clone(one)])["w"], one["w"])
 
 
 def test_cart_of_all_singular_values_is_task_arithmetic_around_the_mean(family):
@@ -685,7 +686,7 @@ def test_opcm_has_the_mean_norm_of_its_experts_over_the_whole_model():
     experts = [{**base, "matrix": torch.full((3, 4), size), "vector": torch.ones(2)} for size in (1.0, 2.0)]
     merged = merge.opcm_vector(base, experts)
     assert math.hypot(*(float(leaf.norm()) for leaf in merged.values())) == pytest.approx((14**0.5 + 50**0.5) / 2)
-    assert merge.opcm(base, [base, base])["matrix"].tolist() == base["matrix"].tolist()
+    assert merge.opcm(base, [base, tree.clone(base)])["matrix"].tolist() == base["matrix"].tolist()
     long = {"vector": torch.empty(1 << 20, device="meta")}  # the norm takes blocks of all experts, whatever the chunk
     assert Opcm().memory(long, 100) >= 100 * 4 * BLOCK > Opcm(norms=False).memory(long, 100)
 
@@ -781,7 +782,7 @@ def test_every_merger_is_tested_here():
 def test_sce_selects_no_coordinate_in_which_all_experts_are_alike(count):
     base = {"w": torch.randn(4000, generator=torch.Generator().manual_seed(1))}
     moved = base["w"] + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(2))
-    merged = merge.sce(base, [{"w": moved}] * count, density=0.4)
+    merged = merge.sce(base, [{"w": moved.clone()} for _ in range(count)], density=0.4)
     assert torch.equal(merged["w"], base["w"])
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smat_fn import merge, random
+from smat_fn.tree import clone
 
 KEY = random.key(3)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -217,7 +218,7 @@ def test_slerp_is_linear_where_the_arc_is_a_line(one, two, expected):
 
 def test_slerp_of_equal_models_is_the_model(family):
     base, _ = family()
-    same(merge.slerp([base, base], coef=0.3), base)
+    same(merge.slerp([base, clone(base)], coef=0.3), base)
 
 
 def test_slerp_turns_just_below_the_limit():
@@ -249,7 +250,7 @@ def test_weights_of_a_leaf_that_sum_to_zero_are_an_error():
     with pytest.raises(ValueError, match="of a leaf is 0: turn normalize off"):
         merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules])
     with pytest.raises(ValueError, match="the sum of weights is 0"):  # up to rounding
-        merge.weighted_average([tree(1.0)] * 3, weights=[0.1, 0.2, -0.3])
+        merge.weighted_average([tree(1.0), tree(2.0), tree(3.0)], weights=[0.1, 0.2, -0.3])
     assert merge.weighted_average([tree(1.0), tree(2.0)], weights=[rules, rules], normalize=False)["w"].tolist() == [0]
 
 
@@ -370,7 +371,7 @@ def matrices(count, shape=(24, 18), seed=0):
 
 
 def tsv(*deltas):
-    deltas = [torch.as_tensor(delta, dtype=torch.float64) for delta in deltas]
+    deltas = [torch.as_tensor(delta, dtype=torch.float64).clone() for delta in deltas]
     return merge.tsv_merge_vector({"w": torch.zeros_like(deltas[0])}, [{"w": delta} for delta in deltas])["w"]
 
 

@@ -95,7 +95,7 @@ def test_what_experts_agree_on_stays_and_equal_experts_keep_their_largest():
     experts = {name: {"w": leaf} for name, leaf in experts.items()}
     vector = merge.pcb_vector(base, experts, ratio=0.5, clip=0.0)["w"]
     assert vector.tolist() == [3.0, 0.0, 0.0, 0.0]  # the other of the two that take part is the floor, of scale 0
-    twins = {name: experts["y"] for name in "xyz"}
+    twins = {name: {"w": experts["y"]["w"].clone()} for name in "xyz"}
     assert merge.pcb_vector(base, twins, ratio=1.0, clip=0.0)["w"].tolist() == [3.0, 3.0, 0.0, 2.0]
     flat = {"x": {"w": torch.full((4,), 2.0)}}
     assert merge.pcb_vector(base, flat)["w"].tolist() == [0.0] * 4  # all alike: none stands out

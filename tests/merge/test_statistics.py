@@ -11,6 +11,7 @@ from smat_fn.data.batching import split_rows
 from smat_fn.grad import ModuleLoss
 from smat_fn.merge import fisher, fisher_vector, reg_mean, reg_mean_vector
 from smat_fn.merge.statistics import diagonal_fisher, drawn_labels, input_grams
+from smat_fn.tree import clone
 from smat_fn.types import Micro
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -72,13 +73,13 @@ def test_diagonals_that_are_no_means_of_squares(value, normalize):
     tree, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
     wrong = {"w": torch.tensor([1.0, 2.0, value, 0.0])}
     with pytest.raises(ValueError, match=r"'w' of the statistics of '1' has values that are negative or not finite"):
-        fisher(tree, [tree, tree], [ones, wrong], normalize=normalize)
+        fisher(tree, [tree, clone(tree)], [ones, wrong], normalize=normalize)
 
 
 def test_complex_statistics_have_no_order():
     tree, ones = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
     with pytest.raises(ValueError, match="leaf 'w' of statistics of '1' is complex64, must be floating-point"):
-        fisher(tree, [tree, tree], [ones, {"w": torch.ones(4, dtype=torch.complex64)}])
+        fisher(tree, [tree, clone(tree)], [ones, {"w": torch.ones(4, dtype=torch.complex64)}])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_complex_statistics_have_no_order():
 def test_gram_matrices_that_are_none(wrong):
     tree, gram = {"w": torch.zeros(3, 2)}, {"w": torch.eye(2)}
     with pytest.raises(ValueError, match=r"a Gram matrix of weights \(3, 2\) is not one"):
-        reg_mean(tree, [tree, tree], [gram, {"w": wrong}])
+        reg_mean(tree, [tree, clone(tree)], [gram, {"w": wrong}])
 
 
 def test_gram_matrices_that_were_rounded_are_taken():
@@ -96,7 +97,7 @@ def test_gram_matrices_that_were_rounded_are_taken():
     gram = {"w": (rows.mT @ rows).bfloat16()}
     gram["w"][0, 1] = torch.nextafter(gram["w"][0, 1], torch.tensor(torch.inf, dtype=torch.bfloat16))
     tree = {"w": normal(3, 7)}
-    merged = reg_mean({"w": torch.zeros(3, 7)}, [tree, tree], [gram, gram])
+    merged = reg_mean({"w": torch.zeros(3, 7)}, [tree, clone(tree)], [gram, gram])
     torch.testing.assert_close(merged["w"], tree["w"], rtol=0, atol=5e-3)
 
 
@@ -136,7 +137,7 @@ def test_inputs_that_never_occur_take_the_mean():
 def test_problems_are_listed_together():
     base, expert = {"w": torch.zeros(2, 3)}, {"w": torch.ones(2, 3)}
     with pytest.raises(ValueError, match=r"expert 'b' has no statistics \(fisher\).*merge.py statistics.*'c', which"):
-        fisher(base, {"a": expert, "b": expert}, {"a": expert, "c": expert})
+        fisher(base, {"a": expert, "b": clone(expert)}, {"a": expert, "c": expert})
     with pytest.raises(ValueError, match=r"there are statistics of 'place 1', which is not an expert"):
         fisher(base, [expert], [expert, expert])
     with pytest.raises(ValueError, match=r"statistics of '0' lacks leaf 'w'"):
@@ -144,7 +145,7 @@ def test_problems_are_listed_together():
     with pytest.raises(ValueError, match=r"leaf 'w' has shape \(2, 2\) in statistics of '0' but \(3, 3\)"):
         reg_mean(base, [expert], [{"w": torch.eye(2)}])
     with pytest.raises(ValueError, match="of other layers than the first"):
-        reg_mean(base, [expert, expert], [{"w": torch.eye(3)}, {}])
+        reg_mean(base, [expert, clone(expert)], [{"w": torch.eye(3)}, {}])
     with pytest.raises(ValueError, match=r"floor is 0, must be positive.*|floor is 0, must be a positive.*-1"):
         fisher(base, [expert], [expert], floor=0, weights={"0": -1})
     with pytest.raises(ValueError, match="all weights are 0"):

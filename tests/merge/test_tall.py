@@ -8,6 +8,7 @@ from smat_fn.merge import merge_by
 from smat_fn.merge.parts import tall
 from smat_fn.merge.parts.merger import InMemory
 from smat_fn.merge.parts.spectral import svd
+from smat_fn.tree import clone
 
 KINDS = [
     TsvMerge(coef=0.5), TsvMerge(coef=0.5, share=0.2), IsoC(coef=0.5), IsoCts(coef=0.5), IsoCts(coef=0.5, common=1.0)
@@ -89,7 +90,7 @@ def test_experts_without_change_of_low_rank_or_equal_do_no_harm(config, tall_fro
     base, experts = trees(torch.float64)
     line = torch.outer(torch.arange(403.0), torch.arange(12.0)).double()
     flat = {**base, "embed": base["embed"] + line}
-    cases = [[base], [flat, flat], [experts["e0"], experts["e0"], base]]
+    cases = [[base], [flat, clone(flat)], [experts["e0"], clone(experts["e0"]), base]]
     for others in cases:
         given = {f"x{i}": tree for i, tree in enumerate(others)}
         tall_from(1 << 28)

@@ -104,6 +104,21 @@ def tied_problems(base: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
+def alias_problems(experts: Mapping[str, Leaves]) -> list[str]:
+    """Errors for experts that are the same tensors, as state_dict() of one model after every task gives them."""
+    groups: dict[object, list[str]] = {}
+    for name, leaves in experts.items():
+        place = tree.memory_of(leaf for leaf in leaves.values() if leaf.is_floating_point())
+        if place is not None:
+            groups.setdefault(place, []).append(name)
+    return [
+        f"experts {first!r} and {second!r} {f'and {len(more)} more ' if more else ''}are the same tensors: a "
+        "state_dict() holds the model's own memory, clone it, {name: w.detach().clone() for name, w in "
+        "model.state_dict().items()}"
+        for first, second, *more in (same for same in groups.values() if len(same) > 1)
+    ]
+
+
 def key_problems(key: Tensor) -> list[str]:
     """Validation errors for ``key``."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
@@ -139,7 +154,7 @@ def check(base: Params, experts: Experts, problems: Iterable[str] = ()) -> tuple
         others = {f"expert {name!r}": own for name, own in flat.items()}
         found += batch_problems({"base": start, **others})
         found += fit_problems(start, "base", others)
-    errors.raise_problems(found)
+    errors.raise_problems(found + alias_problems(flat))
     assert start is not None
     return start, flat
 
@@ -213,7 +228,7 @@ def check_alone(experts: Experts) -> dict[str, Leaves]:
         (start_name, start), *rest = ((f"expert {name!r}", own) for name, own in flat.items())
         found += fit_problems(start, start_name, dict(rest))
         found += [p for name, own in rest for p in _value_problems(start, start_name, own, name)]
-    errors.raise_problems(found)
+    errors.raise_problems(found + alias_problems(flat))
     return flat
 
 
