@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from .. import __version__, checkpoint, errors
 from ..checkpoint import write_text
+from ..merge.parts.inputs import check_variances
 from ..merge.parts.masked import of_all_tasks
 from ..merge.parts.merger import Merger, Rule
 from .files import Hashing, changed, followed, size_text
@@ -294,11 +295,7 @@ def _writes(job: Job, rule: Rule, shard: Shard, descriptor: int) -> Iterator[Cal
 
     def write(merge: Callable[[], Written], offset: int) -> tuple[float, float, int]:
         done = merge()
-        if path.endswith("running_var") and bool((done.values < 0).any()):
-            raise ValueError(
-                f"leaf {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
-                "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
-            )
+        check_variances(path, done.values)
         begin = offset + done.start * done.values.itemsize
         write_chunk(descriptor, done.values, begin)
         return done.error, done.change, begin + done.values.nbytes

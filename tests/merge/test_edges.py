@@ -10,6 +10,7 @@ from smat_fn.merge.della import thresholds as della_thresholds
 from smat_fn.merge.parts.arithmetic import zeroed
 from smat_fn.merge.parts.chunks import Piece
 from smat_fn.merge.parts.merger import Cut
+from smat_fn.merge.task_arithmetic import TaskArithmetic
 from smat_fn.merge.ties import _limit, ties_vector, trimmed, votes
 
 KEY = random.key(0)
@@ -370,6 +371,35 @@ def test_weight_average_keeps_equal_buffers():
 def test_apply_vector_computes_wide_whatever_the_dtype_of_the_vector():
     merged = merge.apply_vector(tree(1.0), {"w": torch.tensor([0.5], dtype=torch.bfloat16)}, coef=0.3)
     assert merged["w"].item() == (torch.tensor(1.0) + torch.tensor(0.3) * 0.5).item()
+
+
+BELOW_ZERO = {
+    "task_arithmetic": lambda base, experts: merge.task_arithmetic(base, experts, coef=1.0),
+    "ties": lambda base, experts: merge.ties(base, experts, coef=2.0, keep=1.0),
+    "rules": lambda base, experts: merge.merge_by(TaskArithmetic(), base, experts, coef={"*": 1.0}),
+    "weighted_average": lambda base, experts: merge.weighted_average([base, *experts], weights=[-2.0, 1.0, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("name", BELOW_ZERO)
+def test_variances_of_batch_norms_do_not_become_negative(name):
+    base, *experts = ({"bn.bias": torch.ones(2), "bn.running_var": torch.tensor([v, 0.0])} for v in (1, 0.3, 0.2, 0.1))
+    with pytest.raises(ValueError, match=r"^leaf 'bn.running_var', .* below 0, .* by coef 0 for '.running_.'"):
+        BELOW_ZERO[name](base, experts)
+    others = [{"bn.scale": own["bn.running_var"]} for own in (base, *experts)]
+    assert float(BELOW_ZERO[name](others[0], others[1:])["bn.scale"][0]) < 0  # any other leaf may be
+    merged = merge.merge_by(TaskArithmetic(), base, experts, coef={"*running_*": 0.0, "*": 1.0})
+    assert merged["bn.running_var"].tolist() == [1.0, 0.0]
+
+
+def test_variances_without_values_are_not_read():
+    def mean(leaf):
+        trees = [{"running_var": leaf}, {"running_var": 2 * leaf}]
+        return merge.weighted_average(trees, weights=[0.5, -1.0], normalize=False)["running_var"]
+
+    assert torch.equal(torch.func.vmap(mean)(torch.ones(3, 2)), torch.full((3, 2), -1.5))
+    with pytest.raises(ValueError, match="leaf 'running_var'"):
+        mean(torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["fisher", "emr"])

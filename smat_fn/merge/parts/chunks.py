@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import random, tree
 from ...ops.cpu import centered_fields
 from ...types import Params
-from .inputs import Experts, Leaves
+from .inputs import Experts, Leaves, check_variances
 
 Fuse: TypeAlias = Callable[["Piece"], Tensor]  # the merged task vector (n,) of a piece
 CHUNK = 1 << 19  # coordinates, over all experts together, that are worked on at a time
@@ -126,7 +126,9 @@ def merge_weights(
         if not leaf.is_floating_point():
             return leaf.clone()
         dtype = tree.compute_dtype(leaf)
-        return fuse(path, (leaves[path].to(leaf.device, dtype) for leaves in flat.values())).to(leaf.dtype)
+        done = fuse(path, (leaves[path].to(leaf.device, dtype) for leaves in flat.values())).to(leaf.dtype)
+        check_variances(path, done)
+        return done
 
     first = next(iter(experts.values() if isinstance(experts, Mapping) else experts))
     return tree.unflatten(first, {path: merged(path, leaf) for path, leaf in start.items()})

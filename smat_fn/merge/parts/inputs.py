@@ -119,6 +119,16 @@ def alias_problems(experts: Mapping[str, Leaves]) -> list[str]:
     ]
 
 
+def check_variances(path: str, values: Tensor) -> None:
+    """Reads only merged leaves of the name running_var. Raises: ValueError for variances below 0."""
+    named = path.endswith("running_var") and tree.memory_of([values]) is not None
+    if named and bool((values < 0).any()):
+        raise ValueError(
+            f"leaf {path!r}, the variances of a batch norm, would have values below 0, with which the model's "
+            "outputs are NaN: keep base's statistics, by coef 0 for '*running_*', or choose a smaller coef"
+        )
+
+
 def key_problems(key: Tensor) -> list[str]:
     """Validation errors for ``key``."""
     if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):

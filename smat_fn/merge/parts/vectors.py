@@ -10,6 +10,7 @@ from . import chunks
 from .chunks import delta_of
 from .inputs import (
     batch_problems,
+    check_variances,
     coef_problems,
     complex_problems,
     derivative_problems,
@@ -58,7 +59,8 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
         a tree of base's structure, shapes and dtypes; other leaves are copies of base's.
 
     Raises:
-        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base.
+        ValueError: for a coef that is not finite and for a vector, or an ``out``, that does not fit base; and for a
+            ``running_var`` below 0, after the merge.
     """
     leaves = tree.flatten(base)
     floating = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
@@ -95,6 +97,7 @@ def apply_vector(base: Params, vector: Params, *, coef: float, out: Params | Non
             _write_scaled(target, vector[path].detach(), start, float(coef))
             if target is not given:
                 given.copy_(target)
+            check_variances(path, given)
         else:
             merged[path].copy_(leaf)
     return tree.unflatten(base, merged)
