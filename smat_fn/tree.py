@@ -9,6 +9,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .compiled import opaque, transformed, valueless
-from .errors import raise_problems, shortened
+from .errors import raise_problems, shortened, takes
 from .types import Params, Predicate, Where
 
 NORM_BLOCK = 4096
@@ -162,6 +163,8 @@ def predicate(where: Where | None) -> Predicate | None:
     """
     wrong = isinstance(where, (set, frozenset, str, type, nn.Module))  # the last two can be called, with something else
     if where is None or (callable(where) and not wrong):
+        if where is not None and not torch.compiler.is_compiling() and not _takes_two(where):
+            raise ValueError("where does not take two arguments: give a function (name, weight) -> bool")
         return where
     chosen: dict[str, bool] = {}
     problems: list[str] = []
@@ -169,7 +172,7 @@ def predicate(where: Where | None) -> Predicate | None:
         _collect(where, "", chosen, problems, bool)
     if problems or wrong:
         raise_problems([
-            f"where is a {type(where).__name__}: give a function (path, leaf) -> bool, a tree of bools that is like "
+            f"where is a {type(where).__name__}: give a function (name, weight) -> bool, a tree of bools that is like "
             "the parameters, or None for every leaf",
             *shortened(problems, "{} more leaves of where are not bools"),
         ])  # fmt: skip
@@ -180,6 +183,13 @@ def predicate(where: Where | None) -> Predicate | None:
         return chosen[path]
 
     return picks
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    code = getattr(function if type(function) is FunctionType else type(function).__call__, "__code__", None)
+    if code is not None and code.co_argcount == 2 + (type(function) is not FunctionType):
+        return True  # every step asks, and a signature takes 40 us
+    return takes(function, 2)
 
 
 def check_same(reference: Mapping[str, Tensor], name: str, /, **others: Mapping[str, Tensor]) -> None:

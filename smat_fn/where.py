@@ -86,9 +86,30 @@ def mask_problems(where: Where | None, leaves: Mapping[str, Tensor], drop_prob: 
     if off or picks is None or picks is never or any(picks(path, leaf) for path, leaf in leaves.items()):
         return []
     problem = f"drop_prob is {drop_prob}, but Mask has nothing to act on: where picks none of {len(leaves)} parameters"
+    if isinstance(where, Picked) and (pair := _prefixed(where.names, leaves)) is not None:
+        return [
+            f"{problem}. Names differ: it picks {pair[0]!r}, the parameters have {pair[1]!r}. Make where from the "
+            "module whose named_parameters() these are, or give drop_prob=0 to switch Mask off"
+        ]
     few = ", ".join(list(leaves)[:3]) + ", ..." * (len(leaves) > 3)
     how = where.how if isinstance(where, Picked) else f"It was asked for {few}"
     return [f"{problem}. {how}. Give where=, a function (name, parameter) -> bool, or drop_prob=0 to switch Mask off"]
+
+
+def _prefixed(names: Iterable[str], paths: Iterable[str]) -> tuple[str, str] | None:
+    """A name and a path of which one is the other behind a prefix, as "module." of wrappers; None without such."""
+    ends = {path[at:]: path for path in paths for at in _after_dots(path)}
+    known = set(paths)
+    for name in sorted(names):
+        if name in ends:
+            return name, ends[name]
+        if shorter := next((name[at:] for at in _after_dots(name) if name[at:] in known), None):
+            return name, shorter
+    return None
+
+
+def _after_dots(path: str) -> list[int]:
+    return [at + 1 for at, character in enumerate(path) if character == "."]
 
 
 def muon_matrices(module: nn.Module) -> Predicate:

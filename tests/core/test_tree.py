@@ -4,6 +4,7 @@ import math
 import random as python_random
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from smat_fn import testing, tree
+from smat_fn import optim, testing, tree
+from smat_fn.mat import smat
 
 
 class Pair(NamedTuple):
@@ -133,7 +135,7 @@ def test_unflatten_names_what_is_missing():
 def test_where_is_a_predicate_or_a_tree_of_bools():
     params = {"a": [t(1), t(2)], "l": Layer(t(3))}
     assert tree.predicate(None) is None
-    assert tree.predicate(len) is len
+    assert tree.predicate(max) is max
     picks = tree.predicate({"a": [True, False], "l": Layer(True), "more": False})
     assert [picks(path, leaf) for path, leaf in tree.flatten(params).items()] == [True, False, True]
     assert list(tree.partition(params, {"a": [True, False], "l": Layer(True)})[0]) == ["a.0", "l.weight"]
@@ -143,8 +145,39 @@ def test_where_is_a_predicate_or_a_tree_of_bools():
 
 @pytest.mark.parametrize("where", [{"a"}, frozenset("a"), "blocks", 3, {"a": 1}, ["a", "b"], {"a": t(1)}], ids=str)
 def test_where_of_another_kind_is_one_sentence(where):
-    with pytest.raises(ValueError, match=rf"where is a {type(where).__name__}: give a function \(path, leaf\) -> bool"):
+    with pytest.raises(
+        ValueError, match=rf"where is a {type(where).__name__}: give a function \(name, weight\) -> bool"
+    ):
         tree.predicate(where)
+
+
+class Named:
+    def __call__(self, name):
+        return True
+
+    def both(self, name, weight):
+        return True
+
+
+ONE_ARGUMENT = {
+    "lambda": lambda name: True,
+    "none": lambda: True,
+    "object": Named(),
+    "partial": partial(lambda name, weight: True, "w", "w"),
+}
+
+
+@pytest.mark.parametrize("where", ONE_ARGUMENT.values(), ids=ONE_ARGUMENT)
+def test_a_predicate_takes_two_arguments(where):
+    with pytest.raises(ValueError, match=r"^where does not take two arguments: give a function \(name, weight\) -> "):
+        tree.predicate(where)
+    with pytest.raises(ValueError, match="where does not take two arguments"):
+        smat.build(lambda params, batch: (params["w"].sum(), {}), optim.adam(0.1), {"w": t(1)}, where=where)
+
+
+def test_predicates_of_other_forms_are_taken():
+    for where in (Named().both, partial(lambda name, weight, *, at: at, at=True), lambda *both: True, max):
+        assert tree.predicate(where) is where
 
 
 def test_a_module_or_its_parameter_dict_is_no_tree():

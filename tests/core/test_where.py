@@ -331,6 +331,21 @@ def test_a_mask_with_nothing_to_act_on_is_a_problem_and_never_is_not():
     assert "It was asked for first.fc.weight, first.fc.bias, first.norm.weight, ..." in problem
 
 
+def test_a_mask_of_names_that_differ_by_a_prefix_shows_one_of_each():
+    inner, outer = Tiny(), nn.Module()
+    outer.module = inner  # as wrappers for several devices have it
+    picks, name = where.block_linear(inner), "blocks.0.fc.weight"
+    longer = where.block_linear(outer)
+    for own, of, shown in ((picks, outer, (name, f"module.{name}")), (longer, inner, (f"module.{name}", name))):
+        leaves = dict(of.named_parameters())
+        (problem,) = where.mask_problems(own, leaves, 0.5)
+        assert problem == (
+            f"drop_prob is 0.5, but Mask has nothing to act on: where picks none of {len(leaves)} parameters. Names "
+            f"differ: it picks '{shown[0]}', the parameters have '{shown[1]}'. Make where from the module whose "
+            "named_parameters() these are, or give drop_prob=0 to switch Mask off"
+        )
+
+
 def test_a_module_without_blocks_has_nothing_to_mask():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert picked(where.block_linear(module), module) == set()

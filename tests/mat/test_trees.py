@@ -133,7 +133,7 @@ def test_a_tree_of_bools_is_a_masked_set():
 @pytest.mark.parametrize("where", [{"head"}, ["head"], {"head": Tensor}], ids=["set", "list", "types"])
 def test_a_masked_set_of_another_kind_is_refused_when_a_method_is_built(where):
     base = random_tree(0, SHAPES)
-    with pytest.raises(ValueError, match=r"where is a \w+: give a function \(path, leaf\) -> bool, a tree of bools"):
+    with pytest.raises(ValueError, match=r"where is a \w+: give a function \(name, weight\) -> bool, a tree of bools"):
         smat.build(squares, optim.adam(1e-2), base, where=where)
     with pytest.raises(ValueError, match=r"where is a \w+.*learning rate is -1"):
         optim.muon(-1.0, rest=optim.adam(1e-3), where=where)
