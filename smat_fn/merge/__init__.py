@@ -42,7 +42,7 @@ from .iso_c import iso_c, iso_c_vector
 from .iso_cts import iso_cts, iso_cts_vector
 from .karcher import karcher
 from .magmax import magmax, magmax_vector
-from .model_stock import model_stock, model_stock_ratios, model_stock_vector
+from .model_stock import model_stock, model_stock_vector
 from .multislerp import multislerp, multislerp_vector
 from .nearswap import nearswap, nearswap_vector
 from .nuslerp import nuslerp, nuslerp_vector
@@ -78,7 +78,7 @@ __all__ = [
     "core_space", "dare", "dare_ties", "dare_ties_vector", "dare_vector", "dc_merge", "dc_merge_vector", "della",
     "della_vector", "edge_of", "emr", "emr_vector", "fisher", "fisher_vector", "flat_statistics", "iso_c",
     "iso_c_vector", "iso_cts", "iso_cts_vector", "karcher", "knots", "lines", "lines_coefs", "lines_low", "lines_rules",
-    "magmax", "magmax_vector", "merge_by", "model_stock", "model_stock_ratios", "model_stock_vector", "multislerp",
+    "magmax", "magmax_vector", "merge_by", "model_stock", "model_stock_vector", "multislerp",
     "multislerp_vector", "nearswap", "nearswap_vector", "norms", "nuslerp", "nuslerp_vector", "opcm", "opcm_vector",
     "pcb", "pcb_vector", "ram", "ram_vector", "reg_mean", "reg_mean_plus", "reg_mean_vector", "sce", "sce_vector",
     "select_coef", "select_coefs", "shortening", "slerp", "svc", "svc_vector", "ta", "tall_mask", "tall_mask_vector",

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from ..types import Params
 from .parts import looped
-from .parts.arithmetic import cosine, gram, weighted
+from .parts.arithmetic import cosine, weighted
 from .parts.chunks import Fuse
-from .parts.inputs import Experts, check, count_problems
+from .parts.inputs import Experts, count_problems
 from .parts.merger import Mapped, Merger, Rule, merged, vector_function
 
 
@@ -39,16 +39,6 @@ def model_stock(base: Params, experts: Experts, *, coef: float = 1.0, clamp: boo
     return merged(ModelStock, **locals())
 
 
-def model_stock_ratios(base: Params, experts: Experts, *, clamp: bool = True) -> dict[str, float]:
-    """t of every floating-point leaf; with ``clamp`` from 0 to 1."""
-    start, flat = check(base, experts, _count(experts))
-    return {
-        path: ratio_of(gram([leaves[path] for leaves in flat.values()], leaf), clamp=clamp)
-        for path, leaf in start.items()
-        if leaf.is_floating_point()
-    }
-
-
 def ratio_of(products: list[list[float]], *, clamp: bool) -> float:
     """t of a leaf, from the inner products of its task vectors."""
     count = len(products)
@@ -66,10 +56,6 @@ def _cosine(products: list[list[float]], left: int, right: int, *, clamp: bool) 
     return min(max(products[left][right] / size, -1.0), 1.0)
 
 
-def _count(experts: Experts) -> list[str]:
-    return count_problems(experts, "model_stock", least=2)
-
-
 @dataclass(frozen=True)
 class ModelStock(Merger):
     """Model Stock: from base towards the experts' mean, by a ratio computed from the angles between them."""
@@ -83,7 +69,7 @@ class ModelStock(Merger):
     """A mean cosine below 0 counts as 0, as in the derivation; with --no-clamp it is taken as it is."""
 
     def problems(self, experts: Experts) -> list[str]:
-        return _count(experts)
+        return count_problems(experts, "model_stock", least=2)
 
     def rule(self, leaves: Mapped) -> Rule:
         def shares(path: str) -> list[float]:

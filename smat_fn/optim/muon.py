@@ -40,7 +40,8 @@ def muon(
     Args:
         lr: learning rate >= 0 of the matrices, or a schedule ``step -> lr`` with steps counted from 0.
         rest: optimizer of all other parameters, usually `adamw`.
-        where: picks the matrices among 2-D parameters, a predicate or a tree of bools; None: all of them.
+        where: picks the matrices among 2-D parameters, a predicate such as ``where.muon_matrices(module)`` or a tree of
+            bools; None: all of them.
         momentum: decay rate of the momentum, in [0, 1).
         ns_steps: Newton-Schulz iterations, 1 to 99.
         weight_decay: decoupled weight decay >= 0 of the matrices.

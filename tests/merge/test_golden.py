@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from smat_fn import merge, random
 from smat_fn.merge.della import thresholds as della_thresholds
+from smat_fn.merge.model_stock import ratio_of
+from smat_fn.merge.parts.arithmetic import gram
 
 STORED = Path(__file__).parent / "golden" / "mergekit.safetensors"
 COEF, DENSITY = 0.3, 0.3
@@ -159,8 +161,8 @@ def test_model_stock(golden, dtype):
     means = [
         {p: ((leaf.float() + other[p].float()) / 2).to(leaf.dtype) for p, leaf in first.items()} for other in others
     ]
-    ratios = merge.model_stock_ratios(base, [first, *means])
-    assert all(0.5 < ratio < 0.95 for ratio in ratios.values())
+    grams = [gram([own[path] for own in (first, *means)], leaf) for path, leaf in base.items()]
+    assert all(0.5 < ratio_of(own, clamp=True) < 0.95 for own in grams)
     close(merge.model_stock(base, [first, *means]), golden(f"{dtype}/model_stock"))
 
 

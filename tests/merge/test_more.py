@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from smat_fn import merge, random
+from smat_fn.merge.model_stock import ratio_of
+from smat_fn.merge.parts.arithmetic import gram
 from smat_fn.tree import clone
 
 KEY = random.key(3)
@@ -271,13 +273,15 @@ def test_model_stock_stops_where_the_mean_is_nearest_to_the_centre(count, spread
     mean = sum(expert["w"] for expert in experts) / count
     expected = mean[0] / mean.square().sum()
     base = zero(experts[0])
-    assert merge.model_stock_ratios(base, experts)["w"] == pytest.approx(expected.item(), rel=1e-14)
+    assert ratio_of(gram([own["w"] for own in experts], base["w"]), clamp=True) == pytest.approx(
+        expected.item(), rel=1e-14
+    )
     torch.testing.assert_close(merge.model_stock(base, experts)["w"], expected * mean)
 
 
 def test_model_stock_by_hand():
     base = tree(1.0, 1.0)
-    ratio = lambda *experts: merge.model_stock_ratios(base, [tree(*e) for e in experts])["w"]  # noqa: E731
+    ratio = lambda *experts: ratio_of(gram(list(map(torch.tensor, experts)), base["w"]), clamp=True)  # noqa: E731
     assert ratio((2.0, 2.0), (2.0, 2.0)) == 1.0
     assert ratio((2.0, 2.0), (2.0, 2.0), (2.0, 2.0)) == 1.0
     assert ratio((2.0, 1.0), (1.0, 5.0)) == 0.0  # orthogonal
@@ -290,15 +294,16 @@ def test_model_stock_by_hand():
 
 def test_model_stock_ratios_do_not_depend_on_the_order():
     leaves = torch.randn(4, 20, 50, generator=torch.Generator().manual_seed(0)) + 1
-    base, *experts = ({str(i): leaf for i, leaf in enumerate(rows)} for rows in (torch.zeros(20, 50), *leaves))
-    expected = merge.model_stock_ratios(base, experts)
-    assert all(merge.model_stock_ratios(base, list(order)) == expected for order in itertools.permutations(experts))
+    for row in zip(*leaves, strict=True):
+        expected = ratio_of(gram(row, torch.zeros(50)), clamp=True)
+        orders = map(list, itertools.permutations(row))
+        assert all(ratio_of(gram(order, torch.zeros(50)), clamp=True) == expected for order in orders)
 
 
 def test_gram_beyond_one_block():
     leaves = torch.randn(3, 5, (1 << 18) // 5 + 7, generator=torch.Generator().manual_seed(0))
     experts = [{"w": leaf} for leaf in leaves[1:] + leaves[0] * 2]
-    ratio = merge.model_stock_ratios({"w": leaves[0]}, experts)["w"]
+    ratio = ratio_of(gram([own["w"] for own in experts], leaves[0]), clamp=True)
     one, two = ((expert["w"] - leaves[0]).double().reshape(-1) for expert in experts)
     cos = one @ two / one.norm() / two.norm()
     assert ratio == pytest.approx((2 * cos / (1 + cos)).item(), rel=1e-12)
@@ -435,7 +440,7 @@ def test_number_of_experts():
     for experts in ([one], [one, one, one]):
         with raises("coef is inf", f"the number of experts is {len(experts)}: slerp takes exactly 2"):
             merge.slerp(experts, coef=float("inf"))
-    for call in (merge.model_stock, merge.model_stock_vector, merge.model_stock_ratios):
+    for call in (merge.model_stock, merge.model_stock_vector):
         with raises("the number of experts is 1: model_stock takes at least 2"):
             call(one, [one])
 

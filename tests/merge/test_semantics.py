@@ -27,6 +27,8 @@ from smat_fn.config import (
     WiseFt,
     with_semantics,
 )
+from smat_fn.merge.model_stock import ratio_of
+from smat_fn.merge.parts.arithmetic import gram
 
 EMBED = "model.embed_tokens.weight"
 # a merger, its experts, mergekit's run; coefficients are its lambda, weights are 1
@@ -121,8 +123,8 @@ def test_mergekits_of_unrelated_checkpoints(run, random_leaves):
 
 def test_unrelated_checkpoints_are_of_the_awkward_kind(random_leaves):
     base, experts = random_leaves("base"), {expert: random_leaves(expert) for expert in ALL.split()}
-    free = merge.model_stock_ratios(base, experts, clamp=False)
-    assert min(free.values()) < 0 == min(merge.model_stock_ratios(base, experts).values())
+    grams = [gram([own[path] for own in experts.values()], leaf) for path, leaf in base.items()]
+    assert min(ratio_of(own, clamp=False) for own in grams) < 0 == min(ratio_of(own, clamp=True) for own in grams)
     # the paper's count is another
     plain = Breadcrumbs(coef=0.3, drop_smallest=0.52, drop_largest=0.11)
     merged, expected = merge.merge_by(plain, base, experts), random_leaves("breadcrumbs_37")
