@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -33,7 +33,8 @@ def value_and_grad(loss_fn: LossFn, *, engine: Engine = "func") -> Callable[...,
         graph of transforms and leaves outside.
     Raises: ValueError for an unknown engine, for a `ModuleLoss` whose module is torch's DDP or has hooks on gradients,
         for leaves that are not floating-point tensors, for a loss function that does not return a pair (0-d loss, aux),
-        and from "autograd" for a loss without a gradient, such as one computed under ``torch.no_grad``.
+        from "func" for gradient checkpointing, and from "autograd" for a loss without a gradient, such as one computed
+        under ``torch.no_grad``.
     """
     if engine not in get_args(Engine):
         raise ValueError(f"value_and_grad: engine {engine!r} is unknown, choose one of {get_args(Engine)}")
@@ -67,18 +68,37 @@ def _func_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Par
         parts: list[Any] = []
 
         def tensors_apart(leaves: dict[str, Tensor], *args: Any) -> tuple[Tensor, list[Tensor]]:
-            loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
+            with _without_hooks():
+                loss, aux = loss_and_aux(loss_fn(tree.unflatten(params, leaves), *args, **options))
             parts[:] = pytree.tree_flatten(aux)
             return loss, [leaf for leaf in parts[0] if isinstance(leaf, Tensor)]
 
         # torch refuses leaves that are not tensors, in params and in aux
-        grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(flat, *args)
+        try:
+            grads, (loss, tensors) = torch.func.grad_and_value(tensors_apart, has_aux=True)(flat, *args)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            raise ValueError(_NO_HOOKS) from error
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in parts[0]]
         aux = pytree.tree_unflatten(leaves, parts[1])
         return (loss, aux), tree.unflatten(params, grads)
 
     return run
+
+
+_NO_HOOKS = (
+    "torch.func runs no hooks on saved tensors, which gradient checkpointing uses: take engine='autograd', or switch "
+    "checkpointing off"
+)
+
+
+def _without_hooks() -> AbstractContextManager[None]:
+    """Inside, torch raises `_NO_HOOKS` for hooks on saved tensors, in place of its own text."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS)
 
 
 def _autograd_engine(loss_fn: LossFn) -> Callable[..., tuple[tuple[Tensor, Aux], Params]]:

@@ -398,6 +398,28 @@ def test_reentrant_checkpointing_is_refused():
         grad.value_and_grad(loss, engine="autograd")(away(module), x.clone().requires_grad_(), y)
 
 
+def test_checkpointing_is_refused_by_torch_func_until_it_is_switched_off():
+    module, (x, y) = Checkpointed(), CASES["mlp"][2]
+    run = grad.value_and_grad(grad.ModuleLoss(module, mlp_loss))
+    text = (
+        "torch.func runs no hooks on saved tensors, which gradient checkpointing uses: take engine='autograd', or "
+        "switch checkpointing off"
+    )
+    for call in (run, lambda *args: torch.func.vmap(lambda x: run(args[0], x, y))(x[None])):
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            call(away(module), x, y)
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+    module.on = False
+    plain = grad.value_and_grad(grad.ModuleLoss(module, mlp_loss), engine="autograd")
+    torch.testing.assert_close(run(away(module), x, y)[1], plain(away(module), x, y)[1])
+
+    def fails(params, batch):
+        raise RuntimeError("of the loss itself")
+
+    with pytest.raises(RuntimeError, match="of the loss itself"):
+        grad.value_and_grad(fails)(away(module), None)
+
+
 def plain_and_checkpointed(case):
     if case == "mlp":
         torch.manual_seed(0)
