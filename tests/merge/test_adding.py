@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smat_fn import merge
+from smat_fn import config, merge
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding_a_merger.md"
@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from smat_fn import folders, merge
-from smat_fn.config import DIFFERENCES, MORE_MERGERS
-from smat_fn.merge.median import Median, median
+from smat_fn.config import DIFFERENCES, MORE_MERGERS, Median
+from smat_fn.merge import median
 assert Median in MORE_MERGERS and "median" in DIFFERENCES["mergekit"]
 base, *experts = (load_file(f"{name}/model.safetensors") for name in ["base", *sys.argv[1:]])
 experts = dict(zip(sys.argv[1:], experts))
@@ -77,36 +77,68 @@ def test_it_passes_what_every_merger_owes(example, dtype, family, monkeypatch):
     assert not torch.equal(merged["matrix"], base["matrix"])
 
 
-@pytest.mark.slow
-def test_a_file_and_a_line_are_a_merger(family, tmp_path):
-    """In memory, of folders and by merge.py, with the same bits."""
-    shutil.copytree(ROOT / "smat_fn", tmp_path / "smat_fn", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "merge.py", tmp_path)
+STEPS = re.findall(r"^\| `([\w/]+\.py)` \| (?:`(\w+)`|imports) \| `(.+)` \|$", TEXT, flags=re.M)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package and its tests with the merger of the page, by the page's steps."""
+    leave_out = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("smat_fn", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=leave_out)
+    for name in ("merge.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "smat_fn/merge/median.py").write_text(CODE[1], encoding="utf-8")
-    registry = tmp_path / "smat_fn/merge/registry.py"
-    before = registry.read_text(encoding="utf-8")
-    registry.write_text(before.replace('    "tsv_merge",\n', '    "tsv_merge",\n    "median",\n'), encoding="utf-8")
-    assert registry.read_text(encoding="utf-8") != before
+    for file, name, new in STEPS:
+        lines = (tmp_path / file).read_text(encoding="utf-8").splitlines(keepends=True)
+        begins = f"{name} = " if name else ("from .", "from smat_fn")
+        place = next(i for i, line in enumerate(lines) if line.startswith(begins)) + bool(name)
+        lines.insert(place, f"{new}\n")
+        (tmp_path / file).write_text("".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def python(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_functions_and_options_of_all_mergers_are_exported():
+    for kind in (*merge.MERGERS, *merge.MORE_MERGERS):
+        own = kind.__module__.rpartition(".")[2]
+        for name in (own, *([f"{own}_vector"] if kind.based else [])):
+            assert name in merge.__all__
+            assert getattr(merge, name).__name__ == name
+        assert kind.__name__ in config.__all__
+        assert getattr(config, kind.__name__) is kind
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_page_are_enough_for_the_suites(copy):
+    files = ["tests/merge/test_conformance.py", "tests/merge/test_identities.py", "tests/folders/test_bits.py"]
+    assert {*files, "smat_fn/merge/registry.py"} < {file for file, _, _ in STEPS}
+    words = "-vv", "-p", "no:cacheprovider", "-k", "median or every_merger"
+    assert "[median] PASSED" in python(copy, "-m", "pytest", *words, *files)
+
+
+@pytest.mark.slow
+def test_a_file_and_its_lines_are_a_merger(copy, family):
+    """In memory, of folders and by merge.py, with the same bits."""
     base, experts = family(torch.bfloat16)
     for name, leaves in {"base": base, **experts}.items():
-        (tmp_path / name).mkdir()
-        save_file(leaves, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        (copy / name).mkdir()
+        save_file(leaves, copy / name / "model.safetensors", metadata={"format": "pt"})
     names = list(experts)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-    def python(*words):
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    python("-c", IN_PYTHON, *names)
-    assert "gamma, the factor of the merged update" in python("merge.py", "median", "--help")
-    python("merge.py", "median", "--base", "base", "--experts", *names, "--coef", "0.5", "--out", "cli")
-    memory = load_file(tmp_path / "memory.safetensors")
+    python(copy, "-c", IN_PYTHON, *names)
+    assert "gamma, the factor of the merged update" in python(copy, "merge.py", "median", "--help")
+    python(copy, "merge.py", "median", "--base", "base", "--experts", *names, "--coef", "0.5", "--out", "cli")
+    memory = load_file(copy / "memory.safetensors")
     for folder in ("folders", "cli/median"):
-        merged = load_file(tmp_path / folder / "model.safetensors")
+        merged = load_file(copy / folder / "model.safetensors")
         assert merged.keys() == memory.keys() == base.keys()
         assert all(torch.equal(leaf, memory[path]) for path, leaf in merged.items())
     assert not torch.equal(memory["matrix"], base["matrix"])
